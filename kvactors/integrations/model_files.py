@@ -41,8 +41,6 @@ def model_digest(
         model: a folder, a file, or a name of the Hugging Face hub.
         settings: of the engine, such as overrides of the configuration. Values that are not JSON
             count by their qualified names.
-        revision: of a model of the hub.
-        cache: folder of downloads from the hub, None for the hub's own.
     """
     digest = sha256(json.dumps(dict(settings), sort_keys=True, default=_name_of).encode())
     error = "not found"

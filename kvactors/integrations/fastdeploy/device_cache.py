@@ -38,10 +38,6 @@ class IndexReports:
     """Keeps sinks informed, on an event loop in a separate thread. No call waits for a sink.
 
     Args:
-        sinks: with different names, not opened yet.
-        scope: of every request.
-        fingerprint: of the blocks' layout. With the scope it gives the root hash of all paths.
-        block_size: tokens of a block.
         num_blocks: blocks that device and host hold at most.
     """
 
@@ -60,12 +56,7 @@ class IndexReports:
         feed.wake = lambda: self._thread.call(self._service.take)
 
     def open(self, limit: float) -> None:
-        """Open the sinks.
-
-        Raises:
-            SinkError: a sink cannot work.
-            StoreError: they are not open after `limit` seconds.
-        """
+        """Open the sinks."""
         self._thread.open(limit)
 
     def added(self, record: RequestRecord, count: int) -> None:
@@ -207,10 +198,6 @@ class _StoreService:
 class DirectStorage:
     """Reads and writes device blocks through the `DeviceStore` of each rank, from any thread. A
     block counts as moved when every rank has moved its part of it.
-
-    Args:
-        stores: by rank, not opened yet.
-        timeout_s: seconds that a call may take.
     """
 
     def __init__(self, stores: Sequence[DeviceStore], timeout_s: float) -> None:
@@ -226,24 +213,13 @@ class DirectStorage:
         return ("a call of AttentionStore does not return",) if stuck else ()
 
     def open(self, limit: float) -> None:
-        """Connect.
-
-        Raises:
-            SdkError: the SDK is not installed, or does not work.
-            StoreError: it is not ready after `limit` seconds.
-        """
+        """Connect."""
         self._thread.open(max(limit, sum(store.ready_timeout for store in self._service.stores)))
 
     def fetch(
         self, tokens: bytes, start: int, blocks: list[int], interrupted: Callable[[], bool]
     ) -> int:
         """Read blocks of a path into device blocks. See `DeviceStore.fetch`.
-
-        Args:
-            tokens: as there.
-            start: as there.
-            blocks: as there.
-            interrupted: whether to wait no longer.
 
         Raises:
             CallInFlight: the call does not return. The blocks must not be used before it does. The
@@ -255,12 +231,7 @@ class DirectStorage:
         )
 
     def save(self, tokens: bytes, start: int, blocks: list[int]) -> int:
-        """Write blocks of a path that the store lacks. See `DeviceStore.save`.
-
-        Raises:
-            CallInFlight: the call does not return. The blocks must not be used before it does. The
-                next calls move nothing until then.
-        """
+        """Write blocks of a path that the store lacks. See `DeviceStore.save`."""
         seconds = self._timeout_s
         return self._run(
             lambda store: store.save(tokens, start, tuple(blocks), seconds), lambda: False
@@ -295,16 +266,8 @@ class DirectStorage:
 class DeviceCache:
     """The cached blocks of one engine.
 
-    Args:
-        total: device blocks.
-
     Attributes:
-        blocks: where each device block is.
-        index: full blocks by hash.
-        requests: those that hold blocks.
-        lower: host memory and storage, None without.
         direct: AttentionStore as storage, None without.
-        reports: informs indexes, None without.
         interrupted: whether a match is to wait no longer for storage.
     """
 
@@ -385,7 +348,6 @@ class DeviceCache:
         """Blocks may still be accessed.
 
         Args:
-            blocks: held or indexed.
             ended: whether they are accessed no more, and free. By default they never are.
         """
         lost = list(blocks)
@@ -421,11 +383,7 @@ class DeviceCache:
             self.reports.flush()
 
     def resize(self, total: int) -> None:
-        """Another number of device blocks.
-
-        Raises:
-            ConfigError: blocks are in use.
-        """
+        """Another number of device blocks."""
         blocks = self.blocks
         used = len(blocks.held) + len(blocks.indexed) + len(blocks.lost)
         if total == self.blocks.total:

@@ -25,17 +25,8 @@ class SharedSignal:
     """An array of int32 under the name that FastDeploy's `IPCSignal` gives it.
 
     Args:
-        name: of the signal.
-        suffix: of the engine, its port.
-        size: numbers.
         create: make it, in place of one of that name that an earlier process has left. Otherwise
             another process has made it.
-
-    Attributes:
-        value: the numbers.
-
-    Raises:
-        StoreError: there is no such signal, or it cannot be made.
     """
 
     def __init__(self, name: str, suffix: str | int, size: int, *, create: bool) -> None:
@@ -51,11 +42,7 @@ class SharedSignal:
         self.value: NDArray[np.int32] = np.frombuffer(self._memory, np.int32, size)
 
     def wait_for(self, total: int, limit: float) -> None:
-        """Wait until the numbers add up to `total`.
-
-        Raises:
-            DeadlineExceeded: they do not within `limit` seconds.
-        """
+        """Wait until the numbers add up to `total`."""
         until = time.monotonic() + limit
         while (found := int(self.value.sum())) != total:
             if time.monotonic() >= until:
@@ -89,15 +76,8 @@ crosses processes, so those that the manager makes stay 0."""
 class EngineSignals:
     """Signals of one engine.
 
-    Args:
-        port: of the engine, the suffix of every name.
-        ranks: tensor-parallel ranks.
-
     Attributes:
         named: by the attribute of FastDeploy's manager.
-
-    Raises:
-        StoreError: the engine has not made a signal.
     """
 
     def __init__(self, port: int | str, ranks: int) -> None:
@@ -111,11 +91,7 @@ class EngineSignals:
             raise
 
     def wait_for_tensors(self, limit: float) -> None:
-        """Wait until the workers have made the tensors of every rank.
-
-        Raises:
-            DeadlineExceeded: they have not within `limit` seconds.
-        """
+        """Wait until the workers have made the tensors of every rank."""
         self.named["cache_ready_signal"].wait_for(self._ranks, limit)
 
     def opened(self, *, swap_space: bool) -> None:

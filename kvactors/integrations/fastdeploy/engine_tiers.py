@@ -29,10 +29,7 @@ class EngineTiers:
     """The tiers of one manager.
 
     Args:
-        settings: of the manager.
         cache: the device's blocks. The tiers are set there when they are open.
-        named: tensors under FastDeploy's names, or a function that returns them, or None.
-        stream: gives the handle of the GPU stream that copies come after.
 
     Attributes:
         settings: for the weights of the last match.
@@ -83,16 +80,7 @@ class EngineTiers:
         return hashlib.sha256(text).digest()
 
     def attach(self, num_blocks: int) -> None:
-        """Open everything over the tensors.
-
-        Args:
-            num_blocks: device blocks.
-
-        Raises:
-            ConfigError: a tier or an index needs tensors, and there are none. Or blocks are in use.
-            LayoutError: the tensors do not fit the config.
-            StoreError, SinkError: storage or an index cannot be used.
-        """
+        """Open everything over the tensors."""
         if self._closed:
             raise CacheClosed("the manager is closed")
         settings, cache = self.settings, self._cache
@@ -121,11 +109,7 @@ class EngineTiers:
             raise
 
     def check_blocks(self, num_blocks: int) -> None:
-        """Check a number of device blocks.
-
-        Raises:
-            LayoutError: the tensors have fewer.
-        """
+        """Check a number of device blocks."""
         tensors = self._tensors
         if tensors is not None and num_blocks > tensors.num_blocks:
             raise LayoutError(

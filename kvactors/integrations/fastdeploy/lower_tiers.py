@@ -46,19 +46,11 @@ class RankCopies:
 
     Args:
         ranks: the tensors of each rank, in the order of their bytes.
-        memory: the host slots.
-        threads: copying threads for each rank, for tensors in host memory.
         stream: gives the handle of the GPU stream that a copy comes after, None for tensors in host
             memory.
 
     Attributes:
-        num_blocks: device blocks that every tensor has.
         block_bytes: bytes of a block, of all ranks together.
-
-    Raises:
-        DeviceError: a tensor cannot be copied.
-        LayoutError: the tensors have different numbers of blocks, or a block does not fit in a
-            slot.
     """
 
     def __init__(
@@ -131,12 +123,7 @@ MARGIN = 5.0
 
 
 class Staging(NamedTuple):
-    """Host slots that device blocks pass on their way to storage.
-
-    Attributes:
-        memory: the slots.
-        copies: between device blocks and them.
-    """
+    """Host slots that device blocks pass on their way to storage."""
 
     memory: SlotMemory
     copies: RankCopies
@@ -146,9 +133,7 @@ class WriteCounters(NamedTuple):
     """Blocks of finished requests since the start.
 
     Attributes:
-        written: written to storage.
         present: stored before.
-        failed: not taken by storage.
     """
 
     written: int = 0
@@ -161,8 +146,6 @@ class FinishWrites:
     threads: each takes the staging slots, and the next one waits for them.
 
     Args:
-        storage: the storage tier.
-        staging: the staging slots.
         wait_s: seconds that a call waits for the staging slots of others.
     """
 
@@ -183,7 +166,6 @@ class FinishWrites:
         Failures are counted and logged, and never raised: the request has its answer.
 
         Args:
-            keys: block hashes.
             blocks: as many device blocks, which nothing changes before the call returns.
             wanted: whether to go on, asked before each batch.
 
@@ -287,12 +269,8 @@ class HostTiers:
     Calls come from different threads, never two at once: the engine's lock sees to it.
 
     Args:
-        tiers: host slots and storage.
-        copies: copies between device blocks and the slots of `tiers`.
         keeps: whether evicted device blocks are kept in host slots. If not, the slots are only for
             blocks on their way from storage.
-        reads: whether blocks are read from storage.
-        fetch_wait_s: seconds that a match waits for blocks from storage.
     """
 
     def __init__(
@@ -362,9 +340,7 @@ class HostTiers:
         Waits while blocks are on their way from storage. `end` ends the hold on them.
 
         Args:
-            hashes: of the path.
             waited_s: seconds that the match has waited already.
-            interrupted: whether to wait no longer.
         """
         hashes = hashes[: self.tiers.config.num_slots]
         begun = time.monotonic()
@@ -495,14 +471,7 @@ class CacheKvsLayout(Layout):
     """The layout of FastDeploy's tensors, in the order that its kernels index them by.
 
     Args:
-        block_size: tokens of a block.
-        tensors: of one rank.
         extra_layers: layers of drafts (MTP), the last ones.
-
-    Raises:
-        LayoutError: the layers have different roles or shapes, or are not consecutive, or a tensor
-            has no block axis.
-        DeviceError: a tensor cannot be described.
     """
 
     kind = "fastdeploy"
@@ -556,9 +525,7 @@ class EngineTensors(NamedTuple):
     """The tensors of an engine's cache.
 
     Attributes:
-        ranks: by rank.
         layout: of one rank.
-        num_blocks: device blocks that every tensor has.
     """
 
     ranks: list[RankTensors]
@@ -567,12 +534,7 @@ class EngineTensors(NamedTuple):
 
     @classmethod
     def read(cls, named: Mapping[str, Any], settings: ManagerSettings) -> EngineTensors:
-        """Read `cache_kvs_map`.
-
-        Raises:
-            LayoutError: names or shapes do not fit.
-            DeviceError: a tensor cannot be described.
-        """
+        """Read `cache_kvs_map`."""
         ranks = tensors_by_rank(named)
         if len(ranks) != settings.ranks:
             raise LayoutError(
@@ -618,9 +580,6 @@ class LowerTiers(NamedTuple):
     """The tiers below the device.
 
     Attributes:
-        host: host memory, and the store below it.
-        writes: writes of finished requests. None without storage.
-        memory: all host slots.
         slots: blocks of the host tier, 0 if there is none.
     """
 
@@ -649,13 +608,7 @@ def open_lower_tiers(
     *,
     stream: Callable[[], int | None],
 ) -> LowerTiers | None:
-    """Open host memory and storage. None if neither is configured, or AttentionStore alone.
-
-    Raises:
-        ConfigError: a setting does not fit the tensors, or has no use with them.
-        StoreError: storage cannot be used.
-        DeviceError: tensors cannot be copied.
-    """
+    """Open host memory and storage. None if neither is configured, or AttentionStore alone."""
     storage = settings.storage
     slots = host_slots(settings, tensors.layout.block_bytes)
     stored = storage.backend != "none"
@@ -693,15 +646,7 @@ def open_lower_tiers(
 
 
 def host_slots(settings: ManagerSettings, rank_bytes: int) -> int:
-    """Blocks of the host tier.
-
-    Args:
-        settings: of the manager.
-        rank_bytes: bytes of a block on one rank.
-
-    Raises:
-        ConfigError: the swap space holds no block.
-    """
+    """Blocks of the host tier."""
     if settings.host_blocks or not settings.swap_gib:
         return settings.host_blocks
     slots = int(settings.swap_gib * GIB) // rank_bytes

@@ -62,10 +62,6 @@ class PrefixCacheManager:
 
     Args:
         config: FastDeploy's `FDConfig`, or an object with the same attributes.
-        tensor_parallel_size: ranks.
-        splitwise_role: "mixed".
-        local_data_parallel_id: of this engine on its node.
-        options: settings that FastDeploy has no flag for.
         tensors: the cache tensors of all ranks under FastDeploy's names (`cache_kvs_map`), or a
             function that returns them when the workers have made them. Needed with host memory,
             storage or indexes.
@@ -74,8 +70,6 @@ class PrefixCacheManager:
         environ: variables, the process's environment if None.
 
     Attributes:
-        num_gpu_blocks, num_cpu_blocks: blocks of the device and of the host tier.
-        metrics: hit rates.
         signals: shared with the engine's processes, None before the launch. They are also
             attributes under the names of FastDeploy's manager, such as `cache_ready_signal`.
 
@@ -164,10 +158,6 @@ class PrefixCacheManager:
 
         Args:
             num_blocks: rounded up. 0 and less are always free.
-            try_free_gpu_blocks: whether blocks may be evicted.
-
-        Raises:
-            DeviceError: a copy to host memory does not end.
         """
         count = rounded_up("num_blocks", num_blocks)
         with self._turn():
@@ -234,7 +224,6 @@ class PrefixCacheManager:
             TypeError, ValueError: tokens or media are malformed, or the block size is another one.
                 Nothing changed.
             ConfigError: the version of the weights cannot be read.
-            DeviceError: a copy does not end.
         """
         with self._turn():
             request, root = name_of(task), self._tiers.root()
@@ -354,20 +343,13 @@ class PrefixCacheManager:
         started, so there is none to end.
 
         Args:
-            cache_config: has the number of device blocks.
-            tensor_parallel_size: as in the constructor.
-            device_ids: one for each rank.
             pod_ip: not used: an address of FastDeploy's task queue.
             engine_worker_queue_port: the suffix of the engine's signals.
             ipc_suffix: not used: part of the names of tensors that processes attach.
             create_cache_tensor: must be false: the workers make the tensors.
 
         Raises:
-            ConfigError: a value is not supported, there are no tensors, or the manager was launched
-                already.
             DeadlineExceeded: the workers' tensors are not there in time.
-            LayoutError: the tensors do not fit the config.
-            StoreError, SinkError: a signal is missing, or storage or an index cannot be used.
         """
         ranks = self.settings.ranks
         if self.signals is not None:
@@ -405,12 +387,7 @@ class PrefixCacheManager:
                 self.num_cpu_blocks = self._cache.lower.slots
 
     def update_cache_config(self, cache_config: Any) -> None:
-        """Take over the number of device blocks.
-
-        Raises:
-            ConfigError: it is not possible, or changes while blocks are in use.
-            LayoutError: the tensors have fewer blocks.
-        """
+        """Take over the number of device blocks."""
         with self._turn():
             total = total_blocks(cache_config)
             check_blocks(self.settings, total)

@@ -21,7 +21,6 @@ class PrefixMatch:
 
     Attributes:
         gpu, cpu, storage: device blocks, by the tier that had their bytes.
-        cpu_seconds, storage_seconds: for which the call waited.
     """
 
     def __init__(self) -> None:
@@ -45,11 +44,7 @@ class PrefixMatch:
 
 
 class Matcher:
-    """Finds the blocks of requests.
-
-    Args:
-        cache: the device's blocks and the tiers below.
-    """
+    """Finds the blocks of requests."""
 
     def __init__(self, cache: DeviceCache) -> None:
         self._cache = cache

@@ -37,11 +37,7 @@ def config_labels(cache_config: Any) -> dict[str, str]:
 
 
 class FastDeployMetrics(Collector):
-    """A collector over one manager, for any registry. `collect` may be called in any thread.
-
-    Args:
-        manager: not closed.
-    """
+    """A collector over one manager, for any registry. `collect` may be called in any thread."""
 
     def __init__(self, manager: PrefixCacheManager) -> None:
         self._manager = manager

@@ -17,12 +17,7 @@ from kvactors.types import HASH_BYTES
 
 
 def rounded_up(name: str, value: Any) -> int:
-    """A number of blocks, which FastDeploy's thresholds make a fraction.
-
-    Raises:
-        TypeError: it is no number.
-        ValueError: it is not finite.
-    """
+    """A number of blocks, which FastDeploy's thresholds make a fraction."""
     try:
         return math.ceil(value)
     except TypeError:
@@ -32,11 +27,7 @@ def rounded_up(name: str, value: Any) -> int:
 
 
 def whole(name: str, value: Any) -> int:
-    """An integer of any kind, numpy's included.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """An integer of any kind, numpy's included."""
     try:
         return operator.index(value)
     except TypeError:
@@ -44,12 +35,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def at_least(least: int, name: str, value: Any) -> int:
-    """An integer that is not less than `least`.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is less.
-    """
+    """An integer that is not less than `least`."""
     found = whole(name, value)
     if found < least:
         raise ValueError(f"{name} must be at least {least}, not {found}")
@@ -57,11 +43,7 @@ def at_least(least: int, name: str, value: Any) -> int:
 
 
 def sequence_of(request: Any, name: str) -> Any:
-    """A list or an array of a request.
-
-    Raises:
-        TypeError: the attribute is neither, or is missing.
-    """
+    """A list or an array of a request."""
     found: Any = _attribute(request, name)
     if isinstance(found, str | Mapping) or not hasattr(found, "__getitem__"):
         raise TypeError(
@@ -72,11 +54,7 @@ def sequence_of(request: Any, name: str) -> Any:
 
 
 def name_of(request: Any) -> str:
-    """The id of a request.
-
-    Raises:
-        TypeError: it is no string, or is missing.
-    """
+    """The id of a request."""
     found = _attribute(request, "request_id")
     if not isinstance(found, str):
         raise TypeError(f"request_id must be a string, not {found!r}")
@@ -93,11 +71,7 @@ def _attribute(request: Any, name: str) -> Any:
 
 
 def media_of(request: Any) -> tuple[list[tuple[int, int]], list[Any]]:
-    """Places (offset, length) and hashes of a request's media.
-
-    Raises:
-        TypeError: `multimodal_inputs` has another form.
-    """
+    """Places (offset, length) and hashes of a request's media."""
     inputs = getattr(request, "multimodal_inputs", None)
     if inputs is None:
         return [], []
@@ -124,12 +98,7 @@ def _items(inputs: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def required_blocks(input_token_num: int, block_size: int) -> int:
-    """Blocks that so many tokens take.
-
-    Raises:
-        TypeError: a number is no integer.
-        ValueError: the block size is less than 1, or the number of tokens is negative.
-    """
+    """Blocks that so many tokens take."""
     tokens = at_least(0, "input_token_num", input_token_num)
     return -(-tokens // at_least(1, "block_size", block_size))
 
@@ -146,11 +115,6 @@ class IndexedBlock:
 
     Attributes:
         hash: block hash. It stands for the tokens and media up to the block's end.
-        parent: the block before it on its path, None for the first.
-        depth: blocks of the path up to this one.
-        block: device block id.
-        refs: requests whose path contains it.
-        children: blocks of the index that follow it.
         used: time of the last use, in calls of the index.
     """
 
@@ -171,7 +135,6 @@ class EngineBlockIndex:
     one leaves first, and of one path the deepest.
 
     Attributes:
-        blocks: by hash.
         unreferenced: blocks that no request holds. All of them can be evicted, one after another.
     """
 
@@ -307,14 +270,9 @@ class FreeBlockList(Sequence[int]):
 class EngineBlocks:
     """Block ids 0 .. total - 1, each in one place. The lowest free id is handed out first.
 
-    Args:
-        total: number of blocks.
-
     Attributes:
-        total: number of blocks.
         held: blocks that the engine was given and has not returned, with the request that each was
             given for (None: none named).
-        indexed: blocks that the index owns.
         lost: blocks that a copy or a call may still access.
     """
 
@@ -333,11 +291,7 @@ class EngineBlocks:
         return len(self._free)
 
     def take(self, count: int, request: str | None) -> list[int]:
-        """The lowest free blocks, held for a request.
-
-        Raises:
-            NoRoom: fewer are free. Nothing changed.
-        """
+        """The lowest free blocks, held for a request."""
         if count > len(self._free):
             raise NoRoom(count, len(self._free))
         taken = [heappop(self._free) for _ in range(count)]
@@ -346,10 +300,6 @@ class EngineBlocks:
 
     def give(self, blocks: Sequence[int], request: str | None) -> None:
         """The engine returns blocks. Those that it was given before a reset are free already.
-
-        Args:
-            blocks: ids.
-            request: returns them, None if the engine names none.
 
         Raises:
             ValueError: the engine does not hold a block, holds it for another request, or returns
@@ -371,11 +321,7 @@ class EngineBlocks:
         return block not in self.held or self.held[block] != request
 
     def check_held(self, blocks: Sequence[int], request: str | None) -> None:
-        """Check that the engine holds blocks, each of them once.
-
-        Raises:
-            ValueError: it does not, or holds one for another request.
-        """
+        """Check that the engine holds blocks, each of them once."""
         if len(set(blocks)) < len(blocks):
             raise ValueError(f"a block is named twice: {sorted(blocks)}")
         for block in blocks:
@@ -442,24 +388,13 @@ class EngineBlocks:
 class RequestRecord:
     """The chain of a request's block hashes, and the blocks that it holds.
 
-    Args:
-        request: FastDeploy's request.
-        block_size: tokens of a block.
-        root: the hash that the chain starts from.
-
     Attributes:
-        path: tokens and block hashes.
         nodes: the leading blocks of the path, all held.
         spares: blocks of its table whose hash another request's block has in the index.
         finished: whether the engine has begun to write it to storage, as it does at the finish.
         writers: one entry for each write to storage that has not ended. Its blocks are not free
             before. Changed by any thread, in one step of the interpreter.
         has_media: whether media take part in its block hashes.
-
-    Raises:
-        TypeError: a token is no integer, or tokens or media have another form.
-        ValueError: a token is not in 0 .. 2**32 - 1, or media overlap, are not in order or end
-            after the last token.
     """
 
     def __init__(self, request: Any, block_size: int, root: bytes) -> None:
@@ -493,11 +428,7 @@ class RequestRecord:
         return total
 
     def extend(self, request: Any) -> None:
-        """Append the tokens that the request has got since the last call, all or none.
-
-        Raises:
-            ValueError: the request has fewer tokens than before, or a token is out of range.
-        """
+        """Append the tokens that the request has got since the last call, all or none."""
         chained, total = self.path.num_tokens, self.tokens_of(request)
         prompt, outputs = _parts(request)
         if chained >= len(prompt):
@@ -519,12 +450,7 @@ def _parts(request: Any) -> tuple[Any, Any]:
 
 
 class RequestRecords:
-    """The requests that were matched and not released.
-
-    Args:
-        blocks: the device blocks.
-        index: the prefix index.
-    """
+    """The requests that were matched and not released."""
 
     def __init__(self, blocks: EngineBlocks, index: EngineBlockIndex) -> None:
         self._blocks = blocks
@@ -585,13 +511,7 @@ class RequestRecords:
         """The blocks of a request's table that are full and not indexed.
 
         Args:
-            record: of the request.
-            table: the request's block table.
             full: blocks from the start of the table that are full.
-            request: its id.
-
-        Raises:
-            ValueError: the table is too short, or has a block that the request does not hold.
         """
         start = len(record.nodes)
         if full <= start:

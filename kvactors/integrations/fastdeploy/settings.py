@@ -33,11 +33,7 @@ SETTLED_S = 2.0
 
 
 class WeightsVersion:
-    """Watches `version.yaml`.
-
-    Args:
-        model_path: the model's folder.
-    """
+    """Watches `version.yaml`."""
 
     def __init__(self, model_path: str | Path) -> None:
         self._path = Path(model_path) / FILE
@@ -49,9 +45,6 @@ class WeightsVersion:
 
         The field `version` has the form RL-STEPxx-time-uuid. The first two parts name the weights.
         The file is read again when it has changed.
-
-        Raises:
-            ConfigError: the file cannot be read, or has no version.
         """
         try:
             found = self._path.stat()
@@ -133,21 +126,13 @@ class ManagerSettings(NamedTuple):
     """Checked values.
 
     Attributes:
-        block_size: tokens of a block.
-        prefix_caching: whether requests are matched.
-        host_blocks: blocks of the host tier, as configured.
         swap_gib: GiB of the host tier of one rank, where no number of blocks is configured.
-        backend: of storage, "none" for none.
         storage: of the tier below the host, without a back end for AttentionStore.
-        ranks: tensor-parallel ranks.
         draft_layers: layers of drafts (MTP) after the main layers.
-        drafts: whether a draft model proposes tokens.
         decode_blocks: blocks that a request needs beyond its prompt at least.
         reserve_blocks: blocks that a scheduler keeps for each running request.
         most_blocks: blocks of the longest request, None if no length is configured.
-        model_path: the model's folder.
         config: the same as a kvactors config, for sinks and for AttentionStore.
-        options: of the constructor.
     """
 
     block_size: int
@@ -174,10 +159,6 @@ class ManagerSettings(NamedTuple):
     def prefill_threshold(self, num_new_blocks: int, num_running: int, total: int) -> int:
         """Blocks to be free before a scheduler admits a chunk: the chunk's, those reserved for the
         output of each running request, and one for drafts. At most all blocks.
-
-        Raises:
-            TypeError: a number is no integer.
-            ValueError: a number is negative.
         """
         fresh = at_least(0, "num_new_blocks", num_new_blocks)
         running = at_least(0, "num_running", num_running)
@@ -195,11 +176,7 @@ class ManagerSettings(NamedTuple):
 
 
 def read_options(options: FastDeployOptions | Mapping[str, Any] | None) -> FastDeployOptions:
-    """Check options.
-
-    Raises:
-        ConfigError: names the option that is unknown, malformed or out of range.
-    """
+    """Check options."""
     found = convert(options or {}, FastDeployOptions)
     if found.eviction_policy not in ALONE:
         raise ConfigError(
@@ -220,20 +197,7 @@ def read_settings(
     given: FastDeployOptions | Mapping[str, Any] | None,
     variables: Mapping[str, str] | None,
 ) -> ManagerSettings:
-    """Read FastDeploy's config and variables.
-
-    Args:
-        config: FastDeploy's `FDConfig`, or an object with the same attributes.
-        tensor_parallel_size: ranks.
-        splitwise_role: of this engine.
-        local_data_parallel_id: of this engine on its node.
-        given: options, not checked.
-        variables: the process's environment if None.
-
-    Raises:
-        ConfigError: names a field or variable that is missing, malformed, or has a value that this
-            manager does not support.
-    """
+    """Read FastDeploy's config and variables."""
     options, environ = read_options(given), os.environ if variables is None else variables
     if splitwise_role != "mixed":
         raise ConfigError(
@@ -318,15 +282,7 @@ def check_uses(settings: ManagerSettings) -> None:
 
 
 def check_tensor_uses(settings: ManagerSettings, *, on_gpu: bool) -> None:
-    """Check options against the tensors that the tiers copy.
-
-    Args:
-        settings: of the manager.
-        on_gpu: whether the tensors are in the memory of a GPU.
-
-    Raises:
-        ConfigError: names an option that is given and has no use with these tensors.
-    """
+    """Check options against the tensors that the tiers copy."""
     if on_gpu and "copy_threads" in changed_in(settings.options):
         raise ConfigError(
             "options: copy_threads has no use with tensors of a GPU, whose copy engines move the "
@@ -341,11 +297,7 @@ def _where(settings: ManagerSettings) -> str:
 
 
 def check_blocks(settings: ManagerSettings, num_blocks: int) -> None:
-    """Check the number of device blocks. 0: they are not counted yet.
-
-    Raises:
-        ConfigError: the longest request does not fit.
-    """
+    """Check the number of device blocks. 0: they are not counted yet."""
     if not num_blocks or settings.most_blocks is None:
         return
     needed = settings.most_blocks + settings.decode_blocks
@@ -357,11 +309,7 @@ def check_blocks(settings: ManagerSettings, num_blocks: int) -> None:
 
 
 def total_blocks(cache_config: Any) -> int:
-    """FastDeploy's number of device blocks, 0 before it has counted them.
-
-    Raises:
-        ConfigError: it is no number.
-    """
+    """FastDeploy's number of device blocks, 0 before it has counted them."""
     return _number(cache_config, "total_block_num", 0)
 
 

@@ -13,11 +13,7 @@ WINDOW = 10_000
 
 
 class HitTokens(NamedTuple):
-    """Tokens of a request, by the tier that had them.
-
-    Attributes:
-        total: tokens of the request.
-    """
+    """Tokens of a request, by the tier that had them."""
 
     gpu: int
     cpu: int
@@ -28,10 +24,6 @@ class HitTokens(NamedTuple):
 class HitRates:
     """Counters of matches. Rates are over the requests since the last multiple of `WINDOW`, sums of
     tokens over all.
-
-    Attributes:
-        req_count, hit_req_count: requests, and those with a hit.
-        gpu_tokens, cpu_tokens, storage_tokens: tokens matched since the start.
     """
 
     def __init__(self) -> None:
@@ -87,13 +79,6 @@ class ManagerStatistics(NamedTuple):
     """Sizes of this moment, and counters since the start.
 
     Attributes:
-        gpu_blocks, cpu_blocks: of the tiers.
-        free_gpu_blocks: blocks on the free list.
-        evictable_gpu_blocks: cached blocks that no request holds.
-        requests: that hold blocks.
-        hit_req_ratio, hit_token_ratio, gpu_hit_token_ratio, cpu_hit_token_ratio,
-        storage_hit_token_ratio: rates, over the last requests (see `HitRates`).
-        gpu_tokens, cpu_tokens, storage_tokens: matched tokens.
         written_blocks, present_blocks, failed_blocks: of finished requests: written to storage,
             stored before, not taken.
     """
@@ -173,9 +158,6 @@ class EngineGauges:
 
     Args:
         gauges: an object with FastDeploy's gauges as attributes. None: nothing is set.
-
-    Raises:
-        AttributeError: a gauge is missing.
     """
 
     def __init__(self, gauges: Any) -> None:

@@ -55,11 +55,6 @@ class KVActorsL2(L2AdapterInterface):
 
     Args:
         params: see `L2Settings`.
-        l1_memory_desc: given by LMCache.
-
-    Raises:
-        ConfigError: a setting is unknown, missing or out of range (a ValueError).
-        StoreError: the store cannot be used (an OSError).
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:
@@ -225,11 +220,7 @@ class KVActorsL2(L2AdapterInterface):
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> Any:
-        """The keys in the store, in pages.
-
-        Raises:
-            ValueError: page_size is below 1, or the cursor is malformed.
-        """
+        """The keys in the store, in pages."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
@@ -328,9 +319,6 @@ def read_keys(
 ) -> tuple[KeyCatalog, KeyLog]:
     """The objects of the store, and the file of their keys, open. Pages of other objects are
     removed.
-
-    Raises:
-        StoreError: the file cannot be read or written within `settings.open_timeout_s`.
     """
     storage = config.storage
     identity = StoreIdentity(config.model, storage.namespace, config.fingerprint)

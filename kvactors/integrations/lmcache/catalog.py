@@ -54,7 +54,6 @@ class ObjectShape(NamedTuple):
 
     Attributes:
         layout: dtypes and shapes of its tensors. A shape contains the tokens of a chunk.
-        size: bytes.
     """
 
     layout: str
@@ -65,9 +64,7 @@ class StoredObject(NamedTuple):
     """An object of the store.
 
     Attributes:
-        shape: its layout and size.
         digest: 32 bytes that identify key, layout and size.
-        pages: number of its pages.
     """
 
     shape: ObjectShape
@@ -137,9 +134,7 @@ class KeyCatalog:
         capacity: pages that the objects may have together.
 
     Attributes:
-        used: pages of the objects.
         reserved: pages of objects that are being stored.
-        nbytes: bytes of the objects.
         locks: locks of each key, those of loads in flight included.
     """
 
@@ -202,12 +197,7 @@ class KeyCatalog:
             self.locks[key] -= 1
 
     def victims(self, pages: int, keep: Container[Key] = ()) -> list[Key] | None:
-        """The keys to evict so that an object can be stored, None if it does not fit.
-
-        Args:
-            pages: of the object.
-            keep: keys that stay.
-        """
+        """The keys to evict so that an object can be stored, None if it does not fit."""
         needed = self.used + self.reserved + pages - self.capacity
         chosen: list[Key] = []
         for key, found in self._objects.items():
@@ -240,9 +230,6 @@ class KeyLog:
 
     The file proves nothing: an object counts when the store has its pages under the hash of the
     line's fields. A damaged line is skipped.
-
-    Args:
-        path: of the file.
 
     Attributes:
         lines: lines of the file, as far as they were written by this process or read.
@@ -343,9 +330,6 @@ SPARE_LINES = 1024
 class KeyWriter:
     """The objects whose keys are not in the file yet, and the thread that writes them.
 
-    Args:
-        keys: the file, open.
-
     Attributes:
         error: why the file does not take records, empty if it does.
     """
@@ -381,7 +365,6 @@ class KeyWriter:
         """Write records.
 
         Args:
-            records: to add.
             whole: those of all objects, to write the file anew. None: add to it.
             written: called at the end in any thread, also if it fails.
         """

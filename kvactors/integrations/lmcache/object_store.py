@@ -63,16 +63,8 @@ class ObjectStore:
     """The objects and the tasks in flight. Every method but `close` is called in one thread.
 
     Args:
-        tier: the store of the pages, open.
-        keys: the file of the keys, open.
-        catalog: the objects in the store.
-        report: receives results.
         post: runs a call in the thread later, called from any thread.
         staging: memory that pages pass through, half of it for stores and half for loads.
-
-    Attributes:
-        tasks: in flight, by number.
-        keys: writes the file of the keys.
     """
 
     def __init__(
@@ -112,8 +104,6 @@ class ObjectStore:
         """Look keys up, and lock those that are found.
 
         Args:
-            number: of the task.
-            keys: of the objects.
             layouts: the layout that is wanted of each object group. None for a group: any.
         """
         usable = not self.tier.trouble
@@ -360,13 +350,6 @@ log = get_logger()
 
 class Worker:
     """Runs calls and results in one thread. `post` and `ask` may be called in any thread.
-
-    Args:
-        tier: the store of the pages, open, with an event descriptor.
-        keys: the file of the keys, open.
-        catalog: the objects in the store.
-        report: receives results, in the worker's thread.
-        staging: memory that pages pass through.
 
     Attributes:
         objects: the objects and tasks. Its methods are called in the worker's thread.

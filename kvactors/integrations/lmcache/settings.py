@@ -19,22 +19,7 @@ LEAST_PAGE = 4096
 
 
 class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The keys of `adapter_params`. Sizes may be written "4GB".
-
-    Attributes:
-        directory: of the file store.
-        capacity_bytes: bytes of objects it may hold, counted in whole pages.
-        namespace: objects of different ones never mix.
-        page_bytes: an object is stored in pages of this size. Its last page is padded.
-        staging_bytes: memory that pages pass through, half of it for stores and half for loads.
-        numa_node: the NUMA node that the staging memory comes from, None for the system's choice.
-        free_space_floor: bytes of the file system to leave free.
-        durability: an object counts as stored when the system has it (written) or the device has it
-            (synced).
-        io_depth: reads and writes at once.
-        timeout_s: seconds that a task may take. Objects that are not done by then fail.
-        open_timeout_s, close_timeout_s: seconds that opening and closing the store may take.
-    """
+    """The keys of `adapter_params`. Sizes may be written "4GB"."""
 
     directory: str
     capacity_bytes: int | str
@@ -66,11 +51,7 @@ class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
-    """Check `adapter_params`.
-
-    Raises:
-        ConfigError: names the setting that is unknown, missing, malformed or out of range.
-    """
+    """Check `adapter_params`."""
     with located(WHERE):
         settings = convert(adapter_params, L2Settings)
         if not settings.directory:
@@ -85,21 +66,13 @@ def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
 
 
 def staging_memory(settings: L2Settings) -> SlotMemory:
-    """The memory that pages pass through.
-
-    Raises:
-        ConfigError: this machine has no such NUMA node.
-    """
+    """The memory that pages pass through."""
     with located(WHERE):
         return SlotMemory(settings.staging_pages, settings.page, numa_node=settings.numa_node)
 
 
 def store_config(settings: L2Settings) -> TierConfig:
-    """The config of the store.
-
-    Raises:
-        ConfigError: a setting is out of range.
-    """
+    """The config of the store."""
     shared = set(TierStorage.__struct_fields__) - {"capacity_bytes"}
     fields = msgspec.structs.asdict(settings)
     given = {name: value for name, value in fields.items() if name in shared}

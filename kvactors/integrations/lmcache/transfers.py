@@ -22,8 +22,6 @@ class Buffer(NamedTuple):
     """Memory of LMCache for one object.
 
     Attributes:
-        shape: of the object.
-        address: of the first byte.
         owner: keeps the memory alive.
     """
 
@@ -36,15 +34,10 @@ class TransferTask:
     """A store or load task.
 
     Attributes:
-        number: the task's id.
-        save: whether objects are stored (True) or loaded (False).
-        keys: of the objects.
         buffers: memory of each object, None where there is none that fits.
         deadline: on the monotonic clock. Objects that are not done by then fail.
         ok: one bool a key, valid when the task has ended.
         left: objects that are being moved.
-        nbytes: bytes that were moved.
-        transfers: the moves of its objects.
     """
 
     __slots__ = (
@@ -83,14 +76,9 @@ class PageTransfer:
     """The move of one object between LMCache's memory and the store.
 
     Attributes:
-        key: of the object.
-        found: the object.
-        buffer: LMCache's memory of it.
-        save: whether it is stored (True) or loaded (False).
         waiters: tasks that end with it, and the object's position in each.
         begun: pages whose move has begun.
         in_flight: pages whose move has begun and not ended.
-        failed: whether a page has failed.
         ended: whether the tasks have the result. LMCache's memory is not used any more.
     """
 
@@ -143,12 +131,7 @@ class PageMove(NamedTuple):
 
 
 class PageJob:
-    """A batch for the store.
-
-    Attributes:
-        lane: whose slots it uses.
-        moves: the pages.
-    """
+    """A batch for the store."""
 
     __slots__ = ("lane", "moves")
 
@@ -158,17 +141,7 @@ class PageJob:
 
 
 class TransferLane:
-    """Transfers of one direction, and their part of the staging memory.
-
-    Args:
-        memory: the staging memory.
-        slots: of this lane.
-        save: whether objects are stored (True) or loaded (False).
-
-    Attributes:
-        waiting: transfers with pages to move.
-        free: slots without a page.
-    """
+    """Transfers of one direction, and their part of the staging memory."""
 
     def __init__(self, memory: SlotMemory, slots: range, *, save: bool) -> None:
         self.save = save

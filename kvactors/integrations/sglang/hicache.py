@@ -57,10 +57,6 @@ class KVActorsHiCache(HiCacheStorage):
 
     Args:
         storage_config: SGLang's. Its `extra_config` is described by `HiCacheSettings`.
-        kwargs: given by SGLang.
-
-    Raises:
-        ConfigError: a setting is unknown, missing or out of range (a ValueError).
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
@@ -80,23 +76,13 @@ class KVActorsHiCache(HiCacheStorage):
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         """Take SGLang's host pool of keys and values, and open its store. An error here lets SGLang
         attach another storage later, one of `on_host_pools_registered` does not.
-
-        Raises:
-            ConfigError: the pool does not give the addresses of its pages, or a setting of the
-                storage is out of range.
-            StoreError: the store cannot be used (an OSError).
         """
         super().register_mem_pool_host(mem_pool_host)
         self._registered[KV] = HostPages(KV, mem_pool_host)
         self._open(KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take another host pool, also after the start.
-
-        Raises:
-            ConfigError: the pool does not give the addresses of its pages.
-            StoreError: its store cannot be used (an OSError).
-        """
+        """Take another host pool, also after the start."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         known = self._registered.get(name)
@@ -107,12 +93,7 @@ class KVActorsHiCache(HiCacheStorage):
             self._open(name)
 
     def on_host_pools_registered(self) -> None:
-        """Open the stores of the other pools. All pools share the capacity.
-
-        Raises:
-            ConfigError: there are several pools and no capacity.
-            StoreError: a store cannot be used (an OSError).
-        """
+        """Open the stores of the other pools. All pools share the capacity."""
         self._opened = True
         try:
             sizes = {name: pages.page_bytes for name, pages in self._registered.items()}

@@ -27,9 +27,6 @@ log = logging.getLogger("kvactors")
 class LayerCounter:
     """SGLang's wait for the layers of a batch. A page is copied with all of its layers, so the
     first layer waits for all of them.
-
-    Args:
-        moves: the copies.
     """
 
     def __init__(self, moves: PageMoves) -> None:
@@ -52,17 +49,7 @@ class KVActorsLinker(UnifiedCacheLinker):
     host memory, verified, and a load is a copy within memory.
 
     Args:
-        server_args: SGLang's.
-        params: SGLang's.
-        components: SGLang's parts of the prefix tree.
         extra_config: `linker_extra_config`, described by `LinkerSettings`.
-        forward_stream: the stream of SGLang's forward passes.
-
-    Raises:
-        ConfigError: a setting is unknown, missing or out of range, or the model or its parallel
-            sizes are not supported (a ValueError).
-        StoreError: the store cannot be used (an OSError).
-        DeviceError: the device pool is in no memory that kvactors can copy.
     """
 
     def __init__(
@@ -180,10 +167,7 @@ def _keys(transfer: PoolTransfer) -> list[bytes]:
 
 
 def _check_supported(params: Any, components: Any) -> None:
-    """
-    Raises:
-        ConfigError: names what is not supported.
-    """
+    """"""
     found = [str(one.name) for one in components if one.name != "FULL"]
     if found:
         raise ConfigError(

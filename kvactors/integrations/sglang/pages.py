@@ -26,18 +26,8 @@ LAYOUT = "nhd"
 class DevicePages:
     """The pages of one device pool.
 
-    Args:
-        pool: SGLang's device pool.
-        page_tokens: tokens of a page.
-
     Attributes:
         tensors: row p of each is the share of page p: keys of every layer, then values.
-        num_layers: layers.
-        page_tokens: tokens of a page.
-        page_bytes: bytes of a page.
-
-    Raises:
-        ConfigError: the pool has pages of another form.
     """
 
     def __init__(self, pool: Any, page_tokens: int) -> None:
@@ -71,10 +61,6 @@ class DevicePages:
 
     def numbers(self, indices: Any, count: int) -> list[int]:
         """The pages that indices of tokens stand for.
-
-        Args:
-            indices: of the tokens of all pages, a tensor.
-            count: pages.
 
         Raises:
             ValueError: the indices are not those of so many whole pages.
@@ -116,12 +102,7 @@ class DevicePages:
 
 
 class PageRegion(NamedTuple):
-    """Contiguous memory.
-
-    Attributes:
-        address: of its first byte.
-        nbytes: its length.
-    """
+    """Contiguous memory."""
 
     address: int
     nbytes: int
@@ -130,17 +111,8 @@ class PageRegion(NamedTuple):
 class HostPages:
     """The pages of one host pool.
 
-    Args:
-        name: SGLang's name of the pool.
-        pool: SGLang's host pool.
-
     Attributes:
-        name: SGLang's name of the pool.
         page_tokens: indices of a page.
-        page_bytes: bytes of a page.
-
-    Raises:
-        ConfigError: the pool does not give the addresses of its pages.
     """
 
     def __init__(self, name: str, pool: Any) -> None:
@@ -188,16 +160,7 @@ class HostPages:
         return pool is self._pool
 
     def regions(self, indices: Any, count: int) -> list[list[PageRegion]]:
-        """The memory of pages, in the order of an object's bytes.
-
-        Args:
-            indices: of the tokens of all pages, a tensor.
-            count: pages.
-
-        Raises:
-            ValueError: there are not as many pages, or SGLang describes them otherwise than at the
-                start.
-        """
+        """The memory of pages, in the order of an object's bytes."""
         if indices is None or len(indices) != count * self.page_tokens:
             found = None if indices is None else len(indices)
             raise ValueError(
@@ -229,8 +192,6 @@ class _Load(NamedTuple):
 
     Attributes:
         keys: of the pages, pinned.
-        pages: their places on the device.
-        slots: their host slots.
     """
 
     keys: Sequence[bytes]
@@ -243,10 +204,7 @@ class _Batch:
     """Loads that were started together.
 
     Attributes:
-        jobs: their copies.
-        keys: their pages.
         ok: whether every copy was submitted.
-        ended: whether every copy has ended.
     """
 
     jobs: list[Hashable]
@@ -261,7 +219,6 @@ class _Store:
 
     Attributes:
         pages: places on the device, by key, in the order of the path.
-        parents: the key before each on the path.
         waiting: keys that have no slot yet.
         keys: of the pages that are copied now.
         whole: whether no page was refused a slot, and no copy has failed.
@@ -286,8 +243,6 @@ class PageMoves:
     from memory, which does not fail while the device works.
 
     Args:
-        tiers: host slots and storage, open.
-        copies: copies between device pages and the slots of `tiers`.
         fetch_wait_s: seconds that all calls of `find` in a step wait for pages from storage.
         stream: gives the handle of the stream of a GPU that a copy comes after, None for pages in
             host memory.
@@ -455,11 +410,7 @@ class PageMoves:
         )
 
     def take_stored(self) -> bool:
-        """Forget the oldest store, which has ended. Returns whether all of its pages were stored.
-
-        Raises:
-            LookupError: none has ended.
-        """
+        """Forget the oldest store, which has ended. Returns whether all of its pages were stored."""
         if not self.stored():
             raise LookupError("no store has ended")
         return self._stores.pop(next(iter(self._stores))).whole
@@ -535,8 +486,6 @@ class _StoreBatch(NamedTuple):
 
     Attributes:
         pages: their indices in the call.
-        buffer: their bytes, one page after another.
-        done: the result of the job.
     """
 
     pages: Sequence[int]
@@ -550,11 +499,6 @@ class PageStore:
     The store never reads or writes the engine's memory. Pages are copied to and from buffers by the
     calling thread, so that a call to the disk that outlives its deadline finds no page that the
     engine has given to another request.
-
-    Args:
-        tier: the store, open.
-        page_bytes: bytes of a page.
-        timeout: seconds that a call of `load` or `save` may take.
     """
 
     def __init__(self, tier: StorageTier, page_bytes: int, timeout: float) -> None:
@@ -588,7 +532,6 @@ class PageStore:
         """Read pages into the engine's memory.
 
         Args:
-            keys: of the pages.
             pages: the memory of each. That of a page that failed is unchanged.
 
         Returns:
@@ -717,13 +660,7 @@ Need = Literal["all_pages", "trailing_pages"]
 
 
 class PoolNeed(NamedTuple):
-    """The need of a prefix in one pool.
-
-    Attributes:
-        has: whether the pool has each page.
-        need: every page of the prefix, or its last ones.
-        trailing: how many last ones.
-    """
+    """The need of a prefix in one pool."""
 
     has: Sequence[bool]
     need: Need
@@ -734,7 +671,6 @@ class Prefixes(NamedTuple):
     """Prefixes that can be restored.
 
     Attributes:
-        longest: pages of the longest one.
         of_pools: for each pool, pages of the longest prefix that it allows.
         restorable: pages of each prefix that every pool allows, ascending.
     """
@@ -750,12 +686,7 @@ def leading(has: Sequence[bool]) -> int:
 
 
 def find_prefixes(kv_pages: int, pools: Sequence[PoolNeed]) -> Prefixes:
-    """Find the prefixes that every pool allows.
-
-    Args:
-        kv_pages: pages of the longest prefix that the pool of keys and values allows.
-        pools: the others, with as many pages.
-    """
+    """Find the prefixes that every pool allows."""
     restorable = list(range(1, kv_pages + 1))
     of_pools = []
     for pool in pools:

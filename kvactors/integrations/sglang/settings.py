@@ -30,18 +30,7 @@ PROCESS_STORES = ("file", "memory")
 
 
 class HiCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The keys of `--hicache-storage-backend-extra-config`.
-
-    Attributes:
-        storage: where pages are stored. `capacity_bytes` is that of one SGLang worker (rank), for
-            all its pools. `rank` and `ranks` are those of SGLang, and SGLang's
-            `--hicache-write-policy` decides which pages are saved.
-        model: name of the model in the identity of pages. None: SGLang's name of it.
-        backend_name: read by SGLang.
-        module_path: read by SGLang.
-        class_name: read by SGLang.
-        interface_v1: read by SGLang, 1: pages move between the host pool and kvactors directly.
-    """
+    """The keys of `--hicache-storage-backend-extra-config`."""
 
     storage: TierStorage
     model: str | None = None
@@ -52,17 +41,7 @@ class HiCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The keys of `linker_extra_config` in `--unified-cache-external-linker-config`.
-
-    Attributes:
-        host_bytes: host memory of one SGLang worker. A number, or "8GB".
-        model: name of the model in the identity of pages. None: SGLang's name of it.
-        eviction_policy: order of eviction from host memory.
-        fetch_wait_s: seconds that SGLang's scheduler waits in a step for pages from storage. Pages
-            that arrive later serve later requests.
-        numa_node: the NUMA node that the host memory comes from, None for the system's choice.
-        storage: the tier below, none by default.
-    """
+    """The keys of `linker_extra_config` in `--unified-cache-external-linker-config`."""
 
     host_bytes: ByteSize
     model: str | None = None
@@ -73,11 +52,7 @@ class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 def read_linker_settings(extra_config: Mapping[str, Any] | None) -> LinkerSettings:
-    """Check `linker_extra_config`.
-
-    Raises:
-        ConfigError: names the setting that is unknown, missing, malformed or out of range.
-    """
+    """Check `linker_extra_config`."""
     with located(LINKER_WHERE):
         settings = convert(extra_config or {}, LinkerSettings)
         _check_storage(settings.storage, settings.eviction_policy)
@@ -85,11 +60,7 @@ def read_linker_settings(extra_config: Mapping[str, Any] | None) -> LinkerSettin
 
 
 def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
-    """Check `--hicache-storage-backend-extra-config`.
-
-    Raises:
-        ConfigError: names the setting that is unknown, missing, malformed or out of range.
-    """
+    """Check `--hicache-storage-backend-extra-config`."""
     with located(WHERE):
         settings = convert(extra_config or {}, HiCacheSettings)
         storage = settings.storage
@@ -108,10 +79,7 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
 
 
 def _check_storage(storage: TierStorage, policy: str = "lru") -> None:
-    """
-    Raises:
-        ConfigError: a setting is out of range, or rank or ranks is set.
-    """
+    """"""
     checked_config(
         TierConfig(model="any", block_bytes=1, num_slots=1, policy=policy, storage=storage)
     )
@@ -120,15 +88,7 @@ def _check_storage(storage: TierStorage, policy: str = "lru") -> None:
 
 
 def check_shared(storage: TierStorage, config: Any) -> None:
-    """Refuse stores that the readers of a rank's pages cannot use.
-
-    Args:
-        storage: as configured.
-        config: SGLang's `HiCacheStorageConfig`.
-
-    Raises:
-        ConfigError: ranks share pages, and the store belongs to one process.
-    """
+    """Refuse stores that the readers of a rank's pages cannot use."""
     if config.is_mla_model and config.tp_size > 1 and storage.backend in PROCESS_STORES:
         raise ConfigError(
             f"{WHERE}: storage.backend = {storage.backend!r} belongs to one process, and the "
@@ -141,7 +101,6 @@ def is_replicated(config: Any, pool_kind: str) -> bool:
     """Whether all tensor parallel ranks hold the same pages, which one of them saves.
 
     Args:
-        config: SGLang's `HiCacheStorageConfig`.
         pool_kind: class name of the host pool. Heads and Mamba states are split between ranks in
             every model.
     """
@@ -149,12 +108,7 @@ def is_replicated(config: Any, pool_kind: str) -> bool:
 
 
 def place(config: Any, *, replicated: bool) -> tuple[int, int]:
-    """The rank of a pool's pages, and the number of such ranks.
-
-    Args:
-        config: SGLang's `HiCacheStorageConfig`.
-        replicated: whether tensor parallel ranks share the pages.
-    """
+    """The rank of a pool's pages, and the number of such ranks."""
     dimensions = [(config.pp_rank, config.pp_size), (config.attn_cp_rank, config.attn_cp_size)]
     if not replicated:
         dimensions.append((config.tp_rank, config.tp_size))
@@ -170,13 +124,7 @@ def identity(
     *,
     replicated: bool,
 ) -> dict[str, str | int | float | bool | None]:
-    """The facts that two engines must share for their pages to be interchangeable.
-
-    Args:
-        config: SGLang's `HiCacheStorageConfig`.
-        pool: description of the host pool (`HostPages.facts`).
-        replicated: whether tensor parallel ranks share the pages.
-    """
+    """The facts that two engines must share for their pages to be interchangeable."""
     return {
         "engine": "sglang",
         "replicated": replicated,
@@ -209,16 +157,7 @@ def tier_config(
     """Settings of the store of one pool.
 
     Args:
-        settings: of all pools.
-        config: SGLang's `HiCacheStorageConfig`.
-        pool: description of the host pool (`HostPages.facts`).
-        page_bytes: bytes of a page.
         pages: that the store may hold. None: as configured.
-        replica: number of the data parallel replica. Each has its own folder.
-        weights: digest of the model's files.
-
-    Raises:
-        ConfigError: the model has no name.
     """
     replicated = is_replicated(config, str(pool["kind"]))
     rank, ranks = place(config, replicated=replicated)
@@ -248,19 +187,7 @@ def linker_tier_config(
     replica: int,
     weights: str,
 ) -> TierConfig:
-    """Settings of the host tier and the storage below SGLang's device pool.
-
-    Args:
-        settings: as configured.
-        model: SGLang's name of the model.
-        pool: description of the device pool (`DevicePages.facts`).
-        page_bytes: bytes of a page.
-        replica: number of the data parallel replica. Each has its own folder.
-        weights: digest of the model's files.
-
-    Raises:
-        ConfigError: the model has no name, or the host memory holds no page.
-    """
+    """Settings of the host tier and the storage below SGLang's device pool."""
     num_slots = in_bytes(settings.host_bytes, "host_bytes") // page_bytes
     if num_slots < 1:
         raise ConfigError(
@@ -284,15 +211,7 @@ def linker_tier_config(
 
 
 def pages_of_each(storage: TierStorage, page_bytes: Mapping[str, int]) -> int | None:
-    """Pages that the store of every pool may hold, None if one pool takes all that `storage` gives.
-
-    Args:
-        storage: as configured.
-        page_bytes: by pool, bytes of a page.
-
-    Raises:
-        ConfigError: several pools share a capacity that is not given, or is less than a page.
-    """
+    """Pages that the store of every pool may hold, None if one pool takes all that `storage` gives."""
     if len(page_bytes) == 1:
         return None
     pools = ", ".join(page_bytes)

@@ -37,14 +37,6 @@ class KVActorsConnector(OffloadingConnector):
     vLLM offers the chunks of a request once, and when the request has finished its blocks are free.
     Here chunks that wait for a slot are offered again in every step, and vLLM keeps the blocks of a
     finished request until none waits, at most for `storage.timeout_s`.
-
-    Args:
-        vllm_config: vLLM's.
-        role: of this side.
-        kv_cache_config: vLLM's.
-
-    Raises:
-        ConfigError: the engine computes wrong tokens behind blocks that are loaded.
     """
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:

@@ -39,7 +39,6 @@ class PathEnd(NamedTuple):
     """The last chunk of a request's path that was seen, kept with the request.
 
     Attributes:
-        key: of the chunk.
         tokens: of the path up to the chunk's end, None if vLLM does not give it.
     """
 
@@ -56,7 +55,6 @@ class KVActorsManager(OffloadingManager):
     Args:
         tiers: host tier and storage. The manager shuts them down.
         region: its memory. The manager closes it.
-        chunk_tokens: tokens of a chunk.
         flush_steps: ends of scheduler steps after which the workers have flushed the jobs of before
             a reset, for a vLLM that does not report it.
 

@@ -37,19 +37,11 @@ class TierRegion:
     """Rows of host memory in a file that several processes map, one row a chunk.
 
     Args:
-        engine_id: vLLM's id of the engine.
-        num_chunks: rows.
         row_bytes: bytes of a row, a multiple of the page.
         worker_bytes: bytes of one worker's share of a row.
         rank: of the worker; None in the scheduler's process.
         numa_node: the NUMA node that the rows come from, None for the system's choice. vLLM's
             region touches its pages when it is made, so each process needs the same one.
-
-    Attributes:
-        shared: vLLM's region.
-
-    Raises:
-        ConfigError: another engine on this machine has the id, or this machine has no such node.
     """
 
     def __init__(
@@ -120,11 +112,7 @@ class TierRegion:
 
 
 def remove_stale_regions() -> int:
-    """Remove the regions of engines that no process maps any more.
-
-    Returns:
-        How many there were.
-    """
+    """Remove the regions of engines that no process maps any more."""
     count = 0
     for path in FOLDER.glob(f"{PREFIX}*.lock"):
         with contextlib.suppress(OSError):  # removed by another process, or of another user
@@ -139,15 +127,7 @@ def remove_stale_regions() -> int:
 
 
 def _hold(path: Path, kind: int) -> int:
-    """Hold a lock on a file, and return its descriptor.
-
-    Args:
-        path: of the file, made if it is not there.
-        kind: of the lock, as `flock` takes it.
-
-    Raises:
-        BlockingIOError: another process holds the lock, and `kind` does not wait.
-    """
+    """Hold a lock on a file, and return its descriptor."""
     while True:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
@@ -168,11 +148,7 @@ def _is_current(lock: int, path: Path) -> bool:
 
 
 def _remove_unused(lock: int, path: Path) -> bool:
-    """Remove a region and its lock unless another process holds the lock.
-
-    Returns:
-        Whether it was removed.
-    """
+    """Remove a region and its lock unless another process holds the lock."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -200,9 +176,6 @@ class KVActorsWorker(OffloadingWorker):
     A chunk is `blocks_per_chunk` blocks, one after another, each with the pages of all layers.
 
     Args:
-        copies: the worker that copies.
-        blocks_per_chunk: device blocks of a chunk.
-        region: closed at `shutdown`.
         stream: the handle of the stream that a copy comes after, for tensors of a GPU. vLLM's
             model reads and writes the blocks on it.
     """
@@ -239,7 +212,6 @@ class KVActorsWorker(OffloadingWorker):
         """The place of each block of a job in the host tier, counted in blocks.
 
         Args:
-            device: vLLM's `GPULoadStoreSpec`.
             chunks: indices of the chunks that hold the blocks, in order. The first block may be
                 inside the first chunk.
         """

@@ -21,26 +21,7 @@ log = get_logger(component="integrations")
 
 
 class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The keys of `kv_connector_extra_config`.
-
-    Attributes:
-        cpu_bytes_to_use: of the host tier, for all workers of the engine together. A number of
-            bytes, or "8GB".
-        eviction_policy: order of eviction from the host tier.
-        storage: the tier below the host tier. Its `rank` and `ranks` are those of vLLM's data
-            parallel replicas.
-        model: name of the model in the identity of blocks. None: vLLM's name of it.
-        numa_node: the NUMA node that the host tier comes from, None for the system's choice.
-        copy_worker: copies between the device and the host tier. auto: vLLM's worker on an
-            accelerator, kvactors' on a CPU, where vLLM has none.
-        spec_name: read by vLLM.
-        spec_module_path: read by vLLM.
-        block_size: tokens of a chunk, read by vLLM.
-        blocks_per_chunk: device blocks of a chunk, read by vLLM.
-        offload_prompt_only: read by vLLM.
-        self_describing_kv_events: read by vLLM.
-        sync_load_budget_bytes: read by vLLM from 0.33 on.
-    """
+    """The keys of `kv_connector_extra_config`."""
 
     cpu_bytes_to_use: ByteSize
     eviction_policy: Literal["lru"] = "lru"
@@ -58,22 +39,7 @@ class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 class TierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The keys of an entry of `secondary_tiers`, beside those that vLLM reads.
-
-    Attributes:
-        directory: of the file store.
-        namespace: objects of different ones never mix.
-        capacity_blocks, capacity_bytes: chunks and bytes it may hold. With neither 80 % of the
-            space that the file system can give.
-        free_space_floor: bytes of the file system to leave free.
-        durability: a chunk counts as stored when the system has it (written) or the device has it
-            (synced).
-        io_depth: reads and writes at once.
-        timeout_s: seconds that one job may take.
-        model: name of the model in the identity of chunks. None: vLLM's name of it.
-        enable_kv_events: whether chunks that are stored and removed become KV events.
-        locality: LOCAL or REMOTE, for those events.
-    """
+    """The keys of an entry of `secondary_tiers`, beside those that vLLM reads."""
 
     directory: str
     namespace: str = "default"
@@ -92,11 +58,7 @@ STORE_FIELDS = set(TierStorage.__struct_fields__)
 
 
 def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
-    """Check `kv_connector_extra_config`.
-
-    Raises:
-        ConfigError: names the setting that is unknown, missing, malformed or out of range.
-    """
+    """Check `kv_connector_extra_config`."""
     with located(WHERE):
         settings = convert(extra_config, OffloadingSettings)
         size = in_bytes(settings.cpu_bytes_to_use, "cpu_bytes_to_use")
@@ -110,15 +72,7 @@ def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
 
 
 def chosen_worker(settings: OffloadingSettings, platform: Any) -> Literal["vllm", "kvactors"]:
-    """The worker that copies on a platform.
-
-    Args:
-        settings: as configured.
-        platform: vLLM's `current_platform`.
-
-    Raises:
-        ConfigError: the worker that the settings name does not run there.
-    """
+    """The worker that copies on a platform."""
     wanted = settings.copy_worker
     if platform.is_cpu():
         if wanted == "vllm":
@@ -139,9 +93,6 @@ def read_tier_settings(settings: Mapping[str, Any]) -> tuple[TierSettings, TierS
 
     Returns:
         The settings, and those of them that the store has.
-
-    Raises:
-        ConfigError: names the setting that is unknown, missing, malformed or out of range.
     """
     with located(TIER):
         found = convert(dict(settings), TierSettings)
@@ -156,12 +107,7 @@ def read_tier_settings(settings: Mapping[str, Any]) -> tuple[TierSettings, TierS
 
 
 def storage_of_replica(storage: TierStorage, config: Any) -> TierStorage:
-    """Storage with the rank of a data parallel replica.
-
-    Args:
-        storage: as configured.
-        config: vLLM's `OffloadingConfig`.
-    """
+    """Storage with the rank of a data parallel replica."""
     parallel = config.parallel
     return msgspec.structs.replace(
         storage, rank=parallel.data_parallel_index, ranks=parallel.data_parallel_size
@@ -169,14 +115,7 @@ def storage_of_replica(storage: TierStorage, config: Any) -> TierStorage:
 
 
 def check_groups(config: Any) -> None:
-    """Refuse models whose cache kvactors cannot hold.
-
-    Args:
-        config: vLLM's `OffloadingConfig`.
-
-    Raises:
-        ConfigError: the model has several groups of layers, or its blocks have no size.
-    """
+    """Refuse models whose cache kvactors cannot hold."""
     if len(config.groups) != 1:
         groups = "; ".join(
             f"group {group.group_id}: {len(group.layer_names)} layers from {group.layer_names[0]}, "
@@ -197,14 +136,6 @@ def check_groups(config: Any) -> None:
 def check_engine(vllm_config: Any, platform: Any) -> None:
     """Refuse engines that compute wrong tokens behind blocks that are loaded, and warn of block
     hashes that no other process finds.
-
-    Args:
-        vllm_config: vLLM's `VllmConfig`.
-        platform: vLLM's `current_platform`.
-
-    Raises:
-        ConfigError: vLLM has switched prefix caching off for a model with multi-head latent
-            attention on a CPU.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if platform.is_cpu() and model.use_mla and not cache.enable_prefix_caching:
@@ -228,14 +159,7 @@ def stored_model(name: str | None, model_path: str, vllm_config: Any, platform: 
     """The name of a model in a store, with the digest of its files.
 
     Args:
-        name: as configured. None: the path.
-        model_path: folder, or name of the hub.
         vllm_config: vLLM's `VllmConfig`, None with vLLM's own connector, which does not tell it.
-        platform: vLLM's `current_platform`.
-
-    Raises:
-        ConfigError: the model has multi-head latent attention, and whether the engine computes
-            right tokens behind blocks that are loaded is not known.
     """
     name = name or model_path
     if vllm_config is None:
@@ -267,12 +191,7 @@ def _digest(model: Any, load: Any) -> str:
 
 
 def identity(config: Any, *, copied_by: str) -> dict[str, str | int | float | bool | None]:
-    """The facts that two engines must share for their blocks to be interchangeable.
-
-    Args:
-        config: vLLM's `OffloadingConfig`.
-        copied_by: the worker that orders the bytes of a chunk.
-    """
+    """The facts that two engines must share for their blocks to be interchangeable."""
     parallel = config.parallel
     return {
         "engine": "vllm",

@@ -36,9 +36,6 @@ class KVActorsOffloadingSpec(OffloadingSpec):
 
     Args:
         config: vLLM's `OffloadingConfig`. Its `extra_config` is described by `OffloadingSettings`.
-
-    Raises:
-        ConfigError: a setting is unknown, missing or out of range, or the model is a hybrid one.
     """
 
     def __init__(self, config: Any) -> None:
@@ -78,11 +75,7 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         )
 
     def get_manager(self) -> KVActorsManager:
-        """The scheduler's side.
-
-        Raises:
-            ConfigError: see `stored_model`.
-        """
+        """The scheduler's side."""
         if self._manager is None:
             self._manager = self._make_manager()
         return self._manager

@@ -36,15 +36,7 @@ class KVActorsTier(SecondaryTierManager):
     cache layers are stored too: vLLM's keys name the group.
 
     Args:
-        offloading_spec: vLLM's spec.
-        primary_kv_view: vLLM's host memory, one row a chunk.
-        tier_type: given by vLLM.
-        backpressure_detector: given by vLLM.
         settings: see `settings.TierSettings`.
-
-    Raises:
-        ConfigError: a setting is unknown, missing or out of range. See also `stored_model`.
-        StoreError: the store cannot be used (an OSError).
     """
 
     medium = Medium.STORAGE
