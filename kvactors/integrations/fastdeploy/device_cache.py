@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError, Future, wait
 from typing import Any
 
 from kvactors.actor.log import get_logger
-from kvactors.errors import CacheClosed, ConfigError, KVActorsError, StoreError
+from kvactors.errors import CacheClosed, ConfigError, KVActorsError, NoRoom, StoreError
 from kvactors.flush_notifier.messages import PathCached
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.identity import PLAIN, CacheScope
@@ -19,7 +19,7 @@ from kvactors.integrations.fastdeploy.requests import (
     EngineBlocks,
     IndexedBlock,
     RequestRecord,
-    RequestRecords,
+    whole,
 )
 from kvactors.storage.device_store import DeviceStore
 from kvactors.tier_cache.answers import TierEvent
@@ -263,23 +263,290 @@ class DirectStorage:
         self._thread.close(limit)
 
 
-class DeviceCache:
-    """The cached blocks of one engine.
+class PrefixMatch:
+    """The blocks of a request that need not be computed, in the order of its path.
 
     Attributes:
-        direct: AttentionStore as storage, None without.
+        gpu, cpu, storage: device blocks, by the tier that had their bytes.
+        cpu_seconds, storage_seconds: for which the call waited.
+    """
+
+    def __init__(self) -> None:
+        self.gpu: list[int] = []
+        self.cpu: list[int] = []
+        self.storage: list[int] = []
+        self.cpu_seconds = self.storage_seconds = 0.0
+
+    def metrics(self, block_size: int) -> dict[str, Any]:
+        """The dictionary that FastDeploy's scheduler reads, and changes."""
+        return {
+            "gpu_match_token_num": len(self.gpu) * block_size,
+            "cpu_match_token_num": len(self.cpu) * block_size,
+            "storage_match_token_num": len(self.storage) * block_size,
+            "match_gpu_block_ids": self.gpu,
+            "gpu_recv_block_ids": self.cpu,
+            "match_storage_block_ids": self.storage,
+            "cpu_cache_prepare_time": self.cpu_seconds,
+            "storage_cache_prepare_time": self.storage_seconds,
+        }
+
+
+class DeviceCache:
+    """The cached blocks of one engine, and the requests that hold them.
+
+    Attributes:
+        requests: those that were matched and not released.
+        direct: AttentionStore as storage.
         interrupted: whether a match is to wait no longer for storage.
     """
 
     def __init__(self, total: int) -> None:
         self.blocks = EngineBlocks(total)
         self.index = EngineBlockIndex()
-        self.requests = RequestRecords(self.blocks, self.index)
+        self.requests: dict[str, RequestRecord] = {}
         self.lower: LowerTiers | None = None
         self.direct: DirectStorage | None = None
         self.reports: IndexReports | None = None
-        self._late: list[tuple[Callable[[], bool], list[int]]] = []  # blocks that calls access
         self.interrupted: Callable[[], bool] = lambda: False
+        self._leaving: dict[RequestRecord, str] = {}  # released during a write to storage
+        self._forgotten: set[str] = set()  # by a reset, and not released since
+        self._late: list[tuple[Callable[[], bool], list[int]]] = []  # blocks that calls access
+
+    # -- writes to storage: any thread
+
+    def begin_write(self, request: str) -> RequestRecord | None:
+        """The record of a request, whose blocks stay until its entry in `writers` is removed. None
+        if it holds nothing.
+
+        A release that comes between the two look-ups is seen by one of them, or sees the writer.
+        """
+        record = self.requests.get(request)
+        if record is None:
+            return None
+        record.writers.append(None)
+        if self.holds(request, record):
+            return record
+        record.writers.pop()
+        return None
+
+    def holds(self, request: str, record: RequestRecord) -> bool:
+        """Whether a request still holds its record."""
+        return self.requests.get(request) is record
+
+    # -- calls with the engine's lock: requests
+
+    def open(self, request: str, record: RequestRecord) -> None:
+        """A request was matched."""
+        self._forgotten.discard(request)
+        self.requests[request] = record
+
+    def named(self, request: str) -> RequestRecord | None:
+        """The record of a request, None if a reset has forgotten it.
+
+        Raises:
+            LookupError: it was not matched, or was released.
+        """
+        found = self.requests.get(request)
+        if found is None and request not in self._forgotten:
+            raise LookupError(f"request {request!r} holds nothing: call request_match_blocks first")
+        return found
+
+    def uncommitted(
+        self, record: RequestRecord, table: Sequence[int], full: int, request: str
+    ) -> list[int]:
+        """The blocks of a request's table that are full and not indexed.
+
+        Args:
+            full: blocks from the start of the table that are full.
+        """
+        start = len(record.nodes)
+        if full <= start:
+            return []
+        if len(table) < full:
+            raise ValueError(
+                f"the block table of request {request!r} has {len(table)} blocks, and {full} are "
+                "full"
+            )
+        own = [whole("a block id", block) for block in table[start:full]]
+        self.blocks.check_held(own, request)
+        return own
+
+    def commit(self, record: RequestRecord, own: Sequence[int]) -> None:
+        """Index the next blocks of a request, which has their tokens.
+
+        A block whose hash is indexed already stays the request's own until its release: the engine
+        reads it.
+        """
+        self.index.tick()
+        start, added = len(record.nodes), 0
+        hashes = record.hashes(start, start + len(own)) if own else []
+        for block_hash, block in zip(hashes, own, strict=True):
+            node = self.index.blocks.get(block_hash)
+            if node is not None:
+                self.index.hold([node])
+                record.spares.append(block)
+            else:
+                parent = record.nodes[-1] if record.nodes else None
+                self.blocks.index([block])
+                node = self.index.add(block_hash, parent, block)
+                added += 1
+            record.nodes.append(node)
+        if added and self.reports is not None:
+            self.reports.added(record, added)
+
+    def release(self, request: str) -> None:
+        """A request holds nothing any more: its blocks are free when its writes to storage have
+        ended."""
+        self._forgotten.discard(request)
+        record = self.requests.pop(request, None)
+        if record is not None:
+            self._leaving[record] = request
+        self.settle()
+
+    def settle(self) -> None:
+        """A call of the engine begins: free what ended writes to storage and late calls have
+        held."""
+        for record in [one for one in self._leaving if not one.writers]:
+            request = self._leaving.pop(record)
+            self.index.release(record.nodes)
+            spares, record.spares = record.spares, []
+            self.blocks.give(spares, request)
+            if self.reports is not None and record.finished:
+                self.reports.finished(record)
+        late, self._late = self._late, []
+        for ended, blocks in late:
+            if ended():
+                self.blocks.regain(blocks)
+            else:
+                self._late.append((ended, blocks))
+
+    # -- matches: they bring the blocks of the tiers below to the device
+
+    def match(self, request: str, record: RequestRecord) -> PrefixMatch:
+        """Let a request hold the leading blocks of its path that are cached. Loads have ended when
+        this returns. `record.nodes` are the blocks.
+
+        Raises:
+            NoRoom: blocks in host memory do not fit on the device. Nothing is held.
+            DeviceError: a copy does not end. Nothing is held, and the copy's blocks are lost.
+        """
+        self.index.tick()
+        hashes = record.hashes(0, record.path.num_full_blocks)
+        record.nodes = self.index.match(hashes)
+        self.index.hold(record.nodes)
+        found = PrefixMatch()
+        found.gpu = [node.block for node in record.nodes]
+        try:
+            if self.lower is not None:
+                self._load(self.lower, request, record, hashes, found)
+            self._fetch(request, record, len(hashes), found)
+        except BaseException:
+            self.index.release(record.nodes)
+            record.nodes = []
+            raise
+        finally:
+            self.report_moves()
+        return found
+
+    def _load(
+        self,
+        lower: LowerTiers,
+        request: str,
+        record: RequestRecord,
+        hashes: Sequence[bytes],
+        found: PrefixMatch,
+    ) -> None:
+        """Load blocks from host memory, and from storage through it."""
+        lower.enter()
+        try:
+            while left := hashes[len(record.nodes) :]:
+                if not self._load_some(lower, request, record, left, found):
+                    break
+                lower.tiers.end_step()
+        finally:
+            lower.tiers.end_step()
+
+    def _load_some(
+        self,
+        lower: LowerTiers,
+        request: str,
+        record: RequestRecord,
+        hashes: Sequence[bytes],
+        found: PrefixMatch,
+    ) -> bool:
+        """Load as many blocks as there are host slots. Returns whether there may be more."""
+        sources, seconds = lower.find(hashes, found.storage_seconds, self.interrupted)
+        found.storage_seconds += seconds
+        available = self.available
+        if len(sources) > available and sources[available] is Tier.HOST:
+            raise NoRoom(len(sources), available)
+        count = min(len(sources), available)  # stored blocks that do not fit are misses
+        if not count:
+            return False
+        keys, begun = hashes[:count], time.monotonic()
+        lower.tiers.touch(keys)
+        slots = lower.tiers.prepare_load(keys)
+        try:
+            self.make_room(count)
+            blocks = self.blocks.take(count, request)
+        except BaseException:
+            lower.tiers.complete_load(keys)
+            raise
+        try:
+            loaded = lower.load(keys, slots, blocks)
+        except BaseException:
+            self.lose(blocks)
+            raise
+        if not loaded:
+            self.blocks.give(blocks, request)
+            return False
+        seconds = time.monotonic() - begun
+        if Tier.STORAGE in sources[:count]:
+            found.storage_seconds += seconds
+        else:
+            found.cpu_seconds += seconds
+        self._add_loaded(record, keys, blocks)
+        for source, block in zip(sources, blocks, strict=False):
+            (found.storage if source is Tier.STORAGE else found.cpu).append(block)
+        return count == len(sources)
+
+    def _fetch(self, request: str, record: RequestRecord, full: int, found: PrefixMatch) -> None:
+        """Read blocks from AttentionStore, which finds them by tokens alone. So requests with media
+        are not read."""
+        direct, start = self.direct, len(record.nodes)
+        count = min(full - start, self.available)
+        if direct is None or record.has_media or count < 1 or self.interrupted():
+            return
+        self.make_room(count)
+        blocks = self.blocks.take(count, request)
+        begun = time.monotonic()
+        try:
+            tokens = record.path.tokens(0, start + count)
+            got = direct.fetch(tokens, start, blocks, self.interrupted)
+        except CallInFlight as late:
+            log.error("AttentionStore does not answer: blocks not used", blocks=count)
+            self.lose(blocks, late.answer.done)  # the SDK may write them before it returns
+            return
+        except KVActorsError as error:
+            log.error("AttentionStore not read", error=str(error))
+            got = 0
+        found.storage_seconds += time.monotonic() - begun
+        self.blocks.give(blocks[got:], request)
+        found.storage = blocks[:got]
+        self._add_loaded(record, record.hashes(start, start + got), blocks[:got])
+
+    def _add_loaded(
+        self, record: RequestRecord, keys: Sequence[bytes], blocks: Sequence[int]
+    ) -> None:
+        """Index blocks that have arrived, held by the request."""
+        self.blocks.index(blocks)
+        for key, block in zip(keys, blocks, strict=True):
+            parent = record.nodes[-1] if record.nodes else None
+            record.nodes.append(self.index.add(key, parent, block))
+        if blocks and self.reports is not None:
+            self.reports.added(record, len(blocks))
+
+    # -- room
 
     @property
     def available(self) -> int:
@@ -289,28 +556,27 @@ class DeviceCache:
     def make_room(self, count: int) -> bool:
         """Evict until `count` blocks are free. Nothing is evicted if that is not possible."""
         lacking = count - self.blocks.free
-        if lacking <= 0:
-            return True
         if lacking > self.index.unreferenced:
             return False
-        self.evict(lacking)
-        return self.blocks.free >= count
+        if lacking > 0:
+            self.evict(lacking)
+        return True
 
-    def evict(self, count: int) -> int:
-        """Evict blocks, at most `count`, and return how many. Their bytes are in host memory before
-        another request can get them.
+    def evict(self, count: int) -> None:
+        """Evict blocks, at most `count`. Their bytes are in host memory before another request can
+        get them.
 
         Raises:
             DeviceError: a copy does not end. Its device blocks are lost.
         """
         victims = self.index.evict(count)
         if not victims:
-            return 0
+            return
         lower, reports = self.lower, self.reports
         if lower is not None:
-            lower.host.enter()
+            lower.enter()
             try:
-                lower.host.keep(victims)
+                lower.keep(victims)
             except BaseException:
                 self.lose(block.block for block in victims)
                 raise
@@ -319,30 +585,6 @@ class DeviceCache:
             kept = lower is not None and lower.slots > 0
             reports.removed(victims, Reason.DEVICE_EVICTION if kept else Reason.DEVICE_DROP)
         self.blocks.evict(block.block for block in victims)
-        return len(victims)
-
-    def commit(self, record: RequestRecord, own: Sequence[int]) -> None:
-        """Index the next blocks of a request. See `RequestRecords.commit`."""
-        self.index.tick()
-        added = self.requests.commit(record, own)
-        if added and self.reports is not None:
-            self.reports.added(record, added)
-
-    def release(self, request: str) -> None:
-        """A request holds nothing any more."""
-        self.requests.release(request)
-        self.settle()
-
-    def settle(self) -> None:
-        """A call of the engine begins: free what ended writes to storage and late calls have
-        held."""
-        self._report_finished(self.requests.settle())
-        late, self._late = self._late, []
-        for ended, blocks in late:
-            if ended():
-                self.blocks.regain(blocks)
-            else:
-                self._late.append((ended, blocks))
 
     def lose(self, blocks: Iterable[int], ended: Callable[[], bool] = lambda: False) -> None:
         """Blocks may still be accessed.
@@ -354,50 +596,48 @@ class DeviceCache:
         self.blocks.lose(lost)
         self._late.append((ended, lost))
 
-    def _report_finished(self, records: Sequence[RequestRecord]) -> None:
-        if self.reports is not None:
-            for record in records:
-                if record.finished:
-                    self.reports.finished(record)
-
     def report_moves(self) -> None:
         """Pass the changes of the tiers below to indexes."""
         if self.reports is not None and self.lower is not None:
-            self.reports.moved(self.lower.host.events())
+            self.reports.moved(self.lower.tiers.take_events())
 
     def reset(self) -> None:
         """Forget every block of device and host, and every request. Stored objects stay. Blocks
         that are written to storage are free when the writes have ended."""
-        written = self.requests.clear()
+        records = [*self.requests.values(), *self._leaving]
+        self._forgotten.update(self.requests)
+        self.requests.clear()
+        self._leaving.clear()
+        written = [record for record in records if record.writers]  # none begins any more
         read = {node.block for record in written for node in record.nodes}
         self.lose(read, lambda: not any(record.writers for record in written))
         gone = self.index.clear()
         self.blocks.reset()
         self.settle()
         if self.lower is not None:
-            self.lower.host.enter()
-            self.lower.host.reset()
+            self.lower.enter()
+            self.lower.tiers.reset()
         self.report_moves()
         if self.reports is not None:
             self.reports.removed(gone, Reason.CLEAR)
             self.reports.flush()
 
     def resize(self, total: int) -> None:
-        """Another number of device blocks."""
+        """Another number of device blocks, while none is in use."""
         blocks = self.blocks
         used = len(blocks.held) + len(blocks.indexed) + len(blocks.lost)
-        if total == self.blocks.total:
+        if total == blocks.total:
             return
         if used:
             raise ConfigError(
-                f"total_block_num is {self.blocks.total} and cannot become {total}: {used} blocks "
-                "are in use"
+                f"total_block_num is {blocks.total} and cannot become {total}: {used} blocks are "
+                "in use"
             )
-        self.blocks.resize(total)
+        blocks.resize(total)
 
     def check(self) -> None:
         """AssertionError if blocks, index and references disagree, for tests."""
         self.blocks.check()
         self.index.check()
         if self.lower is not None:
-            self.lower.host.tiers.check()
+            self.lower.tiers.check()

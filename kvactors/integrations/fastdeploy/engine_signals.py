@@ -82,17 +82,12 @@ class EngineSignals:
 
     def __init__(self, port: int | str, ranks: int) -> None:
         self.named: dict[str, SharedSignal] = {}
-        self._ranks = ranks
         try:
             for attribute, (name, size, create) in SIGNALS.items():
                 self.named[attribute] = SharedSignal(name, port, size or ranks, create=create)
         except BaseException:
             self.close()
             raise
-
-    def wait_for_tensors(self, limit: float) -> None:
-        """Wait until the workers have made the tensors of every rank."""
-        self.named["cache_ready_signal"].wait_for(self._ranks, limit)
 
     def opened(self, *, swap_space: bool) -> None:
         """The tiers are open."""

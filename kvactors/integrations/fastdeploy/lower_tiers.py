@@ -1,4 +1,4 @@
-"""Opens host memory and storage over an engine's cache tensors."""
+"""Host memory and storage over an engine's cache tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from kvactors.actor.log import get_logger
 from kvactors.device.tensors import region_of, rows_of
 from kvactors.errors import CacheClosed, ConfigError, DeviceError, LayoutError
 from kvactors.integrations.fastdeploy.requests import IndexedBlock
-from kvactors.integrations.fastdeploy.settings import ManagerSettings, check_tensor_uses
+from kvactors.integrations.fastdeploy.settings import ManagerSettings
 from kvactors.layout.base import Layout, Role
+from kvactors.settings.load import changed_in
 from kvactors.tier_cache import (
     CopyWorker,
     Lookup,
@@ -27,7 +28,6 @@ from kvactors.tier_cache import (
     StorageTier,
     TierCache,
     TierConfig,
-    TierEvent,
 )
 from kvactors.tier_cache.settings import checked_config
 from kvactors.tier_cache.storage import make_storage
@@ -35,6 +35,8 @@ from kvactors.types import Tier
 
 # -- Copies between device blocks and host slots, for the tensors of one rank or of several.
 
+
+log = get_logger()
 
 WAIT = 600.0
 """Seconds within which a copy must end. Only a hang takes as long."""
@@ -48,9 +50,6 @@ class RankCopies:
         ranks: the tensors of each rank, in the order of their bytes.
         stream: gives the handle of the GPU stream that a copy comes after, None for tensors in host
             memory.
-
-    Attributes:
-        block_bytes: bytes of a block, of all ranks together.
     """
 
     def __init__(
@@ -61,19 +60,19 @@ class RankCopies:
         threads: int,
         stream: Callable[[], int | None] = lambda: None,
     ) -> None:
+        self.memory = memory
         self._stream = stream
         self._jobs = count()
         self._workers: list[CopyWorker] = []
-        self.block_bytes = 0
+        offset = 0
         try:
             for tensors in ranks:
-                one = CopyWorker(tensors, memory, offset=self.block_bytes, threads=threads)
+                one = CopyWorker(tensors, memory, offset=offset, threads=threads)
                 self._workers.append(one)
-                self.block_bytes += one.block_bytes
+                offset += one.block_bytes
         except BaseException:
             self.close()
             raise
-        self.num_blocks = min(one.num_blocks for one in self._workers)
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> str:
         """Copy device blocks to host slots.
@@ -87,7 +86,7 @@ class RankCopies:
         return self._move(blocks, slots, to_host=True)
 
     def load(self, blocks: Sequence[int], slots: Sequence[int]) -> str:
-        """Copy host slots to device blocks. See `store`."""
+        """Copy host slots to device blocks, as `store` does."""
         return self._move(blocks, slots, to_host=False)
 
     def _move(self, blocks: Sequence[int], slots: Sequence[int], *, to_host: bool) -> str:
@@ -107,34 +106,21 @@ class RankCopies:
             errors += [ended.error for ended in one.get_finished() if ended.error]
         return "; ".join(errors)
 
-    def close(self) -> bool:
-        """Release tensors and memory. Returns whether all copies have ended."""
-        ended = [one.shutdown() for one in self._workers]
-        return all(ended)
+    def close(self) -> None:
+        """Release tensors and memory."""
+        for one in self._workers:
+            one.shutdown()
 
 
 # -- Writes of finished requests to storage, in the engine's finish thread.
 
 
-log = get_logger()
-
 MARGIN = 5.0
 """Seconds that a job may take beyond the storage tier's time-out: it ends itself before."""
 
 
-class Staging(NamedTuple):
-    """Host slots that device blocks pass on their way to storage."""
-
-    memory: SlotMemory
-    copies: RankCopies
-
-
 class WriteCounters(NamedTuple):
-    """Blocks of finished requests since the start.
-
-    Attributes:
-        present: stored before.
-    """
+    """Blocks of finished requests. `present`: stored before."""
 
     written: int = 0
     present: int = 0
@@ -143,88 +129,74 @@ class WriteCounters(NamedTuple):
 
 class FinishWrites:
     """Copies the blocks of finished requests to staging slots, and saves them. Calls come from any
-    threads: each takes the staging slots, and the next one waits for them.
+    threads: each takes the staging slots, and the next one waits for them, `wait_s` seconds at
+    most."""
 
-    Args:
-        wait_s: seconds that a call waits for the staging slots of others.
-    """
-
-    def __init__(self, storage: StorageTier, staging: Staging, wait_s: float) -> None:
-        self._storage = storage
-        self._staging = staging
-        self._wait_s = wait_s
-        self._ready: SimpleQueue[Staging | None] = SimpleQueue()  # None: writes have stopped
-        self._ready.put(staging)
-        self._jobs = count()
+    def __init__(self, storage: StorageTier, copies: RankCopies, wait_s: float) -> None:
         self.counters = WriteCounters()
+        self._storage = storage
+        self._copies = copies
+        self._wait_s = wait_s
+        self._turn: SimpleQueue[bool] = SimpleQueue()  # False: writes have stopped
+        self._turn.put(True)
+        self._jobs = count()
 
     def write(
         self, keys: Sequence[bytes], blocks: Sequence[int], wanted: Callable[[], bool]
-    ) -> int:
+    ) -> None:
         """Save blocks that storage lacks. Returns after the last write has ended.
 
         Failures are counted and logged, and never raised: the request has its answer.
 
         Args:
+            keys: block hashes.
             blocks: as many device blocks, which nothing changes before the call returns.
             wanted: whether to go on, asked before each batch.
-
-        Returns:
-            Blocks that storage has now.
         """
+        counts = WriteCounters(failed=len(keys))
         try:
-            staging = self._ready.get(timeout=self._wait_s)
+            works = self._turn.get(timeout=self._wait_s)
         except Empty:
-            self._count(failed=len(keys))
             log.error("blocks not written: staging slots in use", blocks=len(keys))
-            return 0
-        if staging is None:
-            self._ready.put(None)
-            self._count(failed=len(keys))
-            return 0
-        free = True
+            self._count(counts)
+            return
         try:
-            return self._write(keys, blocks, staging, wanted)
+            if works:
+                counts = self._write(keys, blocks, wanted)
         except (TimeoutError, DeviceError) as error:
-            free = False  # a copy or the store may still access the slots
-            staging.memory.keep()
+            works = False  # a copy or the store may still access the slots
+            self._copies.memory.keep()
             log.error("writes to storage have stopped", error=str(error))
         except CacheClosed:
             log.warning("blocks not written: storage is closed", blocks=len(keys))
         finally:
-            self._ready.put(staging if free else None)
-        self._count(failed=len(keys))
-        return 0
+            self._turn.put(works)
+        self._count(counts)
 
     def _write(
-        self,
-        keys: Sequence[bytes],
-        blocks: Sequence[int],
-        staging: Staging,
-        wanted: Callable[[], bool],
-    ) -> int:
+        self, keys: Sequence[bytes], blocks: Sequence[int], wanted: Callable[[], bool]
+    ) -> WriteCounters:
         stored = self._stored(keys)
         lacking = [
             (key, block) for key, block in zip(keys, blocks, strict=True) if key not in stored
         ]
-        size, written = staging.memory.num_slots, 0
-        for start in range(0, len(lacking), size):
+        memory, written = self._copies.memory, 0
+        for start in range(0, len(lacking), memory.num_slots):
             if not wanted():
                 break
-            some = lacking[start : start + size]
+            some = lacking[start : start + memory.num_slots]
             slots = range(len(some))
-            error = staging.copies.store([block for _, block in some], slots)
+            error = self._copies.store([block for _, block in some], slots)
             if error:
                 log.error("blocks not copied for storage", blocks=len(some), error=error)
                 break
-            views = [staging.memory.view(slot) for slot in slots]
+            views = [memory.view(slot) for slot in slots]
             job = ("finish", next(self._jobs))
             result = self._ended(self._storage.submit_store(job, [key for key, _ in some], views))
             written += sum(result.ok)
             if not all(result.ok):
                 break  # a block without those before it cannot be matched
-        self._count(written, len(keys) - len(lacking), len(lacking) - written)
-        return len(keys) - len(lacking) + written
+        return WriteCounters(written, len(keys) - len(lacking), len(lacking) - written)
 
     def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
         """The keys that storage has."""
@@ -236,57 +208,45 @@ class FinishWrites:
     def _ended(self, job: Future[StorageResult]) -> StorageResult:
         return job.result(self._storage.timeout + MARGIN)
 
-    def _count(self, written: int = 0, present: int = 0, failed: int = 0) -> None:
-        now = self.counters
-        self.counters = WriteCounters(
-            now.written + written, now.present + present, now.failed + failed
-        )
+    def _count(self, counts: WriteCounters) -> None:
+        self.counters = WriteCounters(*map(sum, zip(self.counters, counts, strict=True)))
 
     def close(self) -> None:
         """Release the staging slots, after `write` has returned."""
-        self._staging.copies.close()
-        self._staging.memory.close()
+        self._copies.close()
+        self._copies.memory.close()
 
 
 # -- Host memory and storage below the device blocks, as the scheduler's thread uses them.
 
 
-class FoundBlocks(NamedTuple):
-    """Blocks that can be loaded.
-
-    Attributes:
-        sources: HOST or STORAGE, for each.
-        seconds: for which storage was waited for.
-    """
-
-    sources: list[Tier]
-    seconds: float
-
-
-class HostTiers:
+class LowerTiers:
     """Moves blocks between the device and a `TierCache`, and returns when they have moved.
 
     Calls come from different threads, never two at once: the engine's lock sees to it.
 
-    Args:
-        keeps: whether evicted device blocks are kept in host slots. If not, the slots are only for
-            blocks on their way from storage.
+    Attributes:
+        memory: all host slots, those of `tiers` and the staging slots of `writes`.
+        slots: blocks of the host tier. 0: the slots of `tiers` are only for blocks on their way
+            from storage, and evicted device blocks are not kept.
+        writes: writes of finished requests, None without storage.
     """
 
     def __init__(
         self,
         tiers: TierCache,
         copies: RankCopies,
+        writes: FinishWrites | None,
+        memory: SlotMemory,
         *,
-        keeps: bool,
-        reads: bool,
+        slots: int,
         fetch_wait_s: float,
     ) -> None:
         self.tiers = tiers
-        self.dropped = 0
+        self.writes = writes
+        self.memory = memory
+        self.slots = slots
         self._copies = copies
-        self._keeps = keeps
-        self._reads = reads
         self._fetch_wait_s = fetch_wait_s
         self._thread = 0
 
@@ -295,8 +255,6 @@ class HostTiers:
         if self._thread != get_ident():
             self.tiers.adopt()
             self._thread = get_ident()
-
-    # -- eviction from the device
 
     def keep(self, victims: Sequence[IndexedBlock]) -> None:
         """Copy evicted blocks to host slots, and go on as saves to storage give slots back. Those
@@ -308,8 +266,8 @@ class HostTiers:
         Raises:
             DeviceError: a copy does not end. The blocks must not be used any more.
         """
-        wanted = {block.hash: block for block in reversed(victims)} if self._keeps else {}
-        keys, dropped = tuple(wanted), len(victims) - len(wanted)
+        wanted = {block.hash: block for block in reversed(victims)} if self.slots else {}
+        keys = tuple(wanted)
         until = time.monotonic() + self.tiers.config.storage.on_full_wait_s
         while keys:
             parents = [
@@ -317,30 +275,31 @@ class HostTiers:
             ]
             found = self.tiers.prepare_store(keys, parents)
             keys = found.waiting
-            dropped += len(found.refused)
             if found.keys:
                 error = self._copies.store([wanted[key].block for key in found.keys], found.slots)
                 self.tiers.complete_store(found.keys, success=not error)
                 if error:
                     log.error("blocks not kept in host memory", blocks=len(found.keys), error=error)
-                    dropped += len(found.keys)
             if time.monotonic() > until or not self.tiers.saving:  # loads end in other calls
                 break
             self.tiers.end_step()
-        self.dropped += dropped + len(keys)
         self.tiers.end_step()
-
-    # -- hits
 
     def find(
         self, hashes: Sequence[bytes], waited_s: float, interrupted: Callable[[], bool]
-    ) -> FoundBlocks:
+    ) -> tuple[list[Tier], float]:
         """The leading blocks of a path that can be loaded now: no more than there are host slots.
 
-        Waits while blocks are on their way from storage. `end` ends the hold on them.
+        Waits while blocks are on their way from storage. `end_step` of the tiers ends the hold on
+        the blocks.
 
         Args:
+            hashes: of the path.
             waited_s: seconds that the match has waited already.
+            interrupted: whether to wait no longer.
+
+        Returns:
+            HOST or STORAGE for each block, and the seconds for which storage was waited for.
         """
         hashes = hashes[: self.tiers.config.num_slots]
         begun = time.monotonic()
@@ -351,7 +310,7 @@ class HostTiers:
             late = now - begun >= self._fetch_wait_s - waited_s
             if not waits or late or interrupted():
                 sources = [self.tiers.source(one) for one in hashes[:found]]
-                return FoundBlocks(sources, now - begun if waited else 0.0)
+                return sources, now - begun if waited else 0.0
             waited = True
             self.tiers.end_step()  # begins fetches, and pauses
 
@@ -359,20 +318,16 @@ class HostTiers:
         """Leading blocks in host slots, and whether a later one is on its way there."""
         found, waits = 0, False
         for key in hashes:
-            answer = self.tiers.lookup(key, storage=self._reads)
+            answer = self.tiers.lookup(key)
             if answer is Lookup.MISS:
                 break
             waits = waits or answer is Lookup.PENDING
             found += not waits
         return found, waits
 
-    def pin(self, hashes: Sequence[bytes]) -> list[int]:
-        """The slots of blocks that `find` has found, until `load` has ended."""
-        self.tiers.touch(hashes)
-        return self.tiers.prepare_load(hashes)
-
     def load(self, hashes: Sequence[bytes], slots: Sequence[int], blocks: Sequence[int]) -> bool:
-        """Copy pinned blocks to device blocks. Returns whether all bytes have arrived.
+        """Copy pinned blocks to device blocks, and unpin them. Returns whether all bytes have
+        arrived.
 
         Raises:
             DeviceError: the copy does not end. The blocks must not be used any more.
@@ -380,31 +335,16 @@ class HostTiers:
         error = self._copies.load(blocks, slots)
         if error:
             log.error("blocks not loaded from host memory", blocks=len(blocks), error=error)
-        self.unpin(hashes)
-        return not error
-
-    def unpin(self, hashes: Sequence[bytes]) -> None:
-        """Loads have ended, or will not begin."""
         self.tiers.complete_load(hashes)
-
-    def end(self) -> None:
-        """A call of the engine ends: blocks that `find` has found may be evicted."""
-        self.tiers.end_step()
-
-    # -- the rest
-
-    def events(self) -> list[TierEvent]:
-        """Changes since the last call, for sinks."""
-        return self.tiers.take_events()
-
-    def reset(self) -> None:
-        """Forget every block in host memory. Stored objects stay."""
-        self.tiers.reset()
+        return not error
 
     def close(self) -> None:
         """End all moves and close storage, any number of times."""
         self.tiers.shutdown()
         self._copies.close()
+        if self.writes is not None:
+            self.writes.close()
+        self.memory.close()
 
 
 # -- FastDeploy's names of cache tensors, and the layout that the tensors have.
@@ -525,10 +465,12 @@ class EngineTensors(NamedTuple):
     """The tensors of an engine's cache.
 
     Attributes:
+        ranks: the tensors of each rank, in the order of a block's bytes.
         layout: of one rank.
+        num_blocks: device blocks that every tensor has.
     """
 
-    ranks: list[RankTensors]
+    ranks: list[list[Any]]
     layout: CacheKvsLayout
     num_blocks: int
 
@@ -545,24 +487,20 @@ class EngineTensors(NamedTuple):
         ]
         if len({layout.fingerprint for layout in layouts}) > 1:
             raise LayoutError("the ranks have tensors of different shapes")
-        rows = [rows_of(tensor).rows for one in ranks for tensor in layouts[0].ordered(one)]
-        return cls(ranks, layouts[0], min(rows))
-
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of a block, of all ranks."""
-        return self.layout.block_bytes * len(self.ranks)
+        ordered = [layouts[0].ordered(tensors) for tensors in ranks]
+        rows = [rows_of(tensor).rows for tensors in ordered for tensor in tensors]
+        return cls(ordered, layouts[0], min(rows))
 
     @property
     def on_gpu(self) -> bool:
         """Whether copies pass through the driver of a GPU."""
-        first = rows_of(self.ordered[0][0])
+        first = rows_of(self.ranks[0][0])
         return first.gpu and not first.host
 
     def device(self, rank: int) -> SimpleNamespace:
         """The device memory of a rank, as AttentionStore's adapter uses it: layout, addresses of
         the tensors, kind, and number of the GPU."""
-        rows = [rows_of(tensor) for tensor in self.ordered[rank]]
+        rows = [rows_of(tensor) for tensor in self.ranks[rank]]
         return SimpleNamespace(
             layout=self.layout,
             regions=[one.address for one in rows],
@@ -570,63 +508,48 @@ class EngineTensors(NamedTuple):
             ordinal=rows[0].ordinal or 0,
         )
 
-    @property
-    def ordered(self) -> list[list[Any]]:
-        """The tensors of each rank in the order of a block's bytes."""
-        return [self.layout.ordered(tensors) for tensors in self.ranks]
-
-
-class LowerTiers(NamedTuple):
-    """The tiers below the device.
-
-    Attributes:
-        slots: blocks of the host tier, 0 if there is none.
-    """
-
-    host: HostTiers
-    writes: FinishWrites | None
-    memory: SlotMemory
-    slots: int
-
-    def close(self) -> None:
-        """End all moves and close storage."""
-        self.host.close()
-        if self.writes is not None:
-            self.writes.close()
-        self.memory.close()
-
-
-def needs_tensors(settings: ManagerSettings) -> bool:
-    """Whether a tier below the device is configured."""
-    backend = "none" if settings.flush_only else settings.backend
-    return bool(settings.host_blocks or settings.swap_gib or backend != "none")
-
 
 def open_lower_tiers(
-    settings: ManagerSettings,
-    tensors: EngineTensors,
-    *,
-    stream: Callable[[], int | None],
+    settings: ManagerSettings, tensors: EngineTensors, *, stream: Callable[[], int | None]
 ) -> LowerTiers | None:
     """Open host memory and storage. None if neither is configured, or AttentionStore alone."""
-    storage = settings.storage
+    options, storage = settings.options, settings.storage
     slots = host_slots(settings, tensors.layout.block_bytes)
     stored = storage.backend != "none"
     if not slots and not stored:
         return None
-    check_tensor_uses(settings, on_gpu=tensors.on_gpu)
-    options, size = settings.options, tensors.block_bytes
+    if tensors.on_gpu and "copy_threads" in changed_in(options):
+        raise ConfigError(
+            "options: copy_threads has no use with tensors of a GPU, whose copy engines move the "
+            "bytes: remove it"
+        )
+    size = tensors.layout.block_bytes * len(tensors.ranks)
     num_slots = slots or min(TRANSIT, settings.most_blocks or TRANSIT)
     staged = options.staging_slots if stored else 0
     memory = SlotMemory(num_slots + staged, size, numa_node=options.numa_node)
     rows = memory.hold()
     cut = num_slots * memory.stride
     host = SlotMemory(num_slots, size, rows[:cut], memory.stride)
-    config = checked_config(_tier_config(settings, tensors, num_slots))
+    config = checked_config(
+        TierConfig(
+            model=settings.config.cache.model,
+            block_bytes=size,
+            num_slots=num_slots,
+            identity={
+                "engine": "fastdeploy",
+                "layout": tensors.layout.fingerprint.hex(),
+                "tokens_per_block": settings.block_size,
+                "tp_size": settings.ranks,
+            },
+            policy=options.eviction_policy,
+            storage=storage,
+            events=("host", "storage") if settings.config.flush.sinks else (),
+        )
+    )
     store = make_storage(config, memory=memory, environ={}) if stored else None  # read already
 
     def copies_to(place: SlotMemory) -> RankCopies:
-        return RankCopies(tensors.ordered, place, threads=options.copy_threads, stream=stream)
+        return RankCopies(tensors.ranks, place, threads=options.copy_threads, stream=stream)
 
     tiers = TierCache(config, host, storage=store)
     with ExitStack() as opened:
@@ -637,12 +560,9 @@ def open_lower_tiers(
         writes = None
         if store is not None:
             staging = SlotMemory(staged, size, rows[cut:], memory.stride)
-            writes = FinishWrites(store, Staging(staging, copies_to(staging)), storage.timeout_s)
+            writes = FinishWrites(store, copies_to(staging), storage.timeout_s)
         opened.pop_all()
-    moves = HostTiers(
-        tiers, copies, keeps=slots > 0, reads=stored, fetch_wait_s=options.fetch_wait_s
-    )
-    return LowerTiers(moves, writes, memory, slots)
+    return LowerTiers(tiers, copies, writes, memory, slots=slots, fetch_wait_s=options.fetch_wait_s)
 
 
 def host_slots(settings: ManagerSettings, rank_bytes: int) -> int:
@@ -655,20 +575,3 @@ def host_slots(settings: ManagerSettings, rank_bytes: int) -> int:
             f"swap_space is {settings.swap_gib} GiB, and one block takes {rank_bytes} bytes"
         )
     return slots
-
-
-def _tier_config(settings: ManagerSettings, tensors: EngineTensors, slots: int) -> TierConfig:
-    return TierConfig(
-        model=settings.model,
-        block_bytes=tensors.block_bytes,
-        num_slots=slots,
-        identity={
-            "engine": "fastdeploy",
-            "layout": tensors.layout.fingerprint.hex(),
-            "tokens_per_block": settings.block_size,
-            "tp_size": settings.ranks,
-        },
-        policy=settings.options.eviction_policy,
-        storage=settings.storage,
-        events=("host", "storage") if settings.config.flush.sinks else (),
-    )

@@ -7,6 +7,7 @@ that scheduler (tests/integrations/fastdeploy).
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -14,8 +15,21 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvactors.actor.log import get_logger
-from kvactors.errors import ConfigError, DeadlineExceeded, KVActorsError
-from kvactors.integrations.fastdeploy.device_cache import CallInFlight, DeviceCache
+from kvactors.errors import (
+    CacheClosed,
+    ConfigError,
+    DeadlineExceeded,
+    KVActorsError,
+    LayoutError,
+)
+from kvactors.identity import CacheScope
+from kvactors.integrations.fastdeploy.device_cache import (
+    CallInFlight,
+    DeviceCache,
+    DirectStorage,
+    IndexReports,
+    PrefixMatch,
+)
 from kvactors.integrations.fastdeploy.engine_signals import (
     CLEARED,
     CLEARING,
@@ -24,11 +38,15 @@ from kvactors.integrations.fastdeploy.engine_signals import (
     UPDATING,
     EngineSignals,
 )
-from kvactors.integrations.fastdeploy.engine_tiers import EngineTiers, NamedTensors
-from kvactors.integrations.fastdeploy.matching import Matcher, PrefixMatch
+from kvactors.integrations.fastdeploy.lower_tiers import (
+    EngineTensors,
+    WriteCounters,
+    open_lower_tiers,
+)
 from kvactors.integrations.fastdeploy.requests import (
     FreeBlockList,
     RequestRecord,
+    at_least,
     name_of,
     required_blocks,
     rounded_up,
@@ -37,20 +55,17 @@ from kvactors.integrations.fastdeploy.requests import (
 )
 from kvactors.integrations.fastdeploy.settings import (
     FastDeployOptions,
-    ManagerSettings,
+    WeightsVersion,
     check_blocks,
     read_settings,
     total_blocks,
 )
-from kvactors.integrations.fastdeploy.statistics import (
-    EngineGauges,
-    HitRates,
-    HitTokens,
-    ManagerStatistics,
-    statistics_of,
-)
+from kvactors.integrations.fastdeploy.statistics import GAUGES, RATES, HitRates, ManagerStatistics
 
 log = get_logger()
+
+NO_TENSORS = b"kvactors.fastdeploy.v1"
+"""The layout's fingerprint, with the block size, of a manager that has no tensors."""
 
 
 class PrefixCacheManager:
@@ -70,6 +85,7 @@ class PrefixCacheManager:
         environ: variables, the process's environment if None.
 
     Attributes:
+        settings: checked, for the weights of the last match.
         signals: shared with the engine's processes, None before the launch. They are also
             attributes under the names of FastDeploy's manager, such as `cache_ready_signal`.
 
@@ -85,13 +101,14 @@ class PrefixCacheManager:
         local_data_parallel_id: int = 0,
         *,
         options: FastDeployOptions | Mapping[str, Any] | None = None,
-        tensors: NamedTensors = None,
+        tensors: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         stream: Callable[[], int | None] = lambda: None,
         gauges: Any = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         role, replica = splitwise_role, local_data_parallel_id
         settings = read_settings(config, tensor_parallel_size, role, replica, options, environ)
+        self.settings = settings
         self.config, self.cache_config = config, config.cache_config
         self.tensor_parallel_size = tensor_parallel_size
         self.splitwise_role, self.enable_splitwise, self.local_data_parallel_id = role, 0, replica
@@ -108,16 +125,15 @@ class PrefixCacheManager:
         self._turn_s = settings.options.fetch_wait_s + 2 * storage.timeout_s + services_s
         self._next_turn: SimpleQueue[None] = SimpleQueue()
         self._next_turn.put(None)
-        self._gauges = EngineGauges(gauges)
+        self._gauges = {} if gauges is None else {name: getattr(gauges, name) for name in GAUGES}
         self._cache = DeviceCache(self.num_gpu_blocks)
-        self._tiers = EngineTiers(settings, self._cache, tensors, stream)
-        self._matcher = Matcher(self._cache)
+        self._named = tensors
+        self._stream = stream
+        self._tensors: EngineTensors | None = None
+        self._weights = WeightsVersion(settings.model_path)
+        self._unopened: tuple[str, ...] = ()  # why AttentionStore or the indexes are closed
+        self._closed = False
         self._changed()
-
-    @property
-    def settings(self) -> ManagerSettings:
-        """The checked settings."""
-        return self._tiers.settings
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
@@ -136,7 +152,10 @@ class PrefixCacheManager:
 
     def _changed(self) -> None:
         """A call ends that may have changed blocks."""
-        self._gauges.set(self.statistics)
+        if self._gauges:
+            now = self.statistics()
+            for name, gauge in self._gauges.items():
+                gauge.set(GAUGES[name][0](now))
         if self._cache.reports is not None:
             self._cache.reports.flush()
 
@@ -202,9 +221,13 @@ class PrefixCacheManager:
     get_required_block_num = staticmethod(required_blocks)
 
     def get_prefill_threshold(self, num_new_blocks: int, num_running: int) -> int:
-        """Blocks to be free before a scheduler admits a chunk. See
-        `ManagerSettings.prefill_threshold`."""
-        return self.settings.prefill_threshold(num_new_blocks, num_running, self.num_gpu_blocks)
+        """Blocks to be free before a scheduler admits a chunk: the chunk's, those reserved for the
+        output of each running request, and one for drafts. At most all blocks."""
+        settings = self.settings
+        fresh = at_least(0, "num_new_blocks", num_new_blocks)
+        running = at_least(0, "num_running", num_running)
+        needed = fresh + running * settings.reserve_blocks + settings.drafts
+        return min(needed, max(fresh, self.num_gpu_blocks))
 
     # -- requests
 
@@ -226,16 +249,14 @@ class PrefixCacheManager:
             ConfigError: the version of the weights cannot be read.
         """
         with self._turn():
-            request, root = name_of(task), self._tiers.root()
+            request, root = name_of(task), self._root()
             block_size = self._checked_size(block_size)
             record = RequestRecord(task, block_size, root)
             self._cache.release(request)
-            found = self._matcher.match(request, record) if self._caches else PrefixMatch()
-            self._cache.requests.open(request, record)
-            gpu, cpu, storage = (
-                len(some) * block_size for some in (found.gpu, found.cpu, found.storage)
-            )
-            self.metrics.matched(HitTokens(gpu, cpu, storage, record.path.num_tokens))
+            found = self._cache.match(request, record) if self._caches else PrefixMatch()
+            self._cache.open(request, record)
+            tiers = (found.gpu, found.cpu, found.storage)
+            self.metrics.matched([len(one) * block_size for one in tiers], record.path.num_tokens)
             task.num_cached_blocks = len(record.nodes)
             blocks = [node.block for node in record.nodes]
             return blocks, len(blocks) * block_size, found.metrics(block_size)
@@ -265,15 +286,14 @@ class PrefixCacheManager:
             request = name_of(task)
             block_size = self._checked_size(block_size)
             self._cache.settle()
-            record = self._cache.requests.named(request)
+            record = self._cache.named(request)
             if record is None:
                 log.warning("request of before a reset not cached", request=request)
                 return
             full = computed(record.tokens_of(task)) // block_size if self._caches else 0
             # before the tokens: a refused call changes nothing
-            own = self._cache.requests.uncommitted(
-                record, sequence_of(task, "block_tables"), full, request
-            )
+            table = sequence_of(task, "block_tables")
+            own = self._cache.uncommitted(record, table, full, request)
             record.extend(task)
             self._cache.commit(record, own)
             task.num_cached_blocks = len(record.nodes)
@@ -298,32 +318,30 @@ class PrefixCacheManager:
     def write_cache_to_storage(self, request: Any) -> None:
         """A request has finished: save its cached blocks, and report them to indexes. Returns after
         the last write. Failures are logged and counted. To be called before `release_block_ids`."""
-        request, requests = name_of(request), self._cache.requests
-        record = requests.begin_write(request)
+        request = name_of(request)
+        record = self._cache.begin_write(request)
         if record is None:
             return
         late: Future[int] | None = None
         try:
             record.finished = True
             self._save(request, record)
-        except CallInFlight as error:
-            late = error.answer  # the SDK may read the blocks before it returns
-            log.error("request not written to storage", request=request, error=str(error))
         except (KVActorsError, TimeoutError) as error:
             log.error("request not written to storage", request=request, error=str(error))
+            if isinstance(error, CallInFlight):
+                late = error.answer  # the SDK may read the blocks before it returns
         finally:
             if late is None:
-                requests.end_write(record)
+                record.writers.pop()
             else:
-                late.add_done_callback(lambda _: requests.end_write(record))
+                late.add_done_callback(lambda _: record.writers.pop())
 
     def _save(self, request: str, record: RequestRecord) -> None:
         lower, direct, nodes = self._cache.lower, self._cache.direct, list(record.nodes)
         blocks = [node.block for node in nodes]
         if lower is not None and lower.writes is not None and nodes:
-            requests = self._cache.requests
             keys = [node.hash for node in nodes]
-            lower.writes.write(keys, blocks, lambda: requests.holds(request, record))
+            lower.writes.write(keys, blocks, lambda: self._cache.holds(request, record))
         if direct is not None and nodes and not record.has_media:
             direct.save(record.path.tokens(0, len(nodes)), 0, blocks)
 
@@ -367,7 +385,8 @@ class PrefixCacheManager:
         self.update_cache_config(cache_config)
         signals = EngineSignals(engine_worker_queue_port, ranks)
         try:
-            signals.wait_for_tensors(self.settings.options.launch_timeout_s)
+            ready = signals.named["cache_ready_signal"]
+            ready.wait_for(ranks, self.settings.options.launch_timeout_s)
             self.attach()
         except BaseException:
             signals.close()
@@ -382,7 +401,7 @@ class PrefixCacheManager:
         """Open host memory, storage and indexes over the tensors: the part of
         `launch_cache_manager` without signals, and with its errors."""
         with self._turn():
-            self._tiers.attach(self.num_gpu_blocks)
+            self._open_tiers()
             if self._cache.lower is not None:
                 self.num_cpu_blocks = self._cache.lower.slots
 
@@ -391,7 +410,7 @@ class PrefixCacheManager:
         with self._turn():
             total = total_blocks(cache_config)
             check_blocks(self.settings, total)
-            self._tiers.check_blocks(total)
+            self._check_tensors(total)
             self._cache.resize(total)
             self.cache_config, self.num_gpu_blocks = cache_config, total
 
@@ -401,32 +420,173 @@ class PrefixCacheManager:
         `wait_for_tasks_done` or not. Stored objects stay, and are found again by requests of the
         same version of the weights."""
         with self._turn():
-            self._tiers.reset()
+            self._cache.reset()
+            if self._unopened:
+                self._open_again()
             self.metrics.reset_metrics()
 
     def serve_status(self) -> None:
         """Reset if `prefix_tree_status` asks for it, as FastDeploy does around an update of the
         weights. To be called in each step of the engine's scheduling loop."""
-        status = NORMAL if self.signals is None else self.signals.status
-        if self.signals is not None and status in (CLEARING, UPDATING):
+        signals = self.signals
+        if signals is not None and (status := signals.status) in (CLEARING, UPDATING):
             self.reset()
-            self.signals.status = CLEARED if status == CLEARING else NORMAL
+            signals.status = CLEARED if status == CLEARING else NORMAL
 
     def statistics(self) -> ManagerStatistics:
-        """Sizes, counters and rates."""
-        return statistics_of(self._cache, self.metrics, self.num_cpu_blocks)
-
-    @property
-    def troubles(self) -> tuple[str, ...]:
-        """The parts that do not work, with reasons."""
-        return self._tiers.troubles
-
-    def close(self) -> None:
-        """Close storage and indexes and let go of the tensors, any number of times."""
-        self._tiers.close()
-        if self.signals is not None:
-            self.signals.close()
+        """Sizes, counters and rates. Any thread may ask."""
+        cache, rates = self._cache, self.metrics
+        writes = None if cache.lower is None else cache.lower.writes
+        counters = WriteCounters() if writes is None else writes.counters
+        return ManagerStatistics(
+            gpu_blocks=cache.blocks.total,
+            cpu_blocks=self.num_cpu_blocks,
+            free_gpu_blocks=cache.blocks.free,
+            evictable_gpu_blocks=cache.index.unreferenced,
+            requests=len(cache.requests),
+            written_blocks=counters.written,
+            present_blocks=counters.present,
+            failed_blocks=counters.failed,
+            **{name: getattr(rates, name) for name in RATES},
+        )
 
     def check(self) -> None:
         """AssertionError if blocks and references disagree, for tests."""
         self._cache.check()
+
+    # -- the tiers below the device, AttentionStore, indexes
+
+    def _root(self) -> bytes:
+        """The hash that the chains of all requests start from. If the model's folder has other
+        weights now, all that is cached is forgotten first.
+
+        Raises:
+            ConfigError: the version of the weights cannot be read. A request could be given stored
+                blocks of other weights.
+        """
+        version = self._weights.now()
+        if version != self.settings.config.cache.namespace:
+            self._cache.reset()
+            self._close_services()
+            self.settings = self.settings.of_version(version)
+            self._open_again()
+        return self._scope.root(self._fingerprint)
+
+    @property
+    def _scope(self) -> CacheScope:
+        cache = self.settings.config.cache
+        return CacheScope(cache.model, cache.namespace)
+
+    @property
+    def _fingerprint(self) -> bytes:
+        if self._tensors is not None:
+            return self._tensors.layout.fingerprint
+        text = NO_TENSORS + self.settings.block_size.to_bytes(4, "little")
+        return hashlib.sha256(text).digest()
+
+    def _open_tiers(self) -> None:
+        settings, cache = self.settings, self._cache
+        if self._closed:
+            raise CacheClosed("the manager is closed")
+        if self._tensors is not None or cache.lower is not None:
+            raise ConfigError("the cache tensors are attached already")
+        if cache.blocks.held or cache.blocks.indexed:
+            raise ConfigError(
+                "blocks are in use: attach the cache tensors before the first request"
+            )
+        if not settings.needs_tensors:
+            return
+        named = self._named() if callable(self._named) else self._named
+        if named is None:
+            raise ConfigError(
+                "host memory, storage and indexes need the cache tensors: give "
+                "PrefixCacheManager tensors="
+            )
+        self._tensors = EngineTensors.read(named, settings)
+        try:
+            cache.lower = open_lower_tiers(settings, self._tensors, stream=self._stream)
+            self._check_tensors(self.num_gpu_blocks)
+            self._open_services()
+        except BaseException:
+            self._close_tiers()
+            raise
+
+    def _check_tensors(self, num_blocks: int) -> None:
+        tensors = self._tensors
+        if tensors is not None and num_blocks > tensors.num_blocks:
+            raise LayoutError(
+                f"total_block_num is {num_blocks}, and the cache tensors have "
+                f"{tensors.num_blocks} blocks"
+            )
+
+    def _open_services(self) -> None:
+        """Open AttentionStore and the indexes, under the names of the weights of now."""
+        settings, cache, tensors = self.settings, self._cache, self._tensors
+        config, limit = settings.config, settings.storage.open_timeout_s
+        if tensors is None or not (settings.direct or config.flush.sinks):
+            return
+        from kvactors.attention_sdk import sdk_settings
+        from kvactors.flush_notifier.sinks import make_sinks
+
+        device: Any
+        if settings.direct:
+            from kvactors.storage.attention_store import AttentionStoreBackend
+
+            stores = []
+            for rank in range(settings.ranks):
+                device = tensors.device(rank)
+                sdk = sdk_settings(config, tensors.layout, device, (rank, settings.ranks))
+                stores.append(AttentionStoreBackend(sdk, device))
+            store = DirectStorage(stores, settings.storage.timeout_s)
+            store.open(limit)
+            cache.direct = store
+        device = tensors.device(0)
+        if sinks := make_sinks(config, tensors.layout, device):
+            total = cache.blocks.total + (0 if cache.lower is None else cache.lower.slots)
+            reports = IndexReports(
+                sinks, self._scope, self._fingerprint, settings.block_size, total
+            )
+            reports.open(limit)
+            cache.reports = reports
+
+    def _open_again(self) -> None:
+        """Open AttentionStore and the indexes. The others work without those that do not open."""
+        self._unopened = ()
+        try:
+            self._open_services()
+        except KVActorsError as error:
+            log.error("AttentionStore and indexes not opened", error=str(error))
+            self._close_services()
+            self._unopened = (f"AttentionStore and indexes are closed: {error}",)
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """The parts that do not work, with reasons."""
+        cache = self._cache
+        lower = () if cache.lower is None else cache.lower.tiers.health().reasons
+        direct = () if cache.direct is None else cache.direct.troubles
+        reports = () if cache.reports is None else cache.reports.troubles
+        return lower + direct + reports + self._unopened
+
+    def _close_services(self) -> None:
+        cache, limit = self._cache, self.settings.storage.close_timeout_s
+        direct, cache.direct = cache.direct, None
+        reports, cache.reports = cache.reports, None
+        if direct is not None:
+            direct.close(limit)
+        if reports is not None:
+            reports.close(limit)
+
+    def _close_tiers(self) -> None:
+        lower, self._cache.lower = self._cache.lower, None
+        self._close_services()
+        if lower is not None:
+            lower.close()
+        self._tensors = None
+
+    def close(self) -> None:
+        """Close storage and indexes and let go of the tensors, any number of times."""
+        self._closed = True
+        self._close_tiers()
+        if self.signals is not None:
+            self.signals.close()

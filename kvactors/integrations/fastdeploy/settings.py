@@ -8,13 +8,12 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
-from kvactors.cpu_evictor.slots import ALONE
 from kvactors.errors import ConfigError
-from kvactors.integrations.fastdeploy.requests import at_least
 from kvactors.settings import Config
 from kvactors.settings.check import CopyThreads, Count, DeviceNumber, Seconds, convert
 from kvactors.settings.load import changed_in, unused
@@ -67,8 +66,6 @@ class WeightsVersion:
 
 
 BACKENDS = ("file", "mooncake", "attention_store")
-PROCESS_STORES = ("file", "memory")
-"""Back ends whose objects only one process can use."""
 
 MUST_BE = {
     "ENABLE_V1_KVCACHE_SCHEDULER": ("1", "only the V1 scheduler's calls are answered"),
@@ -82,7 +79,7 @@ MUST_BE = {
 }
 """Variables that may have one value only, and why."""
 
-OWN_STORAGE = {"backend": "none", "write_policy": "write_through", "rank": 0, "ranks": 1}
+OWN_STORAGE = ("backend", "write_policy", "rank", "ranks")
 """Settings of `TierStorage` that come from FastDeploy."""
 
 OPENING = {"open_timeout_s", "close_timeout_s"}
@@ -114,7 +111,7 @@ class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     storage: TierStorage = TierStorage()
     attention_store: Mapping[str, Any] = {}
     sinks: tuple[Mapping[str, Any], ...] = ()
-    eviction_policy: str = "lru"
+    eviction_policy: Literal["lru"] = "lru"
     numa_node: DeviceNumber | None = None
     staging_slots: Count = 32
     fetch_wait_s: Seconds = 30.0
@@ -152,41 +149,30 @@ class ManagerSettings(NamedTuple):
     options: FastDeployOptions
 
     @property
-    def flush_only(self) -> bool:
+    def index_only(self) -> bool:
         """Whether storage is an index only."""
         return self.config.flush.flush_only
 
-    def prefill_threshold(self, num_new_blocks: int, num_running: int, total: int) -> int:
-        """Blocks to be free before a scheduler admits a chunk: the chunk's, those reserved for the
-        output of each running request, and one for drafts. At most all blocks.
-        """
-        fresh = at_least(0, "num_new_blocks", num_new_blocks)
-        running = at_least(0, "num_running", num_running)
-        return min(fresh + running * self.reserve_blocks + self.drafts, max(fresh, total))
+    @property
+    def direct(self) -> bool:
+        """Whether AttentionStore reads and writes device blocks."""
+        return self.backend == "attention_store" and not self.index_only
 
     @property
-    def model(self) -> str:
-        """Name of the model in the identity of blocks."""
-        return self.config.cache.model
+    def hosted(self) -> bool:
+        """Whether there is a host tier."""
+        return bool(self.host_blocks or self.swap_gib)
+
+    @property
+    def needs_tensors(self) -> bool:
+        """Whether a tier or an index below the device is configured."""
+        stored = self.backend != "none" and not self.index_only
+        return self.hosted or stored or bool(self.config.flush.sinks)
 
     def of_version(self, version: str) -> ManagerSettings:
         """The settings for weights of a version."""
-        cache = msgspec.structs.replace(self.config.cache, namespace=version)
-        return self._replace(config=msgspec.structs.replace(self.config, cache=cache))
-
-
-def read_options(options: FastDeployOptions | Mapping[str, Any] | None) -> FastDeployOptions:
-    """Check options."""
-    found = convert(options or {}, FastDeployOptions)
-    if found.eviction_policy not in ALONE:
-        raise ConfigError(
-            f"options: unknown eviction_policy {found.eviction_policy!r}, known are "
-            f"{', '.join(ALONE)}"
-        )
-    for name, default in OWN_STORAGE.items():
-        if getattr(found.storage, name) != default:
-            raise ConfigError(f"options: storage.{name} is FastDeploy's: leave it unset")
-    return found
+        cache = replace(self.config.cache, namespace=version)
+        return self._replace(config=replace(self.config, cache=cache))
 
 
 def read_settings(
@@ -198,7 +184,12 @@ def read_settings(
     variables: Mapping[str, str] | None,
 ) -> ManagerSettings:
     """Read FastDeploy's config and variables."""
-    options, environ = read_options(given), os.environ if variables is None else variables
+    environ = os.environ if variables is None else variables
+    options = convert(given or {}, FastDeployOptions)
+    changed = changed_in(options.storage)
+    for name in OWN_STORAGE:
+        if name in changed:
+            raise ConfigError(f"options: storage.{name} is FastDeploy's: leave it unset")
     if splitwise_role != "mixed":
         raise ConfigError(
             f"splitwise_role {splitwise_role!r}: prefill and decode on different nodes are not "
@@ -218,8 +209,8 @@ def read_settings(
         backend, model_path, splitwise_role, local_data_parallel_id, options, environ
     )
     ranks = _checked("tensor_parallel_size", tensor_parallel_size, 1)
-    layout = msgspec.structs.replace(resolved.layout, tensor_parallel=ranks)
-    resolved = msgspec.structs.replace(resolved, layout=layout)
+    layout = replace(resolved.layout, tensor_parallel=ranks)
+    resolved = replace(resolved, layout=layout)
     for name in ("shard_id", "shard_num", "device_id"):
         if backend == "attention_store" and ranks > 1 and name in options.attention_store:
             raise ConfigError(f"options: attention_store.{name} follows from the ranks: remove it")
@@ -249,59 +240,37 @@ def read_settings(
 
 
 def check_uses(settings: ManagerSettings) -> None:
-    """Check options against the tiers that are configured.
-
-    Raises:
-        ConfigError: names an option that is given and has no use. One with its default value does
-            not count as given.
-    """
+    """Refuse options that are given and have no use with the configured tiers. One with its default
+    value does not count as given."""
+    config, options = settings.config, settings.options
     stored = settings.storage.backend != "none"
-    direct = settings.backend == "attention_store" and not settings.flush_only
     useless = set() if stored else set(READS)
-    if not (stored or settings.host_blocks or settings.swap_gib):
+    if not (stored or settings.hosted):
         useless |= SLOTS
-    used = {"backend", "write_policy", "rank", "ranks"}
+    used: set[str] = set()
     if stored:
-        without_use = unused(settings.config)
+        fields = set(config.storage.__struct_fields__) - {"min_hits"}
+        used = fields - {name.removeprefix("storage.") for name in unused(config)}
         used |= OPENING | SLOT_WAITS
-        used |= {
-            name
-            for name in settings.config.storage.__struct_fields__
-            if f"storage.{name}" not in without_use
-        }
-        used -= {"min_hits"}
-    elif direct:
-        used |= OPENING | {"timeout_s"}
-    elif settings.config.flush.sinks:
-        used |= OPENING
-    options = settings.options
-    for name in sorted(useless & changed_in(options)):
-        raise ConfigError(f"options: {name} has no use {_where(settings)}: remove it")
-    for name in sorted(changed_in(options.storage) - used):
-        raise ConfigError(f"options: storage.{name} has no use {_where(settings)}: remove it")
-
-
-def check_tensor_uses(settings: ManagerSettings, *, on_gpu: bool) -> None:
-    """Check options against the tensors that the tiers copy."""
-    if on_gpu and "copy_threads" in changed_in(settings.options):
+    elif settings.direct:
+        used = OPENING | {"timeout_s"}
+    elif config.flush.sinks:
+        used = OPENING
+    names = sorted(useless & changed_in(options))
+    names += [f"storage.{name}" for name in sorted(changed_in(options.storage) - used)]
+    for name in names:
+        backend = settings.backend + (" as an index only" if settings.index_only else "")
         raise ConfigError(
-            "options: copy_threads has no use with tensors of a GPU, whose copy engines move the "
-            "bytes: remove it"
+            f"options: {name} has no use with storage {backend} and "
+            f"{'a' if settings.hosted else 'no'} host tier: remove it"
         )
-
-
-def _where(settings: ManagerSettings) -> str:
-    backend = settings.backend + (" as an index only" if settings.flush_only else "")
-    host = settings.host_blocks or settings.swap_gib
-    return f"with storage {backend} and {'a' if host else 'no'} host tier"
 
 
 def check_blocks(settings: ManagerSettings, num_blocks: int) -> None:
     """Check the number of device blocks. 0: they are not counted yet."""
     if not num_blocks or settings.most_blocks is None:
         return
-    needed = settings.most_blocks + settings.decode_blocks
-    if num_blocks < needed:
+    if num_blocks < settings.most_blocks + settings.decode_blocks:
         raise ConfigError(
             f"total_block_num is {num_blocks}, and a request of max_model_len needs "
             f"{settings.most_blocks} blocks and {settings.decode_blocks} to decode"
@@ -361,8 +330,8 @@ def _storage(
 ) -> TierStorage:
     """The store below host memory. Finished requests are written in their own way."""
     none = backend in ("none", "attention_store") or config.flush.flush_only
-    rank, ranks = replica if backend in PROCESS_STORES else (0, 1)
-    return msgspec.structs.replace(
+    rank, ranks = replica if backend == "file" else (0, 1)  # one process's
+    return replace(
         options.storage,
         backend="none" if none else backend,
         directory="" if none else config.storage.directory,

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-from kvactors.integrations.fastdeploy.device_cache import DeviceCache
-from kvactors.integrations.fastdeploy.lower_tiers import WriteCounters
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 WINDOW = 10_000
 """Requests after which the rates start from zero."""
 
-
-class HitTokens(NamedTuple):
-    """Tokens of a request, by the tier that had them."""
-
-    gpu: int
-    cpu: int
-    storage: int
-    total: int
+RATES = (
+    "hit_req_ratio",
+    "hit_token_ratio",
+    "gpu_hit_token_ratio",
+    "cpu_hit_token_ratio",
+    "storage_hit_token_ratio",
+    "gpu_tokens",
+    "cpu_tokens",
+    "storage_tokens",
+)
+"""Of `HitRates`, in the statistics too."""
 
 
 class HitRates:
     """Counters of matches. Rates are over the requests since the last multiple of `WINDOW`, sums of
-    tokens over all.
-    """
+    tokens over all."""
 
     def __init__(self) -> None:
         self.gpu_tokens = self.cpu_tokens = self.storage_tokens = 0
@@ -33,16 +32,20 @@ class HitRates:
     def reset_metrics(self) -> None:
         """Rates start from zero."""
         self.req_count = self.hit_req_count = 0
-        self._hits = HitTokens(0, 0, 0, 0)
+        self._gpu = self._cpu = self._storage = self._total = 0
 
-    def matched(self, hit: HitTokens) -> None:
-        """A request was matched."""
+    def matched(self, hits: Sequence[int], total: int) -> None:
+        """A request of `total` tokens was matched. hits: its tokens on device, host and storage."""
+        gpu, cpu, storage = hits
         self.req_count += 1
-        self.hit_req_count += bool(hit.gpu + hit.cpu + hit.storage)
-        self.gpu_tokens += hit.gpu
-        self.cpu_tokens += hit.cpu
-        self.storage_tokens += hit.storage
-        self._hits = HitTokens(*(a + b for a, b in zip(self._hits, hit, strict=True)))
+        self.hit_req_count += any(hits)
+        self.gpu_tokens += gpu
+        self.cpu_tokens += cpu
+        self.storage_tokens += storage
+        self._gpu += gpu
+        self._cpu += cpu
+        self._storage += storage
+        self._total += total
         if self.req_count % WINDOW == 0:
             self.reset_metrics()
 
@@ -54,25 +57,25 @@ class HitRates:
     @property
     def hit_token_ratio(self) -> float:
         """Matched tokens, of all."""
-        return self._share(self._hits.gpu + self._hits.cpu + self._hits.storage)
+        return self._share(self._gpu + self._cpu + self._storage)
 
     @property
     def gpu_hit_token_ratio(self) -> float:
         """Tokens matched on the device, of all."""
-        return self._share(self._hits.gpu)
+        return self._share(self._gpu)
 
     @property
     def cpu_hit_token_ratio(self) -> float:
         """Tokens matched in host memory, of all."""
-        return self._share(self._hits.cpu)
+        return self._share(self._cpu)
 
     @property
     def storage_hit_token_ratio(self) -> float:
         """Tokens matched in storage, of all."""
-        return self._share(self._hits.storage)
+        return self._share(self._storage)
 
     def _share(self, tokens: int) -> float:
-        return tokens / self._hits.total if self._hits.total else 0.0
+        return tokens / self._total if self._total else 0.0
 
 
 class ManagerStatistics(NamedTuple):
@@ -127,47 +130,3 @@ GAUGES: dict[str, tuple[Callable[[ManagerStatistics], float], str]] = {
     "available_gpu_resource": (lambda s: s.free_share, "Free device blocks, of all."),
 }
 """FastDeploy's gauges that its manager sets, by name: value and explanation."""
-
-
-def statistics_of(cache: DeviceCache, rates: HitRates, cpu_blocks: int) -> ManagerStatistics:
-    """Statistics of a manager. Any thread may ask."""
-    writes = None if cache.lower is None else cache.lower.writes
-    counters = WriteCounters() if writes is None else writes.counters
-    return ManagerStatistics(
-        gpu_blocks=cache.blocks.total,
-        cpu_blocks=cpu_blocks,
-        free_gpu_blocks=cache.blocks.free,
-        evictable_gpu_blocks=cache.index.unreferenced,
-        requests=len(cache.requests),
-        hit_req_ratio=rates.hit_req_ratio,
-        hit_token_ratio=rates.hit_token_ratio,
-        gpu_hit_token_ratio=rates.gpu_hit_token_ratio,
-        cpu_hit_token_ratio=rates.cpu_hit_token_ratio,
-        storage_hit_token_ratio=rates.storage_hit_token_ratio,
-        gpu_tokens=rates.gpu_tokens,
-        cpu_tokens=rates.cpu_tokens,
-        storage_tokens=rates.storage_tokens,
-        written_blocks=counters.written,
-        present_blocks=counters.present,
-        failed_blocks=counters.failed,
-    )
-
-
-class EngineGauges:
-    """FastDeploy's `main_process_metrics`, which its manager sets.
-
-    Args:
-        gauges: an object with FastDeploy's gauges as attributes. None: nothing is set.
-    """
-
-    def __init__(self, gauges: Any) -> None:
-        self._gauges: dict[str, Any] = (
-            {} if gauges is None else {name: getattr(gauges, name) for name in GAUGES}
-        )
-
-    def set(self, statistics: Callable[[], ManagerStatistics]) -> None:
-        """A call of the manager has ended."""
-        if self._gauges:
-            now = statistics()
-            for name, gauge in self._gauges.items():
-                gauge.set(GAUGES[name][0](now))

@@ -119,7 +119,7 @@ def test_the_tensors_come_when_the_workers_have_made_them(engine, process):
     calls = []
     memory = ModelMemory(4, BLOCK_SIZE, ranks=process.ranks)
     one = engine(gpu=4, cpu=2, ranks=process.ranks, attach=False, memory=memory)
-    one.manager._tiers._named = lambda: calls.append(1) or memory.tensors
+    one.manager._named = lambda: calls.append(1) or memory.tensors
     assert not calls
     process.launch(one, process.ranks)
     assert calls == [1]
@@ -183,7 +183,7 @@ def test_a_launch_that_cannot_be_honoured_is_refused(engine, process, arguments,
 
 def test_tiers_without_tensors_are_refused(engine):
     one = engine(gpu=4, cpu=2, attach=False)
-    one.manager._tiers._named = None
+    one.manager._named = None
     with pytest.raises(
         ConfigError, match="need the cache tensors: give PrefixCacheManager tensors="
     ):
@@ -229,7 +229,7 @@ def test_tensors_are_attached_once_and_before_the_first_request(engine):
 
 def test_a_manager_without_tiers_needs_no_tensors(engine):
     one = engine(gpu=4, attach=False)
-    one.manager._tiers._named = None
+    one.manager._named = None
     one.manager.attach()
     one.serve("a", list(range(8)))
 

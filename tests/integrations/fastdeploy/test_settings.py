@@ -152,9 +152,9 @@ def test_the_pods_name_has_role_and_replica_unless_a_variable_is_0(variables, po
 
 
 def test_a_model_is_named_by_its_folder_or_by_a_variable():
-    assert settings_of().model == "tiny"
-    assert settings_of(environ={"KVACTORS_MODEL": "big"}).model == "big"
-    assert settings_of(options={"model": "other"}).model == "other"
+    assert settings_of().config.cache.model == "tiny"
+    assert settings_of(environ={"KVACTORS_MODEL": "big"}).config.cache.model == "big"
+    assert settings_of(options={"model": "other"}).config.cache.model == "other"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_model_is_named_by_its_folder_or_by_a_variable():
     [
         ({"unknown": 1}, "unknown"),
         ({"eviction_policy": "best"}, "unknown eviction_policy 'best'"),
-        ({"eviction_policy": "retain"}, "unknown eviction_policy 'retain', known are lru"),
+        ({"eviction_policy": "retain"}, "unknown eviction_policy 'retain': there are lru"),
         ({"storage": {"backend": "file"}}, "storage.backend is FastDeploy's"),
         ({"storage": {"write_policy": "write_back"}}, "storage.write_policy is FastDeploy's"),
         ({"storage": {"rank": 1}}, "storage.rank is FastDeploy's"),

@@ -217,7 +217,7 @@ def test_writes_of_others_leave_the_counters_of_the_tiers_right(engine):
     one = engine(gpu=4, cpu=2, file=True)
     one.serve("a", A)
     one.serve("b", A)
-    tiers = one.manager._cache.lower.host.tiers
+    tiers = one.manager._cache.lower.tiers
     found = tiers.statistics()
     assert (found.saved, found.failed_saves) == (2, 0)
     assert not tiers.has_pending_work()
@@ -280,8 +280,8 @@ def test_a_copy_for_storage_that_does_not_end_stops_the_writes(engine, monkeypat
     monkeypatch.undo()
 
     writes = one.manager._cache.lower.writes
-    assert writes._ready.get(timeout=0) is None
-    writes._ready.put(None)
+    assert writes._turn.get(timeout=0) is False
+    writes._turn.put(False)
     one.serve("b", list(range(50, 58)))
     found = one.manager.statistics()
     assert (found.written_blocks, found.failed_blocks) == (0, 4)

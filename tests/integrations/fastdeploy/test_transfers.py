@@ -89,7 +89,7 @@ def test_only_the_tail_is_copied_and_written_from_its_slots(engine, calls, stagi
     copies = calls.named("to_host")
     assert [block for blocks, _ in copies for block in blocks] == tail
     assert [list(slots) for _, slots in copies] == batches
-    memory = one.manager._cache.lower.writes._staging.memory
+    memory = one.manager._cache.lower.writes._copies.memory
     places = [
         [np.frombuffer(view, np.uint8).ctypes.data for view in views]
         for _, views, _ in calls.named("write")
