@@ -21,7 +21,6 @@ from kvactors.integrations.sglang.pages import (
     HostPages,
     PageRegion,
     PageStore,
-    PoolNeed,
     find_prefixes,
 )
 from kvactors.integrations.sglang.settings import (
@@ -198,7 +197,7 @@ def test_prefixes_are_those_that_every_pool_allows() -> None:
     """All states of five pages in two pools, against the definition."""
     flags = list(itertools.product((False, True), repeat=5))
     for has, windowed, trailing in itertools.product(flags, flags, (1, 2)):
-        pools = [PoolNeed(has, "all_pages"), PoolNeed(windowed, "trailing_pages", trailing)]
+        pools = [(has, 5), (windowed, trailing)]
         allowed = [
             length
             for length in range(1, 6)

@@ -56,7 +56,6 @@ class IndexReports:
         feed.wake = lambda: self._thread.call(self._service.take)
 
     def open(self, limit: float) -> None:
-        """Open the sinks."""
         self._thread.open(limit)
 
     def added(self, record: RequestRecord, count: int) -> None:
@@ -108,12 +107,10 @@ class IndexReports:
             self._feed.record(event.tier, event.stored, event.keys, event.reason)
 
     def flush(self) -> None:
-        """Send the changes."""
         self._feed.flush()
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Why sinks do not work."""
         return self._service.troubles
 
     def close(self, limit: float) -> None:
@@ -213,7 +210,6 @@ class DirectStorage:
         return ("a call of AttentionStore does not return",) if stuck else ()
 
     def open(self, limit: float) -> None:
-        """Connect."""
         self._thread.open(max(limit, sum(store.ready_timeout for store in self._service.stores)))
 
     def fetch(
@@ -259,7 +255,6 @@ class DirectStorage:
             raise StoreError(f"AttentionStore: {error!r}") from error
 
     def close(self, limit: float) -> None:
-        """Let calls in flight end and disconnect, in about `limit` seconds."""
         self._thread.close(limit)
 
 
@@ -330,7 +325,6 @@ class DeviceCache:
         return None
 
     def holds(self, request: str, record: RequestRecord) -> bool:
-        """Whether a request still holds its record."""
         return self.requests.get(request) is record
 
     # -- calls with the engine's lock: requests

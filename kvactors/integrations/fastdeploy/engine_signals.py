@@ -97,7 +97,6 @@ class EngineSignals:
 
     @property
     def status(self) -> int:
-        """`prefix_tree_status`, where the engine asks for a reset."""
         return int(self.named["prefix_tree_status_signal"].value[0])
 
     @status.setter
@@ -109,7 +108,6 @@ class EngineSignals:
         return self.status != NORMAL
 
     def close(self) -> None:
-        """Remove the signals that were made here."""
         for one in self.named.values():
             if one.created:
                 one.clear()

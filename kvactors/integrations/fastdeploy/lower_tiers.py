@@ -86,7 +86,6 @@ class RankCopies:
         return self._move(blocks, slots, to_host=True)
 
     def load(self, blocks: Sequence[int], slots: Sequence[int]) -> str:
-        """Copy host slots to device blocks, as `store` does."""
         return self._move(blocks, slots, to_host=False)
 
     def _move(self, blocks: Sequence[int], slots: Sequence[int], *, to_host: bool) -> str:
@@ -107,7 +106,6 @@ class RankCopies:
         return "; ".join(errors)
 
     def close(self) -> None:
-        """Release tensors and memory."""
         for one in self._workers:
             one.shutdown()
 
@@ -199,7 +197,6 @@ class FinishWrites:
         return WriteCounters(written, len(keys) - len(lacking), len(lacking) - written)
 
     def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
-        """The keys that storage has."""
         if self._storage.lists:
             return {key for key in keys if self._storage.contains(key)}
         result = self._ended(self._storage.submit_lookup(("find", next(self._jobs)), keys))
@@ -339,7 +336,6 @@ class LowerTiers:
         return not error
 
     def close(self) -> None:
-        """End all moves and close storage, any number of times."""
         self.tiers.shutdown()
         self._copies.close()
         if self.writes is not None:
@@ -476,7 +472,6 @@ class EngineTensors(NamedTuple):
 
     @classmethod
     def read(cls, named: Mapping[str, Any], settings: ManagerSettings) -> EngineTensors:
-        """Read `cache_kvs_map`."""
         ranks = tensors_by_rank(named)
         if len(ranks) != settings.ranks:
             raise LayoutError(
@@ -493,7 +488,6 @@ class EngineTensors(NamedTuple):
 
     @property
     def on_gpu(self) -> bool:
-        """Whether copies pass through the driver of a GPU."""
         first = rows_of(self.ranks[0][0])
         return first.gpu and not first.host
 

@@ -150,7 +150,6 @@ class EngineBlockIndex:
         self._clock += 1
 
     def match(self, hashes: Sequence[bytes]) -> list[IndexedBlock]:
-        """The leading blocks of a path that are indexed."""
         found = []
         for block_hash in hashes:
             block = self.blocks.get(block_hash)
@@ -287,7 +286,6 @@ class EngineBlocks:
 
     @property
     def free(self) -> int:
-        """Free blocks."""
         return len(self._free)
 
     def take(self, count: int, request: str | None) -> list[int]:
@@ -321,7 +319,6 @@ class EngineBlocks:
         return block not in self.held or self.held[block] != request
 
     def check_held(self, blocks: Sequence[int], request: str | None) -> None:
-        """Check that the engine holds blocks, each of them once."""
         if len(set(blocks)) < len(blocks):
             raise ValueError(f"a block is named twice: {sorted(blocks)}")
         for block in blocks:
@@ -439,11 +436,9 @@ class RequestRecord:
             self.path.extend(fresh)
 
     def hashes(self, start: int, stop: int) -> list[bytes]:
-        """Hashes of full blocks."""
         packed = self.path.hashes(start, stop)
         return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
 
 
 def _parts(request: Any) -> tuple[Any, Any]:
-    """Prompt and output of a request."""
     return sequence_of(request, "prompt_token_ids"), sequence_of(request, "output_token_ids")

@@ -170,7 +170,6 @@ class ManagerSettings(NamedTuple):
         return self.hosted or stored or bool(self.config.flush.sinks)
 
     def of_version(self, version: str) -> ManagerSettings:
-        """The settings for weights of a version."""
         cache = replace(self.config.cache, namespace=version)
         return self._replace(config=replace(self.config, cache=cache))
 

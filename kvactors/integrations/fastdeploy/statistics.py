@@ -51,27 +51,22 @@ class HitRates:
 
     @property
     def hit_req_ratio(self) -> float:
-        """Requests with a hit, of all."""
         return self.hit_req_count / self.req_count if self.req_count else 0.0
 
     @property
     def hit_token_ratio(self) -> float:
-        """Matched tokens, of all."""
         return self._share(self._gpu + self._cpu + self._storage)
 
     @property
     def gpu_hit_token_ratio(self) -> float:
-        """Tokens matched on the device, of all."""
         return self._share(self._gpu)
 
     @property
     def cpu_hit_token_ratio(self) -> float:
-        """Tokens matched in host memory, of all."""
         return self._share(self._cpu)
 
     @property
     def storage_hit_token_ratio(self) -> float:
-        """Tokens matched in storage, of all."""
         return self._share(self._storage)
 
     def _share(self, tokens: int) -> float:
@@ -105,7 +100,6 @@ class ManagerStatistics(NamedTuple):
 
     @property
     def free_share(self) -> float:
-        """Free device blocks, of all."""
         return self.free_gpu_blocks / self.gpu_blocks if self.gpu_blocks else 0.0
 
 

@@ -91,21 +91,17 @@ class KVActorsL2(L2AdapterInterface):
     # -- event descriptors
 
     def get_store_event_fd(self) -> int:
-        """Readable when store tasks have ended."""
         return int(self._store_event.fileno())
 
     def get_lookup_and_lock_event_fd(self) -> int:
-        """Readable when look-ups have been answered."""
         return int(self._lookup_event.fileno())
 
     def get_load_event_fd(self) -> int:
-        """Readable when load tasks have ended."""
         return int(self._load_event.fileno())
 
     # -- stores and loads
 
     def submit_store_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begin to store objects. Returns the task's id."""
         return self._submit(keys, objects, save=True)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
@@ -119,7 +115,6 @@ class KVActorsL2(L2AdapterInterface):
         return done
 
     def submit_load_task(self, keys: list[Any], objects: list[Any]) -> int:
-        """Begin to load objects. Returns the task's id."""
         return self._submit(keys, objects, save=False)
 
     def query_load_result(self, task_id: int) -> Any:
@@ -220,7 +215,6 @@ class KVActorsL2(L2AdapterInterface):
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
     ) -> Any:
-        """The keys in the store, in pages."""
         if page_size < 1:
             raise ValueError(f"page_size must be at least 1, not {page_size}")
         if cursor is not None and not (cursor.isascii() and cursor.isdigit()):
@@ -247,7 +241,6 @@ class KVActorsL2(L2AdapterInterface):
         return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
 
     def report_status(self) -> dict[str, Any]:
-        """Health and sizes."""
         catalog = self._worker.objects.catalog
         failing = "; ".join(self._tier.failing)
         trouble = self._tier.trouble or failing or self._worker.objects.keys.error
@@ -267,7 +260,6 @@ class KVActorsL2(L2AdapterInterface):
     # -- end
 
     def close(self) -> None:
-        """End the tasks and close the store. May be called more than once."""
         if self._closed:
             return
         self._closed = True

@@ -72,11 +72,9 @@ class StoredObject(NamedTuple):
     pages: int
 
     def page_keys(self) -> list[bytes]:
-        """The keys of its pages in the store."""
         return [self.page_key(number) for number in range(self.pages)]
 
     def page_key(self, number: int) -> bytes:
-        """The key of one page."""
         return self.digest + number.to_bytes(4, "little")
 
 
@@ -155,11 +153,9 @@ class KeyCatalog:
         return list(self._objects.items())
 
     def get(self, key: Key) -> StoredObject | None:
-        """The object of a key, None if there is none."""
         return self._objects.get(key)
 
     def key_of(self, digest: bytes) -> Key | None:
-        """The key of the object with a digest, None if there is none."""
         return self._keys.get(digest)
 
     def touch(self, keys: Iterable[Key]) -> None:
@@ -177,7 +173,6 @@ class KeyCatalog:
         self.nbytes += found.shape.size
 
     def remove(self, key: Key) -> StoredObject | None:
-        """Remove an object. Returns it, None if there is none."""
         found = self._objects.pop(key, None)
         if found is not None:
             del self._keys[found.digest]
@@ -186,7 +181,6 @@ class KeyCatalog:
         return found
 
     def lock(self, key: Key) -> None:
-        """Lock an object once more."""
         self.locks[key] += 1
 
     def unlock(self, key: Key) -> None:
@@ -271,7 +265,6 @@ class KeyLog:
         self.lines = text.count(b"\n")
 
     def append(self, records: Iterable[Record]) -> None:
-        """Add records. OSError."""
         if self._fd is None:
             raise OSError("the file of the keys is closed")
         text = b"".join(map(_line, records))
@@ -281,7 +274,6 @@ class KeyLog:
         self.lines += text.count(b"\n")
 
     def close(self) -> None:
-        """Close the file."""
         fd, self._fd = self._fd, None
         if fd is not None:
             with suppress(OSError):
@@ -346,7 +338,6 @@ class KeyWriter:
         self._unwritten.update(records)
 
     def forget(self, key: Key) -> None:
-        """An object was removed."""
         self._unwritten.pop(key, None)
 
     def take(self, keys: Sequence[Key]) -> list[Record]:
@@ -356,7 +347,6 @@ class KeyWriter:
         return [(key, self._unwritten.pop(key)) for key in fresh]
 
     def is_long(self, objects: int) -> bool:
-        """Whether the file has many more lines than there are objects."""
         return self._keys.lines > 2 * objects + SPARE_LINES
 
     def write(

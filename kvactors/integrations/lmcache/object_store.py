@@ -162,7 +162,6 @@ class ObjectStore:
     # -- stores and loads
 
     def begin(self, task: TransferTask) -> None:
-        """Begin a task."""
         self.tasks[task.number] = task
         task.left = 1  # until every object has begun
         try:
@@ -237,7 +236,6 @@ class ObjectStore:
                 self._pages_ended(job, [False] * len(moves))
 
     def job_ended(self, result: StorageResult) -> None:
-        """A job of the store has ended."""
         if isinstance(result.job, PageJob):
             self._pages_ended(result.job, result.ok)
         digests = dict.fromkeys(key[:DIGEST_BYTES] for key in result.removed)
@@ -374,7 +372,6 @@ class Worker:
     # -- any thread
 
     def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:

@@ -36,7 +36,6 @@ class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def page(self) -> int:
-        """Bytes of a page."""
         return in_bytes(self.page_bytes, "page_bytes")
 
     @property

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvactors.integrations.lmcache.catalog import (
-    Key,
-    ObjectShape,
-    StoredObject,
-)
+from kvactors.integrations.lmcache.catalog import Key, ObjectShape, StoredObject
 from kvactors.native import copy_bytes
 from kvactors.tier_cache import SlotMemory
 
@@ -30,6 +27,7 @@ class Buffer(NamedTuple):
     owner: Any
 
 
+@dataclass(eq=False, slots=True)
 class TransferTask:
     """A store or load task.
 
@@ -40,38 +38,21 @@ class TransferTask:
         left: objects that are being moved.
     """
 
-    __slots__ = (
-        "buffers",
-        "deadline",
-        "keys",
-        "left",
-        "nbytes",
-        "number",
-        "ok",
-        "save",
-        "transfers",
-    )
+    number: int
+    keys: Sequence[Key]
+    buffers: Sequence[Buffer | None]
+    deadline: float
+    save: bool = field(kw_only=True)
+    ok: list[bool] = field(init=False)
+    left: int = 0
+    nbytes: int = 0
+    transfers: list[PageTransfer] = field(default_factory=list)
 
-    def __init__(
-        self,
-        number: int,
-        keys: Sequence[Key],
-        buffers: Sequence[Buffer | None],
-        deadline: float,
-        *,
-        save: bool,
-    ) -> None:
-        self.number = number
-        self.save = save
-        self.keys = keys
-        self.buffers = buffers
-        self.deadline = deadline
-        self.ok = [False] * len(keys)
-        self.left = 0
-        self.nbytes = 0
-        self.transfers: list[PageTransfer] = []
+    def __post_init__(self) -> None:
+        self.ok = [False] * len(self.keys)
 
 
+@dataclass(eq=False, slots=True)
 class PageTransfer:
     """The move of one object between LMCache's memory and the store.
 
@@ -82,31 +63,17 @@ class PageTransfer:
         ended: whether the tasks have the result. LMCache's memory is not used any more.
     """
 
-    __slots__ = (
-        "begun",
-        "buffer",
-        "ended",
-        "failed",
-        "found",
-        "in_flight",
-        "key",
-        "save",
-        "waiters",
-    )
-
-    def __init__(self, key: Key, found: StoredObject, buffer: Buffer, *, save: bool) -> None:
-        self.key = key
-        self.found = found
-        self.buffer = buffer
-        self.save = save
-        self.waiters: list[tuple[TransferTask, int]] = []
-        self.begun = 0
-        self.in_flight = 0
-        self.failed = False
-        self.ended = False
+    key: Key
+    found: StoredObject
+    buffer: Buffer
+    save: bool = field(kw_only=True)
+    waiters: list[tuple[TransferTask, int]] = field(default_factory=list)
+    begun: int = 0
+    in_flight: int = 0
+    failed: bool = False
+    ended: bool = False
 
     def join(self, task: TransferTask, index: int) -> None:
-        """A task waits for the object too."""
         self.waiters.append((task, index))
         task.transfers.append(self)
         task.left += 1
@@ -130,14 +97,12 @@ class PageMove(NamedTuple):
     slot: int
 
 
+@dataclass(eq=False, slots=True)
 class PageJob:
     """A batch for the store."""
 
-    __slots__ = ("lane", "moves")
-
-    def __init__(self, lane: TransferLane, moves: list[PageMove]) -> None:
-        self.lane = lane
-        self.moves = moves
+    lane: TransferLane
+    moves: list[PageMove]
 
 
 class TransferLane:
@@ -167,7 +132,6 @@ class TransferLane:
         return moves
 
     def view(self, move: PageMove) -> memoryview:
-        """The memory of a page."""
         return self._memory.view(move.slot)
 
     def _copy_in(self, move: PageMove) -> None:

@@ -17,10 +17,7 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvactors.integrations.sglang.pages import (
     HostPages,
-    Need,
-    PageRegion,
     PageStore,
-    PoolNeed,
     find_prefixes,
     leading,
 )
@@ -36,13 +33,10 @@ from kvactors.tier_cache import open_storage
 
 log = logging.getLogger("kvactors")
 
-NEEDS: dict[Any, Need] = {
-    PoolHitPolicy.ALL_PAGES: "all_pages",
-    PoolHitPolicy.TRAILING_PAGES: "trailing_pages",
-}
+POLICIES = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
 
 
-class DevicePool(NamedTuple):
+class StoredPool(NamedTuple):
     """A host pool of SGLang, and the storage of its pages."""
 
     pages: HostPages
@@ -65,7 +59,7 @@ class KVActorsHiCache(HiCacheStorage):
         self._config = storage_config
         self._weights = digest_of_models()
         self._registered: dict[str, HostPages] = {}
-        self._pools: dict[str, DevicePool] = {}
+        self._pools: dict[str, StoredPool] = {}
         self._capacity: int | None = None
         self._opened = self._closed = False
         self._metrics = StorageMetrics()
@@ -86,7 +80,7 @@ class KVActorsHiCache(HiCacheStorage):
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         known = self._registered.get(name)
-        if known is not None and known.is_of(host_pool):
+        if known is not None and known.pool is host_pool:
             return
         self._registered[name] = HostPages(name, host_pool)
         if self._opened:
@@ -120,7 +114,7 @@ class KVActorsHiCache(HiCacheStorage):
             weights=self._weights,
         )
         tier = open_storage(config)
-        self._pools[name] = DevicePool(
+        self._pools[name] = StoredPool(
             pages, PageStore(tier, pages.page_bytes, config.storage.timeout_s)
         )
         log.info("pool %s: %d pages of %d bytes stored", name, tier.objects, pages.page_bytes)
@@ -135,13 +129,13 @@ class KVActorsHiCache(HiCacheStorage):
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Read pages into the host pool. Returns whether each was read, verified."""
-        return self._guarded(lambda: self._load(KV, keys, host_indices), [False] * len(keys))
+        return self._move(KV, keys, host_indices, loads=True)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: Any, extra_info: Any = None
     ) -> list[bool]:
         """Write pages from the host pool. Returns whether the store has each now."""
-        return self._guarded(lambda: self._save(KV, keys, host_indices), [False] * len(keys))
+        return self._move(KV, keys, host_indices, loads=False)
 
     # -- the same for several pools
 
@@ -154,23 +148,21 @@ class KVActorsHiCache(HiCacheStorage):
         )
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Read pages of several pools."""
-        return {one.name: self._transfer(one, self._load) for one in transfers}
+        return {
+            one.name: self._move(str(one.name), one.keys or [], one.host_indices, loads=True)
+            for one in transfers
+        }
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
-        """Write pages of several pools."""
-        return {one.name: self._transfer(one, self._save) for one in transfers}
-
-    def _transfer(self, one: Any, move: Callable[..., list[bool]]) -> list[bool]:
-        keys = one.keys or []
-        return self._guarded(
-            lambda: move(str(one.name), keys, one.host_indices), [False] * len(keys)
-        )
+        return {
+            one.name: self._move(str(one.name), one.keys or [], one.host_indices, loads=False)
+            for one in transfers
+        }
 
     def _prefixes(self, keys: Sequence[str], transfers: Sequence[Any]) -> PoolTransferResult:
         kv_pages = leading(self._look_up(KV, keys))
         # groups of blocks are another form of pages that the pool of keys and values has
-        needed = [one for one in transfers if one.hit_policy in NEEDS]
+        needed = [one for one in transfers if one.hit_policy in POLICIES]
         found = find_prefixes(kv_pages, [self._need(one, keys[:kv_pages]) for one in needed])
         hits = {KV: kv_pages} | {
             one.name: pages for one, pages in zip(needed, found.of_pools, strict=True)
@@ -179,10 +171,12 @@ class KVActorsHiCache(HiCacheStorage):
             found.longest, {name: pages for name, pages in hits.items() if pages}, found.restorable
         )
 
-    def _need(self, transfer: Any, keys: Sequence[str]) -> PoolNeed:
-        found = self._look_up(str(transfer.name), keys)
-        trailing = max(1, len(transfer.keys or ()))
-        return PoolNeed(found, NEEDS[transfer.hit_policy], trailing)
+    def _need(self, transfer: Any, keys: Sequence[str]) -> tuple[list[bool], int]:
+        """Whether a pool has each page, and the last pages of a prefix that it must have."""
+        trailing = len(keys)
+        if transfer.hit_policy != PoolHitPolicy.ALL_PAGES:
+            trailing = max(1, len(transfer.keys or ()))
+        return self._look_up(str(transfer.name), keys), trailing
 
     # -- calls that SGLang makes without `interface_v1`, which the settings refuse
 
@@ -212,26 +206,16 @@ class KVActorsHiCache(HiCacheStorage):
             return [False] * len(keys)
         return store.look_up([bytes.fromhex(key) for key in keys])
 
-    def _load(self, name: str, keys: Sequence[str], indices: Any) -> list[bool]:
-        pool = self._pools[name]
-        regions = pool.pages.regions(indices, len(keys))
-        return self._measured(pool.store.load, keys, regions, loads=True)
+    def _move(self, name: str, keys: Sequence[str], indices: Any, *, loads: bool) -> list[bool]:
+        return self._guarded(
+            lambda: self._measured(name, keys, indices, loads=loads), [False] * len(keys)
+        )
 
-    def _save(self, name: str, keys: Sequence[str], indices: Any) -> list[bool]:
-        pool = self._pools[name]
-        regions = pool.pages.regions(indices, len(keys))
-        return self._measured(pool.store.save, keys, regions, loads=False)
-
-    def _measured(
-        self,
-        move: Callable[[Sequence[bytes], Sequence[Sequence[PageRegion]]], list[bool]],
-        keys: Sequence[str],
-        regions: Sequence[Sequence[PageRegion]],
-        *,
-        loads: bool,
-    ) -> list[bool]:
+    def _measured(self, name: str, keys: Sequence[str], indices: Any, *, loads: bool) -> list[bool]:
+        pages, store = self._pools[name]
+        regions = pages.regions(indices, len(keys))
         begun = time.perf_counter()
-        ok = move([bytes.fromhex(key) for key in keys], regions)
+        ok = (store.load if loads else store.save)([bytes.fromhex(key) for key in keys], regions)
         if ok and self._config.enable_storage_metrics:
             moved, metrics = sum(ok), self._metrics
             nbytes = moved * sum(region.nbytes for region in regions[0])
@@ -248,7 +232,6 @@ class KVActorsHiCache(HiCacheStorage):
         return metrics
 
     def clear(self) -> bool:
-        """Forget every page, and delete the stored objects."""
         for pool in self._pools.values():
             pool.store.clear()
         return True

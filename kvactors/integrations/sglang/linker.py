@@ -106,7 +106,6 @@ class KVActorsLinker(UnifiedCacheLinker):
         )
 
     def cancel_queued_load(self, rid: str) -> bool:
-        """Forget a load that has not begun."""
         return self._moves.cancel_load(rid)
 
     def start_layer_wise_loading(self) -> int:
@@ -148,11 +147,9 @@ class KVActorsLinker(UnifiedCacheLinker):
     # -- control
 
     def reset(self) -> None:
-        """End all moves and forget the pages of the host tier. Stored objects stay."""
         self._moves.reset()
 
     def close(self) -> None:
-        """End all moves and close the tiers."""
         self._moves.close()
 
 
@@ -167,7 +164,6 @@ def _keys(transfer: PoolTransfer) -> list[bytes]:
 
 
 def _check_supported(params: Any, components: Any) -> None:
-    """"""
     found = [str(one.name) for one in components if one.name != "FULL"]
     if found:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Pages of a device pool of SGLang: their bytes, their numbers, and what identifies them."""
+"""Pages of SGLang's pools: their bytes and identity, their moves, and their storage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,28 +31,33 @@ class DevicePages:
     """
 
     def __init__(self, pool: Any, page_tokens: int) -> None:
-        self._pool = pool
-        self._check()
-        self.page_tokens = page_tokens
-        self.num_layers = len(pool.k_buffer)
-        self.tensors = [self._rows(buffer) for buffer in (*pool.k_buffer, *pool.v_buffer)]
-        self._sizes = [one.stride(0) * one.element_size() for one in self.tensors]
-        self.page_bytes = sum(self._sizes)
-
-    def _check(self) -> None:
-        kind = type(self._pool).__name__
-        layout = getattr(self._pool, "kv_cache_layout", None)
-        scaled = [
-            name
-            for name in ("k_scale_buffer", "native_k_scale_buffer")
-            if getattr(self._pool, name, None) is not None
-        ]
-        if kind != POOL or layout != LAYOUT or scaled or not self._pool.k_buffer:
+        kind, layout = type(pool).__name__, getattr(pool, "kv_cache_layout", None)
+        scales = ("k_scale_buffer", "native_k_scale_buffer")
+        scaled = any(getattr(pool, name, None) is not None for name in scales)
+        if kind != POOL or layout != LAYOUT or scaled or not pool.k_buffer:
             form = f"{kind}, layout {layout!r}{', with scales' if scaled else ''}"
             raise ConfigError(
                 f"KVActorsLinker moves pages of {POOL} with the layout {LAYOUT!r}, and this "
                 f"model's device pool is {form}: use KVActorsHiCache"
             )
+        self.page_tokens = page_tokens
+        self.tensors = [self._rows(buffer) for buffer in (*pool.k_buffer, *pool.v_buffer)]
+        sizes = [one.stride(0) * one.element_size() for one in self.tensors]
+        self.page_bytes = sum(sizes)
+        self.facts: dict[str, str | int | None] = {
+            "name": "kv",
+            "kind": kind,
+            "layout": str(layout),
+            "dtype": str(pool.dtype),
+            "store_dtype": str(pool.store_dtype),
+            "page_tokens": page_tokens,
+            "regions": ",".join(map(str, sizes)),
+            "start_layer": int(pool.start_layer or 0),
+            "head_num": int(pool.head_num),
+            "head_dim": int(pool.head_dim),
+            "v_head_dim": int(pool.v_head_dim),
+        }
+        """The facts that two pools must share for their pages to be interchangeable."""
 
     def _rows(self, buffer: Any) -> Any:
         """A layer's keys or values with one row for each whole page."""
@@ -65,9 +70,7 @@ class DevicePages:
         Raises:
             ValueError: the indices are not those of so many whole pages.
         """
-        if indices is None or len(indices) != count * self.page_tokens:
-            found = None if indices is None else len(indices)
-            raise ValueError(f"{found} indices of {count} pages with {self.page_tokens} each")
+        _check_count(indices, count, self.page_tokens)
         tokens = np.array(indices.tolist(), np.int64).reshape(count, self.page_tokens)
         starts = tokens[:, 0]
         whole = (tokens == starts[:, None] + np.arange(self.page_tokens)).all(axis=1)
@@ -79,27 +82,6 @@ class DevicePages:
             )
         return [int(page) for page in starts // self.page_tokens]
 
-    @property
-    def facts(self) -> dict[str, str | int | None]:
-        """The facts that two pools must share for their pages to be interchangeable."""
-        pool = self._pool
-        return {
-            "name": "kv",
-            "kind": type(pool).__name__,
-            "layout": str(pool.kv_cache_layout),
-            "dtype": str(pool.dtype),
-            "store_dtype": str(pool.store_dtype),
-            "page_tokens": self.page_tokens,
-            "regions": ",".join(map(str, self._sizes)),
-            "start_layer": int(pool.start_layer or 0),
-            "head_num": int(pool.head_num),
-            "head_dim": int(pool.head_dim),
-            "v_head_dim": int(pool.v_head_dim),
-        }
-
-
-# -- Pages of a host pool of SGLang: their sizes, their addresses, and what identifies their bytes.
-
 
 class PageRegion(NamedTuple):
     """Contiguous memory."""
@@ -109,15 +91,11 @@ class PageRegion(NamedTuple):
 
 
 class HostPages:
-    """The pages of one host pool.
-
-    Attributes:
-        page_tokens: indices of a page.
-    """
+    """The pages of one host pool. `page_tokens`: indices of a page."""
 
     def __init__(self, name: str, pool: Any) -> None:
         self.name = name
-        self._pool = pool
+        self.pool = pool
         self.page_tokens = int(pool.page_size)
         self._sizes = self._sizes_of_page()
         self.page_bytes = sum(self._sizes)
@@ -125,24 +103,23 @@ class HostPages:
     def _sizes_of_page(self) -> tuple[int, ...]:
         import torch
 
+        kind = type(self.pool).__name__
         try:
-            first = self._pool.get_page_buffer_meta(torch.arange(self.page_tokens))
+            first = self.pool.get_page_buffer_meta(torch.arange(self.page_tokens))
         except (AttributeError, NotImplementedError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"SGLang's host pool {self.name!r} ({type(self._pool).__name__}, layout "
-                f"{getattr(self._pool, 'layout', None)!r}) gives no addresses of its pages: {error}"
+                f"SGLang's host pool {self.name!r} ({kind}, layout "
+                f"{getattr(self.pool, 'layout', None)!r}) gives no addresses of its pages: {error}"
             ) from error
         sizes = () if not first else tuple(int(size) for size in first[1])
         if not sum(sizes):
-            raise ConfigError(
-                f"SGLang's host pool {self.name!r} ({type(self._pool).__name__}) keeps no bytes"
-            )
+            raise ConfigError(f"SGLang's host pool {self.name!r} ({kind}) keeps no bytes")
         return sizes
 
     @property
     def facts(self) -> dict[str, str | int | None]:
         """The facts that two pools must share for their pages to be interchangeable."""
-        pool = self._pool
+        pool = self.pool
         optional = ("layer_num", "start_layer", "end_layer", "head_num", "head_dim", "v_head_dim")
         return {
             "name": self.name,
@@ -151,27 +128,25 @@ class HostPages:
             "format": getattr(pool, "storage_format_tag", None),
             "dtype": str(getattr(pool, "dtype", None)),
             "page_tokens": self.page_tokens,
-            "regions": ",".join(str(size) for size in self._sizes),
+            "regions": ",".join(map(str, self._sizes)),
             **{name: _number(getattr(pool, name, None)) for name in optional},
         }
 
-    def is_of(self, pool: Any) -> bool:
-        """Whether `pool` is the one described."""
-        return pool is self._pool
-
     def regions(self, indices: Any, count: int) -> list[list[PageRegion]]:
         """The memory of pages, in the order of an object's bytes."""
-        if indices is None or len(indices) != count * self.page_tokens:
-            found = None if indices is None else len(indices)
-            raise ValueError(
-                f"{found} indices of {count} pages with {self.page_tokens} each ({self.name})"
-            )
-        addresses, sizes = self._pool.get_page_buffer_meta(indices)
+        _check_count(indices, count, self.page_tokens, f" ({self.name})")
+        addresses, sizes = self.pool.get_page_buffer_meta(indices)
         each = len(self._sizes)
         if len(addresses) != count * each or tuple(sizes) != self._sizes * count:
             raise ValueError(f"pages of {self.name} are not those of the start")
         pairs = [PageRegion(int(a), int(n)) for a, n in zip(addresses, sizes, strict=True)]
         return [pairs[i * each : (i + 1) * each] for i in range(count)]
+
+
+def _check_count(indices: Any, count: int, page_tokens: int, of: str = "") -> None:
+    found = None if indices is None else len(indices)
+    if found != count * page_tokens:
+        raise ValueError(f"{found} indices of {count} pages with {page_tokens} each{of}")
 
 
 def _number(value: Any) -> int | None:
@@ -410,7 +385,7 @@ class PageMoves:
         )
 
     def take_stored(self) -> bool:
-        """Forget the oldest store, which has ended. Returns whether all of its pages were stored."""
+        """Forget the oldest store. Returns whether all of its pages were stored."""
         if not self.stored():
             raise LookupError("no store has ended")
         return self._stores.pop(next(iter(self._stores))).whole
@@ -462,7 +437,6 @@ class PageMoves:
         self._stores.clear()
 
     def close(self) -> None:
-        """End all moves and close the tiers, any number of times."""
         if not self._closed:
             self._end_moves()
             self._closed = True
@@ -529,17 +503,14 @@ class PageStore:
         return found
 
     def load(self, keys: Sequence[bytes], pages: Sequence[Sequence[PageRegion]]) -> list[bool]:
-        """Read pages into the engine's memory.
-
-        Args:
-            pages: the memory of each. That of a page that failed is unchanged.
+        """Read pages into the engine's memory. That of a page that failed is unchanged.
 
         Returns:
             Whether each page was read. After a failure the pages of later buffers are not.
         """
-        ok = [False] * len(keys)
         tier = self._tier
         wanted = [i for i, key in enumerate(keys) if not tier.lists or tier.contains(key)]
+        ok = [False] * len(keys)
         self._move(wanted, keys, pages, ok, save=False)
         return ok
 
@@ -568,7 +539,10 @@ class PageStore:
             if self._tier.trouble or time.monotonic() >= until:
                 break
             batch = wanted[first : first + self._batch_pages]
-            in_flight.append(self._begin(batch, keys, pages, save))
+            try:
+                in_flight.append(self._begin(batch, keys, pages, save))
+            except CacheClosed:
+                break
         while in_flight and self._finish(in_flight, pages, ok, until, save):
             pass
 
@@ -585,11 +559,7 @@ class PageStore:
         size, whole = self._page_bytes, buffer.data
         views = [whole[i * size : (i + 1) * size] for i in range(len(wanted))]
         submit = self._tier.submit_store if save else self._tier.submit_load
-        try:
-            done = submit(next(self._jobs), [keys[i] for i in wanted], views)
-        except CacheClosed:
-            done = Future()
-            done.cancel()
+        done = submit(next(self._jobs), [keys[i] for i in wanted], views)
         return _StoreBatch(wanted, buffer, done)
 
     def _finish(
@@ -603,8 +573,6 @@ class PageStore:
         """Wait for the oldest batch. Returns whether the call goes on."""
         batch = in_flight.popleft()
         self._tier.poll()  # results are taken from the jobs
-        if batch.done.cancelled():
-            return False
         try:
             result = batch.done.result(max(0.0, until - time.monotonic()))
         except TimeoutError:
@@ -644,7 +612,6 @@ class PageStore:
                 at += region.nbytes
 
     def clear(self) -> None:
-        """Forget every page, and delete the stored objects."""
         self._tier.clear()
 
     def close(self, limit: float) -> None:
@@ -656,21 +623,11 @@ class PageStore:
 # -- Which prefixes of a request can be restored from the pages of several pools.
 
 
-Need = Literal["all_pages", "trailing_pages"]
-
-
-class PoolNeed(NamedTuple):
-    """The need of a prefix in one pool."""
-
-    has: Sequence[bool]
-    need: Need
-    trailing: int = 1
-
-
 class Prefixes(NamedTuple):
     """Prefixes that can be restored.
 
     Attributes:
+        longest: pages of the longest one.
         of_pools: for each pool, pages of the longest prefix that it allows.
         restorable: pages of each prefix that every pool allows, ascending.
     """
@@ -685,25 +642,25 @@ def leading(has: Sequence[bool]) -> int:
     return next((i for i, found in enumerate(has) if not found), len(has))
 
 
-def find_prefixes(kv_pages: int, pools: Sequence[PoolNeed]) -> Prefixes:
-    """Find the prefixes that every pool allows."""
-    restorable = list(range(1, kv_pages + 1))
-    of_pools = []
-    for pool in pools:
-        if pool.need == "all_pages":
-            found = set(range(1, leading(pool.has) + 1))
-        else:
-            found = _with_window(pool, kv_pages)
-        of_pools.append(max(found, default=0))
-        restorable = [length for length in restorable if length in found]
-    return Prefixes(max(restorable, default=0), of_pools, restorable)
+def find_prefixes(kv_pages: int, pools: Sequence[tuple[Sequence[bool], int]]) -> Prefixes:
+    """Find the prefixes that every pool allows.
+
+    Args:
+        kv_pages: pages of the longest prefix that the pool of keys and values allows.
+        pools: for each other pool, whether it has each page, and how many last pages of a prefix it
+            must have.
+    """
+    allowed = [_with_window(has, trailing) for has, trailing in pools]
+    restorable = [one for one in range(1, kv_pages + 1) if all(one in found for found in allowed)]
+    longest = [max(found, default=0) for found in allowed]
+    return Prefixes(max(restorable, default=0), longest, restorable)
 
 
-def _with_window(pool: PoolNeed, kv_pages: int) -> set[int]:
+def _with_window(has: Sequence[bool], trailing: int) -> set[int]:
     """Prefixes whose last pages are there."""
     found, run = set(), 0
-    for i in range(kv_pages):
-        run = run + 1 if pool.has[i] else 0
-        if run >= min(pool.trailing, i + 1):
+    for i, there in enumerate(has):
+        run = run + 1 if there else 0
+        if run >= min(trailing, i + 1):
             found.add(i + 1)
     return found

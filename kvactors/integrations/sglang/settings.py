@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from kvactors.errors import ConfigError
 from kvactors.settings.check import (
@@ -45,7 +46,7 @@ class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
     host_bytes: ByteSize
     model: str | None = None
-    eviction_policy: str = "lru"
+    eviction_policy: Literal["lru"] = "lru"
     fetch_wait_s: SecondsOrZero = 1.0
     numa_node: DeviceNumber | None = None
     storage: TierStorage = TierStorage()
@@ -55,7 +56,7 @@ def read_linker_settings(extra_config: Mapping[str, Any] | None) -> LinkerSettin
     """Check `linker_extra_config`."""
     with located(LINKER_WHERE):
         settings = convert(extra_config or {}, LinkerSettings)
-        _check_storage(settings.storage, settings.eviction_policy)
+        _check_storage(settings.storage)
     return settings
 
 
@@ -78,11 +79,8 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
     return settings
 
 
-def _check_storage(storage: TierStorage, policy: str = "lru") -> None:
-    """"""
-    checked_config(
-        TierConfig(model="any", block_bytes=1, num_slots=1, policy=policy, storage=storage)
-    )
+def _check_storage(storage: TierStorage) -> None:
+    checked_config(TierConfig(model="any", block_bytes=1, num_slots=1, storage=storage))
     if (storage.rank, storage.ranks) != (0, 1):
         raise ConfigError("storage.rank and storage.ranks are those of SGLang's workers")
 
@@ -118,26 +116,6 @@ def place(config: Any, *, replicated: bool) -> tuple[int, int]:
     return rank, ranks
 
 
-def identity(
-    config: Any,
-    pool: Mapping[str, str | int | None],
-    *,
-    replicated: bool,
-) -> dict[str, str | int | float | bool | None]:
-    """The facts that two engines must share for their pages to be interchangeable."""
-    return {
-        "engine": "sglang",
-        "replicated": replicated,
-        "tp_size": 1 if replicated else config.tp_size,
-        "pp_size": config.pp_size,
-        "attn_cp_size": config.attn_cp_size,
-        "dcp_size": config.dcp_size,
-        "dcp_rank": config.dcp_rank,
-        "split_heads": bool(config.should_split_heads),
-        **{f"pool_{name}": value for name, value in pool.items()},
-    }
-
-
 def _stored_model(name: str | None, weights: str) -> str:
     if not name:
         raise ConfigError("the setting model is needed: SGLang gives the model no name")
@@ -157,23 +135,37 @@ def tier_config(
     """Settings of the store of one pool.
 
     Args:
+        config: SGLang's `HiCacheStorageConfig`.
+        pool: description of the host pool (`HostPages.facts`).
         pages: that the store may hold. None: as configured.
+        replica: number of the data parallel replica. Each has its own folder.
+        weights: digest of the model's files.
     """
     replicated = is_replicated(config, str(pool["kind"]))
     rank, ranks = place(config, replicated=replicated)
-    storage = msgspec.structs.replace(settings.storage, rank=rank, ranks=ranks)
+    storage = replace(settings.storage, rank=rank, ranks=ranks)
     if pages is not None:
-        storage = msgspec.structs.replace(storage, capacity_blocks=pages, capacity_bytes=None)
+        storage = replace(storage, capacity_blocks=pages, capacity_bytes=None)
     parts = [settings.storage.directory]
     parts += [f"replica-{replica}"] if replica else []
     parts += [f"pool-{pool['name']}"] if pool["name"] != KV else []
     if storage.directory:
-        storage = msgspec.structs.replace(storage, directory="/".join(parts))
+        storage = replace(storage, directory="/".join(parts))
     return TierConfig(
         model=_stored_model(settings.model or config.model_name, weights),
         block_bytes=page_bytes,
         num_slots=1,
-        identity=identity(config, pool, replicated=replicated),
+        identity={
+            "engine": "sglang",
+            "replicated": replicated,
+            "tp_size": 1 if replicated else config.tp_size,
+            "pp_size": config.pp_size,
+            "attn_cp_size": config.attn_cp_size,
+            "dcp_size": config.dcp_size,
+            "dcp_rank": config.dcp_rank,
+            "split_heads": bool(config.should_split_heads),
+            **{f"pool_{name}": value for name, value in pool.items()},
+        },
         storage=storage,
     )
 
@@ -187,7 +179,7 @@ def linker_tier_config(
     replica: int,
     weights: str,
 ) -> TierConfig:
-    """Settings of the host tier and the storage below SGLang's device pool."""
+    """Settings of the host tier and the storage below SGLang's device pool, as `tier_config`."""
     num_slots = in_bytes(settings.host_bytes, "host_bytes") // page_bytes
     if num_slots < 1:
         raise ConfigError(
@@ -196,9 +188,7 @@ def linker_tier_config(
         )
     storage = settings.storage
     if storage.directory and replica:
-        storage = msgspec.structs.replace(
-            storage, directory=f"{storage.directory}/replica-{replica}"
-        )
+        storage = replace(storage, directory=f"{storage.directory}/replica-{replica}")
     return TierConfig(
         model=_stored_model(settings.model or model, weights),
         block_bytes=page_bytes,
@@ -211,7 +201,8 @@ def linker_tier_config(
 
 
 def pages_of_each(storage: TierStorage, page_bytes: Mapping[str, int]) -> int | None:
-    """Pages that the store of every pool may hold, None if one pool takes all that `storage` gives."""
+    """Pages that the store of every pool may hold, None if one pool takes all that `storage`
+    gives."""
     if len(page_bytes) == 1:
         return None
     pools = ", ".join(page_bytes)

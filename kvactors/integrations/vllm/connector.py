@@ -56,7 +56,6 @@ class KVActorsConnector(OffloadingConnector):
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether vLLM keeps the blocks of a request."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
@@ -101,7 +100,6 @@ class KVActorsConnector(OffloadingConnector):
         return ConnectorMetadata(**vars(made), stored=stored)
 
     def has_pending_push_work(self) -> bool:
-        """Whether steps are needed without any request."""
         return bool(self._kept or self._stored) or super().has_pending_push_work()
 
     def reset_cache(self) -> bool | None:

@@ -83,7 +83,6 @@ class KVActorsManager(OffloadingManager):
     # -- requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Every request offloads the chunks that it computes."""
         return RequestOffloadingContext()
 
     # -- look-up and load
@@ -97,11 +96,9 @@ class KVActorsManager(OffloadingManager):
         return RESULTS[self.tiers.lookup(key, storage=storage)]
 
     def get_load_source(self, key: Any, req_context: Any) -> CacheHitSource:
-        """The tier that a hit came from."""
         return SOURCES[self.tiers.source(key)]
 
     def prepare_load(self, keys: Collection[Any], req_context: Any) -> CPULoadStoreSpec:
-        """Pin the slots of chunks until `complete_load`."""
         ordered = list(keys)
         slots = self.tiers.prepare_load(ordered)
         if ordered:
@@ -110,11 +107,9 @@ class KVActorsManager(OffloadingManager):
         return CPULoadStoreSpec(slots)
 
     def complete_load(self, keys: Collection[Any], req_context: Any) -> None:
-        """The worker has copied chunks."""
         self.tiers.complete_load(keys)
 
     def touch(self, keys: Collection[Any], req_context: Any) -> None:
-        """Chunks of a request were used."""
         self.tiers.touch(list(keys))
 
     # -- store
@@ -152,13 +147,11 @@ class KVActorsManager(OffloadingManager):
         ]
 
     def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
-        """The worker has copied chunks into their slots."""
         self.tiers.complete_store(keys, success)
 
     # -- steps
 
     def on_schedule_end(self, context: Any) -> None:
-        """A step of the scheduler has ended."""
         if self._forgotten and not TELLS_FLUSH:
             self._steps_left -= 1
             if self._steps_left <= 0:
@@ -166,7 +159,6 @@ class KVActorsManager(OffloadingManager):
         self.tiers.end_step()
 
     def has_pending_work(self) -> bool:
-        """Whether steps are needed without any request."""
         return self.tiers.has_pending_work()
 
     def reset_cache(self) -> None:
@@ -191,7 +183,6 @@ class KVActorsManager(OffloadingManager):
     # -- events, metrics, end
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Changes of the tiers since the last call."""
         for event in self.tiers.take_events():
             yield OffloadingEvent(
                 list(event.keys),  # type: ignore[arg-type, unused-ignore]
@@ -200,7 +191,6 @@ class KVActorsManager(OffloadingManager):
             )
 
     def get_stats(self) -> Any:
-        """Metrics since the last call."""
         return self._metrics.stats(self.tiers)
 
     def shutdown(self) -> None:

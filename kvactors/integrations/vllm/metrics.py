@@ -54,7 +54,6 @@ class OffloadCounters:
         self._allocations.append(count)
 
     def stats(self, tiers: TierCache) -> OffloadingConnectorStats:
-        """The metrics since the last call."""
         stats = OffloadingConnectorStats()
         now = tiers.statistics()
         self._set_gauges(stats, now, len(tiers.copies_in_flight().stores))

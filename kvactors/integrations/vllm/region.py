@@ -83,7 +83,6 @@ class TierRegion:
             ) from None
 
     def view(self) -> memoryview:
-        """All rows, writable."""
         return memoryview(self.shared.create_kv_memoryview()).cast("B")
 
     def slots(self) -> SlotMemory:
@@ -193,7 +192,6 @@ class KVActorsWorker(OffloadingWorker):
         self._region = region
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Begin to copy device blocks into chunks."""
         places = self._places(src_spec, dst_spec.block_ids)
         stream = None if self._stream is None else self._stream()
         self._copies.submit_store(job_id, src_spec.block_ids, places, stream=stream)
@@ -202,7 +200,6 @@ class KVActorsWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
-        """Begin to copy chunks into device blocks."""
         places = self._places(dst_spec, src_spec.block_ids)
         stream = None if self._stream is None else self._stream()
         self._copies.submit_load(job_id, dst_spec.block_ids, places, stream=stream)
@@ -251,6 +248,5 @@ class KVActorsWorker(OffloadingWorker):
             raise DeviceError(f"a copy has not ended in {WAIT} s")
 
     def shutdown(self) -> None:
-        """Let the copies end, and let go of the memory."""
         self._copies.shutdown()
         self._region.close()

@@ -61,7 +61,6 @@ class KVActorsOffloadingSpec(OffloadingSpec):
     def build_metric_definitions(
         cls, extra_config: Mapping[str, Any]
     ) -> dict[str, OffloadingMetricMetadata]:
-        """The metrics that the manager reports."""
         return dict(DEFINITIONS)
 
     def _region(self, rank: int | None) -> TierRegion:
@@ -75,7 +74,6 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         )
 
     def get_manager(self) -> KVActorsManager:
-        """The scheduler's side."""
         if self._manager is None:
             self._manager = self._make_manager()
         return self._manager

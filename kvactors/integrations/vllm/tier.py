@@ -74,20 +74,16 @@ class KVActorsTier(SecondaryTierManager):
     # -- look-up and jobs
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Every request offloads the chunks that it computes."""
         return RequestOffloadingContext()
 
     def lookup(self, key: Any, req_context: Any) -> LookupResult:
-        """Whether the store has a chunk."""
         return LookupResult.HIT if self._store.contains(key) else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to save chunks."""
         keys = list(job_metadata.keys)
         self._store.submit_store(job_metadata.job_id, keys, self._views(job_metadata.chunk_ids))
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Begin to read chunks."""
         keys = list(job_metadata.keys)
         self._store.submit_load(job_metadata.job_id, keys, self._views(job_metadata.chunk_ids))
 
@@ -97,7 +93,6 @@ class KVActorsTier(SecondaryTierManager):
         return [self._rows[int(chunk) * size : (int(chunk) + 1) * size] for chunk in chunks]
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """Jobs that have ended since the last call."""
         results = []
         for found in self._store.poll():
             kept = [key for key, ok in zip(found.keys, found.ok, strict=True) if ok]
@@ -112,7 +107,6 @@ class KVActorsTier(SecondaryTierManager):
         return results
 
     def has_pending_work(self) -> bool:
-        """Whether steps are needed without any request."""
         return self._store.in_flight > 0 or len(self._store.results) > 0
 
     def drain_jobs(self) -> None:
@@ -128,7 +122,6 @@ class KVActorsTier(SecondaryTierManager):
             )
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Chunks stored and removed since the last call."""
         if self._events is None:
             return ()
         events, self._events = self._events, []
