@@ -327,8 +327,7 @@ def read_keys(
                     catalog.remove(key)
                     catalog.add(key, found)
         tier.retain(page for _, found in catalog.items() for page in found.page_keys())
-        records = [(key, found.shape) for key, found in catalog.items()]
-        disk.submit(partial(keys.rewrite, records)).result(settings.open_timeout_s)
+        disk.submit(partial(keys.rewrite, catalog.records())).result(settings.open_timeout_s)
     except TimeoutError:
         raise StoreError(f"{keys.path} was not read in {settings.open_timeout_s} seconds") from None
     except OSError as error:

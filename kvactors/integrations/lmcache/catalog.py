@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from kvactors.actor.log import described, get_logger
 from kvactors.files import open_private, private_folder, read_all
@@ -30,23 +30,18 @@ MODEL_TIMEOUT_S = 10.0
 """Seconds that the files of a model may take to be read, once in a process."""
 
 
-class Key(Protocol):
-    """LMCache's `ObjectKey`. It is hashable.
+class Key(NamedTuple):
+    """LMCache's `ObjectKey`, which is used in its place.
 
     `kv_rank` contains the world size and the rank, and the chunk's hash covers all tokens up to
     the chunk's end.
     """
 
-    @property
-    def chunk_hash(self) -> bytes: ...
-    @property
-    def model_name(self) -> str: ...
-    @property
-    def kv_rank(self) -> int: ...
-    @property
-    def object_group_id(self) -> int: ...
-    @property
-    def cache_salt(self) -> str: ...
+    chunk_hash: bytes
+    model_name: str
+    kv_rank: int
+    object_group_id: int
+    cache_salt: str
 
 
 class ObjectShape(NamedTuple):
@@ -152,6 +147,9 @@ class KeyCatalog:
         """Every key and its object, least recently used first."""
         return list(self._objects.items())
 
+    def records(self) -> list[Record]:
+        return [(key, found.shape) for key, found in self._objects.items()]
+
     def get(self, key: Key) -> StoredObject | None:
         return self._objects.get(key)
 
@@ -206,16 +204,6 @@ class KeyCatalog:
 # -- The keys of the stored objects in a file, since the store has their hashes alone.
 
 
-class StoredKey(NamedTuple):
-    """A key as the file has it. Its fields are those of LMCache's `ObjectKey`."""
-
-    chunk_hash: bytes
-    model_name: str
-    kv_rank: int
-    object_group_id: int
-    cache_salt: str
-
-
 Record = tuple[Key, ObjectShape]
 
 
@@ -235,7 +223,7 @@ class KeyLog:
         self._fd: int | None = None
         self._torn = False  # the last line may lack its end
 
-    def read(self) -> list[tuple[StoredKey, ObjectShape]]:
+    def read(self) -> list[tuple[Key, ObjectShape]]:
         """The records of the file, in the order of the lines. OSError."""
         private_folder(self.path.parent)
         try:
@@ -299,14 +287,14 @@ def _line(record: Record) -> bytes:
     return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
-def _parsed(text: bytes) -> Iterator[tuple[StoredKey, ObjectShape]]:
+def _parsed(text: bytes) -> Iterator[tuple[Key, ObjectShape]]:
     for line in text.splitlines():
         with suppress(ValueError, TypeError, RecursionError):
             chunk_hash, model, rank, group, salt, layout, size = json.loads(line)
             numbers = all(type(number) is int and number >= 0 for number in (rank, group, size))
             texts = all(type(part) is str for part in (model, salt, layout))
             if numbers and texts and size:
-                key = StoredKey(bytes.fromhex(chunk_hash), model, rank, group, salt)
+                key = Key(bytes.fromhex(chunk_hash), model, rank, group, salt)
                 yield key, ObjectShape(layout, size)
 
 

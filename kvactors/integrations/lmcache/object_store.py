@@ -41,22 +41,14 @@ BATCH = 16
 
 
 class TransferReport(Protocol):
-    """The receiver of results and changes. It is called in the worker's thread."""
+    """The receiver of results and changes. It is called in the worker's thread. The objects that
+    `looked_up` has found are locked."""
 
-    def task_ended(self, task: TransferTask) -> None:
-        """A store or load task has ended."""
-
-    def looked_up(self, number: int, found: list[bool]) -> None:
-        """A look-up has been answered. The objects that were found are locked."""
-
-    def stored(self, keys: list[Key], sizes: list[int]) -> None:
-        """Objects are in the store now."""
-
-    def accessed(self, keys: list[Key]) -> None:
-        """Objects were found by a look-up."""
-
-    def deleted(self, keys: list[Key], sizes: list[int]) -> None:
-        """Objects are not in the store any more."""
+    def task_ended(self, task: TransferTask) -> None: ...
+    def looked_up(self, number: int, found: list[bool]) -> None: ...
+    def stored(self, keys: list[Key], sizes: list[int]) -> None: ...
+    def accessed(self, keys: list[Key]) -> None: ...
+    def deleted(self, keys: list[Key], sizes: list[int]) -> None: ...
 
 
 class ObjectStore:
@@ -92,7 +84,7 @@ class ObjectStore:
 
     def close(self, limit: float) -> None:
         """Write the keys, which takes at most `limit` seconds. The thread has ended."""
-        self.keys.close(self._all_records(), limit)
+        self.keys.close(self.catalog.records(), limit)
 
     def keep_memory(self) -> None:
         """Leave the staging memory mapped, because a call to the file system still uses it."""
@@ -120,9 +112,8 @@ class ObjectStore:
         known = self.catalog.get(key)
         if known is None:
             return False
-        if layout is not None and layout != known.shape.layout:
-            return is_serialized(known.shape.layout) and self._complete(key)
-        return self._complete(key)
+        fits = layout in (None, known.shape.layout) or is_serialized(known.shape.layout)
+        return fits and self._complete(key)
 
     def _complete(self, key: Key) -> bool:
         """Whether the store has all pages of an object. If not, the object is dropped."""
@@ -220,20 +211,14 @@ class ObjectStore:
     def fill(self) -> None:
         """Begin to move pages while there are free slots."""
         for lane in (self._loads, self._saves):
-            self._fill(lane)
-
-    def _fill(self, lane: TransferLane) -> None:
-        while moves := lane.take_pages(BATCH):
-            job = PageJob(lane, moves)
-            keys = [move.transfer.found.page_key(move.number) for move in moves]
-            views = [lane.view(move) for move in moves]
-            try:
-                if lane.save:
-                    self.tier.submit_store(job, keys, views)
-                else:
-                    self.tier.submit_load(job, keys, views)
-            except CacheClosed:
-                self._pages_ended(job, [False] * len(moves))
+            submit = self.tier.submit_store if lane.save else self.tier.submit_load
+            while moves := lane.take_pages(BATCH):
+                job = PageJob(lane, moves)
+                keys = [move.transfer.found.page_key(move.number) for move in moves]
+                try:
+                    submit(job, keys, [lane.view(move) for move in moves])
+                except CacheClosed:
+                    self._pages_ended(job, [False] * len(moves))
 
     def job_ended(self, result: StorageResult) -> None:
         if isinstance(result.job, PageJob):
@@ -317,13 +302,10 @@ class ObjectStore:
             else:
                 self.end_task(task)
         if records:
-            whole = self._all_records() if self.keys.is_long(len(self.catalog)) else None
+            whole = self.catalog.records() if self.keys.is_long(len(self.catalog)) else None
             self.keys.write(records, whole, lambda: self._post(partial(self._end_tasks, saves)))
         else:
             self._end_tasks(saves)
-
-    def _all_records(self) -> list[Record]:
-        return [(key, found.shape) for key, found in self.catalog.items()]
 
     def _end_tasks(self, tasks: Sequence[TransferTask]) -> None:
         for task in tasks:

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvactors.integrations.lmcache.catalog import Key, KeyCatalog, KeyLog, ObjectShape, StoredKey
+from kvactors.integrations.lmcache.catalog import Key, KeyCatalog, KeyLog, ObjectShape
 from kvactors.integrations.lmcache.object_store import Worker
 from kvactors.integrations.lmcache.transfers import Buffer, TransferTask
 from kvactors.tier_cache import SlotMemory, StorageTier, open_storage
@@ -25,10 +25,10 @@ LAYOUT = "float16[2,50,50]"
 LIMIT = 60.0
 """Seconds that a wait may take. It only bounds a hang."""
 
-KEYS = [StoredKey(bytes([i]) * 32, "m", 0x01000100, 0, "") for i in range(64)]
+KEYS = [Key(bytes([i]) * 32, "m", 0x01000100, 0, "") for i in range(64)]
 
 
-def salted(salt: str) -> list[StoredKey]:
+def salted(salt: str) -> list[Key]:
     """The same chunks of another tenant."""
     return [key._replace(cache_salt=salt) for key in KEYS]
 
