@@ -303,7 +303,7 @@ class DeviceCache:
         self.direct: DirectStorage | None = None
         self.reports: IndexReports | None = None
         self.interrupted: Callable[[], bool] = lambda: False
-        self._leaving: dict[RequestRecord, str] = {}  # released during a write to storage
+        self._leaving: list[RequestRecord] = []  # released, with writes to storage in flight
         self._forgotten: set[str] = set()  # by a reset, and not released since
         self._late: list[tuple[Callable[[], bool], list[int]]] = []  # blocks that calls access
 
@@ -319,20 +319,20 @@ class DeviceCache:
         if record is None:
             return None
         record.writers.append(None)
-        if self.holds(request, record):
+        if self.holds(record):
             return record
         record.writers.pop()
         return None
 
-    def holds(self, request: str, record: RequestRecord) -> bool:
-        return self.requests.get(request) is record
+    def holds(self, record: RequestRecord) -> bool:
+        return self.requests.get(record.request) is record
 
     # -- calls with the engine's lock: requests
 
-    def open(self, request: str, record: RequestRecord) -> None:
+    def open(self, record: RequestRecord) -> None:
         """A request was matched."""
-        self._forgotten.discard(request)
-        self.requests[request] = record
+        self._forgotten.discard(record.request)
+        self.requests[record.request] = record
 
     def named(self, request: str) -> RequestRecord | None:
         """The record of a request, None if a reset has forgotten it.
@@ -345,24 +345,19 @@ class DeviceCache:
             raise LookupError(f"request {request!r} holds nothing: call request_match_blocks first")
         return found
 
-    def uncommitted(
-        self, record: RequestRecord, table: Sequence[int], full: int, request: str
-    ) -> list[int]:
-        """The blocks of a request's table that are full and not indexed.
-
-        Args:
-            full: blocks from the start of the table that are full.
-        """
+    def uncommitted(self, record: RequestRecord, table: Sequence[int], full: int) -> list[int]:
+        """The blocks of a request's table that are full and not indexed. full: blocks from the
+        start of the table that are full."""
         start = len(record.nodes)
         if full <= start:
             return []
         if len(table) < full:
             raise ValueError(
-                f"the block table of request {request!r} has {len(table)} blocks, and {full} are "
-                "full"
+                f"the block table of request {record.request!r} has {len(table)} blocks, and "
+                f"{full} are full"
             )
         own = [whole("a block id", block) for block in table[start:full]]
-        self.blocks.check_held(own, request)
+        self.blocks.check_held(own, record.request)
         return own
 
     def commit(self, record: RequestRecord, own: Sequence[int]) -> None:
@@ -394,17 +389,16 @@ class DeviceCache:
         self._forgotten.discard(request)
         record = self.requests.pop(request, None)
         if record is not None:
-            self._leaving[record] = request
+            self._leaving.append(record)
         self.settle()
 
     def settle(self) -> None:
         """A call of the engine begins: free what ended writes to storage and late calls have
         held."""
         for record in [one for one in self._leaving if not one.writers]:
-            request = self._leaving.pop(record)
+            self._leaving.remove(record)
             self.index.release(record.nodes)
-            spares, record.spares = record.spares, []
-            self.blocks.give(spares, request)
+            self.blocks.give(record.spares, record.request)
             if self.reports is not None and record.finished:
                 self.reports.finished(record)
         late, self._late = self._late, []
@@ -416,7 +410,7 @@ class DeviceCache:
 
     # -- matches: they bring the blocks of the tiers below to the device
 
-    def match(self, request: str, record: RequestRecord) -> PrefixMatch:
+    def match(self, record: RequestRecord) -> PrefixMatch:
         """Let a request hold the leading blocks of its path that are cached. Loads have ended when
         this returns. `record.nodes` are the blocks.
 
@@ -432,8 +426,8 @@ class DeviceCache:
         found.gpu = [node.block for node in record.nodes]
         try:
             if self.lower is not None:
-                self._load(self.lower, request, record, hashes, found)
-            self._fetch(request, record, len(hashes), found)
+                self._load(self.lower, record, hashes, found)
+            self._fetch(record, len(hashes), found)
         except BaseException:
             self.index.release(record.nodes)
             record.nodes = []
@@ -443,30 +437,20 @@ class DeviceCache:
         return found
 
     def _load(
-        self,
-        lower: LowerTiers,
-        request: str,
-        record: RequestRecord,
-        hashes: Sequence[bytes],
-        found: PrefixMatch,
+        self, lower: LowerTiers, record: RequestRecord, hashes: Sequence[bytes], found: PrefixMatch
     ) -> None:
         """Load blocks from host memory, and from storage through it."""
         lower.enter()
         try:
             while left := hashes[len(record.nodes) :]:
-                if not self._load_some(lower, request, record, left, found):
+                if not self._load_some(lower, record, left, found):
                     break
                 lower.tiers.end_step()
         finally:
             lower.tiers.end_step()
 
     def _load_some(
-        self,
-        lower: LowerTiers,
-        request: str,
-        record: RequestRecord,
-        hashes: Sequence[bytes],
-        found: PrefixMatch,
+        self, lower: LowerTiers, record: RequestRecord, hashes: Sequence[bytes], found: PrefixMatch
     ) -> bool:
         """Load as many blocks as there are host slots. Returns whether there may be more."""
         sources, seconds = lower.find(hashes, found.storage_seconds, self.interrupted)
@@ -482,7 +466,7 @@ class DeviceCache:
         slots = lower.tiers.prepare_load(keys)
         try:
             self.make_room(count)
-            blocks = self.blocks.take(count, request)
+            blocks = self.blocks.take(count, record.request)
         except BaseException:
             lower.tiers.complete_load(keys)
             raise
@@ -492,7 +476,7 @@ class DeviceCache:
             self.lose(blocks)
             raise
         if not loaded:
-            self.blocks.give(blocks, request)
+            self.blocks.give(blocks, record.request)
             return False
         seconds = time.monotonic() - begun
         if Tier.STORAGE in sources[:count]:
@@ -504,7 +488,7 @@ class DeviceCache:
             (found.storage if source is Tier.STORAGE else found.cpu).append(block)
         return count == len(sources)
 
-    def _fetch(self, request: str, record: RequestRecord, full: int, found: PrefixMatch) -> None:
+    def _fetch(self, record: RequestRecord, full: int, found: PrefixMatch) -> None:
         """Read blocks from AttentionStore, which finds them by tokens alone. So requests with media
         are not read."""
         direct, start = self.direct, len(record.nodes)
@@ -512,7 +496,7 @@ class DeviceCache:
         if direct is None or record.has_media or count < 1 or self.interrupted():
             return
         self.make_room(count)
-        blocks = self.blocks.take(count, request)
+        blocks = self.blocks.take(count, record.request)
         begun = time.monotonic()
         try:
             tokens = record.path.tokens(0, start + count)
@@ -525,7 +509,7 @@ class DeviceCache:
             log.error("AttentionStore not read", error=str(error))
             got = 0
         found.storage_seconds += time.monotonic() - begun
-        self.blocks.give(blocks[got:], request)
+        self.blocks.give(blocks[got:], record.request)
         found.storage = blocks[:got]
         self._add_loaded(record, record.hashes(start, start + got), blocks[:got])
 

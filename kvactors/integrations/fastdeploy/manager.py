@@ -251,12 +251,13 @@ class PrefixCacheManager:
         with self._turn():
             request, root = name_of(task), self._root()
             block_size = self._checked_size(block_size)
-            record = RequestRecord(task, block_size, root)
+            record = RequestRecord(request, task, block_size, root)
             self._cache.release(request)
-            found = self._cache.match(request, record) if self._caches else PrefixMatch()
-            self._cache.open(request, record)
+            found = self._cache.match(record) if self._caches else PrefixMatch()
+            self._cache.open(record)
             tiers = (found.gpu, found.cpu, found.storage)
-            self.metrics.matched([len(one) * block_size for one in tiers], record.path.num_tokens)
+            gpu, cpu, storage = (len(one) * block_size for one in tiers)
+            self.metrics.matched(gpu, cpu, storage, record.path.num_tokens)
             task.num_cached_blocks = len(record.nodes)
             blocks = [node.block for node in record.nodes]
             return blocks, len(blocks) * block_size, found.metrics(block_size)
@@ -293,7 +294,7 @@ class PrefixCacheManager:
             full = computed(record.tokens_of(task)) // block_size if self._caches else 0
             # before the tokens: a refused call changes nothing
             table = sequence_of(task, "block_tables")
-            own = self._cache.uncommitted(record, table, full, request)
+            own = self._cache.uncommitted(record, table, full)
             record.extend(task)
             self._cache.commit(record, own)
             task.num_cached_blocks = len(record.nodes)
@@ -325,7 +326,7 @@ class PrefixCacheManager:
         late: Future[int] | None = None
         try:
             record.finished = True
-            self._save(request, record)
+            self._save(record)
         except (KVActorsError, TimeoutError) as error:
             log.error("request not written to storage", request=request, error=str(error))
             if isinstance(error, CallInFlight):
@@ -336,12 +337,12 @@ class PrefixCacheManager:
             else:
                 late.add_done_callback(lambda _: record.writers.pop())
 
-    def _save(self, request: str, record: RequestRecord) -> None:
+    def _save(self, record: RequestRecord) -> None:
         lower, direct, nodes = self._cache.lower, self._cache.direct, list(record.nodes)
         blocks = [node.block for node in nodes]
         if lower is not None and lower.writes is not None and nodes:
             keys = [node.hash for node in nodes]
-            lower.writes.write(keys, blocks, lambda: self._cache.holds(request, record))
+            lower.writes.write(keys, blocks, lambda: self._cache.holds(record))
         if direct is not None and nodes and not record.has_media:
             direct.save(record.path.tokens(0, len(nodes)), 0, blocks)
 

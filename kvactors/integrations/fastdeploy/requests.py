@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any, overload
+from typing import Any
 
 from kvactors.errors import NoRoom, ensure
 from kvactors.identity import block_extras
@@ -258,11 +258,7 @@ class FreeBlockList(Sequence[int]):
     def __len__(self) -> int:
         return len(self._heap)
 
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-    def __getitem__(self, index: int | slice) -> int | list[int]:
+    def __getitem__(self, index: Any) -> Any:
         return self._heap[index]
 
 
@@ -394,7 +390,8 @@ class RequestRecord:
         has_media: whether media take part in its block hashes.
     """
 
-    def __init__(self, request: Any, block_size: int, root: bytes) -> None:
+    def __init__(self, name: str, request: Any, block_size: int, root: bytes) -> None:
+        self.request = name
         self.path = Path(block_size, root)
         self.nodes: list[IndexedBlock] = []
         self.spares: list[int] = []

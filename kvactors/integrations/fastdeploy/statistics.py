@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 WINDOW = 10_000
@@ -22,55 +22,39 @@ RATES = (
 
 
 class HitRates:
-    """Counters of matches. Rates are over the requests since the last multiple of `WINDOW`, sums of
-    tokens over all."""
+    """Counters of matches. Ratios are over the requests since the last multiple of `WINDOW`, sums
+    of tokens over all."""
 
     def __init__(self) -> None:
         self.gpu_tokens = self.cpu_tokens = self.storage_tokens = 0
         self.reset_metrics()
 
     def reset_metrics(self) -> None:
-        """Rates start from zero."""
+        """Ratios start from zero."""
         self.req_count = self.hit_req_count = 0
-        self._gpu = self._cpu = self._storage = self._total = 0
+        self._sums = [0, 0, 0, 0]
+        self._set_ratios()
 
-    def matched(self, hits: Sequence[int], total: int) -> None:
-        """A request of `total` tokens was matched. hits: its tokens on device, host and storage."""
-        gpu, cpu, storage = hits
+    def matched(self, gpu: int, cpu: int, storage: int, total: int) -> None:
+        """A request of `total` tokens was matched, with so many on device, host and storage."""
         self.req_count += 1
-        self.hit_req_count += any(hits)
+        self.hit_req_count += gpu + cpu + storage > 0
         self.gpu_tokens += gpu
         self.cpu_tokens += cpu
         self.storage_tokens += storage
-        self._gpu += gpu
-        self._cpu += cpu
-        self._storage += storage
-        self._total += total
+        found = (gpu, cpu, storage, total)
+        self._sums = [sum(pair) for pair in zip(self._sums, found, strict=True)]
         if self.req_count % WINDOW == 0:
             self.reset_metrics()
+        else:
+            self._set_ratios()
 
-    @property
-    def hit_req_ratio(self) -> float:
-        return self.hit_req_count / self.req_count if self.req_count else 0.0
-
-    @property
-    def hit_token_ratio(self) -> float:
-        return self._share(self._gpu + self._cpu + self._storage)
-
-    @property
-    def gpu_hit_token_ratio(self) -> float:
-        return self._share(self._gpu)
-
-    @property
-    def cpu_hit_token_ratio(self) -> float:
-        return self._share(self._cpu)
-
-    @property
-    def storage_hit_token_ratio(self) -> float:
-        return self._share(self._storage)
-
-    def _share(self, tokens: int) -> float:
-        return tokens / self._total if self._total else 0.0
+    def _set_ratios(self) -> None:
+        *hits, total = self._sums
+        shares = [tokens / total if total else 0.0 for tokens in (*hits, sum(hits))]
+        self.gpu_hit_token_ratio, self.cpu_hit_token_ratio = shares[:2]
+        self.storage_hit_token_ratio, self.hit_token_ratio = shares[2:]
+        self.hit_req_ratio = self.hit_req_count / self.req_count if self.req_count else 0.0
 
 
 class ManagerStatistics(NamedTuple):
