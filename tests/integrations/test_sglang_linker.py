@@ -365,7 +365,7 @@ def test_a_copy_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DeviceError, match="has not ended"):
             engine.moves.finish_loads(number)
     assert engine.moves.finish_loads(number)
-    assert page_moves_module.WAIT > 60
+    assert page_moves_module.COPY_LIMIT_S > 60
     engine.moves.close()
 
 

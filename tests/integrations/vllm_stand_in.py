@@ -172,6 +172,6 @@ def stand_in(folder: Path, platform: Platform) -> Iterator[Any]:
     try:
         yield module
     finally:
-        needed = [f"{ADAPTER}.{name}" for name in ("region", "manager", "metrics", "spec")]
+        needed = [f"{ADAPTER}.{name}" for name in ("region", "manager", "spec")]
         for name in [*added, *needed, f"{ADAPTER}.tier"]:
             sys.modules.pop(name, None)

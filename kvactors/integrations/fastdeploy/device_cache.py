@@ -30,7 +30,6 @@ from kvactors.types import Reason, Tier
 
 # -- Reports of device and host blocks to indexes: AttentionStore's, and those of routers.
 
-
 REPORTED = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
 
 
@@ -120,14 +119,11 @@ class IndexReports:
 
 # -- AttentionStore as storage: its SDK reads and writes device blocks, found by tokens.
 
-
 log = get_logger()
 
-MARGIN = 5.0
-"""Seconds that a call may take beyond its limit: it ends itself before."""
+MARGIN = 5.0  # of a call beyond its limit: it ends itself before
 
-SLICE = 0.01
-"""Seconds of a wait between two looks at whether it is to end."""
+SLICE_S = 0.01  # seconds between two looks at whether a wait is to end
 
 Move = Callable[[DeviceStore], Coroutine[Any, Any, int]]
 """A call of the store of one rank. Returns the blocks that it has moved."""
@@ -240,7 +236,7 @@ class DirectStorage:
         if not self._thread.call(self._service.begin, move, answer):
             raise CacheClosed("AttentionStore is closed")
         until = time.monotonic() + self._timeout_s + MARGIN
-        while not wait([answer], SLICE).done:
+        while not wait([answer], SLICE_S).done:
             if time.monotonic() < until and not interrupted():
                 continue
             self._late = [*(one for one in self._late if not one.done()), answer]

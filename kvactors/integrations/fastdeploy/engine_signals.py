@@ -17,8 +17,7 @@ FOLDER = Path("/dev/shm")  # noqa: S108 - shared memory of POSIX
 NORMAL, UPDATING, CLEARING, CLEARED = 0, 1, -1, -2
 """Values of `prefix_tree_status`."""
 
-POLL_S = 0.05
-"""Seconds between two looks at a signal of another process."""
+POLL_S = 0.05  # between two looks at a signal of another process
 
 
 class SharedSignal:
@@ -57,8 +56,7 @@ class SharedSignal:
         self._path.unlink(missing_ok=True)
 
 
-RANKS = 0
-"""A size: one number for each rank."""
+RANKS = 0  # a size: one number for each rank
 
 SIGNALS = {
     "cache_ready_signal": ("cache_ready_signal", RANKS, False),

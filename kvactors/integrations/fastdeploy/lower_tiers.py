@@ -35,11 +35,9 @@ from kvactors.types import Tier
 
 # -- Copies between device blocks and host slots, for the tensors of one rank or of several.
 
-
 log = get_logger()
 
-WAIT = 600.0
-"""Seconds within which a copy must end. Only a hang takes as long."""
+COPY_LIMIT_S = 600.0  # limit of a copy: only a hang takes as long
 
 
 class RankCopies:
@@ -100,8 +98,10 @@ class RankCopies:
                 break
             begun.append(one)
         for one in begun:
-            if not one.wait([job], WAIT):
-                raise DeviceError(f"a copy of {len(blocks)} blocks has not ended in {WAIT} s")
+            if not one.wait([job], COPY_LIMIT_S):
+                raise DeviceError(
+                    f"a copy of {len(blocks)} blocks has not ended in {COPY_LIMIT_S} s"
+                )
             errors += [ended.error for ended in one.get_finished() if ended.error]
         return "; ".join(errors)
 
@@ -112,9 +112,7 @@ class RankCopies:
 
 # -- Writes of finished requests to storage, in the engine's finish thread.
 
-
-MARGIN = 5.0
-"""Seconds that a job may take beyond the storage tier's time-out: it ends itself before."""
+MARGIN = 5.0  # of a job beyond the storage tier's time-out: it ends itself before
 
 
 class WriteCounters(NamedTuple):
@@ -345,7 +343,6 @@ class LowerTiers:
 
 # -- FastDeploy's names of cache tensors, and the layout that the tensors have.
 
-
 ROLES = {
     "key_caches": "key",
     "value_caches": "value",
@@ -451,8 +448,7 @@ class CacheKvsLayout(Layout):
         return [tensors[piece.layer, piece.role] for piece in self.pieces]
 
 
-TRANSIT = 64
-"""Host slots at most for blocks on their way from storage, without a host tier."""
+TRANSIT = 64  # host slots at most for blocks from storage, without a host tier
 
 GIB = 1 << 30
 

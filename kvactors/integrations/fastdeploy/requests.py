@@ -105,9 +105,7 @@ def required_blocks(input_token_num: int, block_size: int) -> int:
 
 # -- The device's prefix index: full blocks by block hash, their references, and eviction.
 
-
-SLACK = 64
-"""Entries of the eviction order beyond twice the blocks. More are stale, and removed."""
+SLACK = 64  # entries of the eviction order beyond twice the blocks: more are stale, and removed
 
 
 class IndexedBlock:

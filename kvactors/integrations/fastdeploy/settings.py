@@ -21,14 +21,11 @@ from kvactors.tier_cache import TierStorage
 
 # -- The version of the model's weights, as FastDeploy reads it for the names of stored blocks.
 
-
 FILE = "version.yaml"
 FIELD = re.compile(r"^version\s*:\s*(?P<quote>['\"]?)(?P<value>[^'\"#\s]+)(?P=quote)\s*(?:#.*)?$")
-NO_VERSION = "default"
-"""The namespace of weights without a version."""
+NO_VERSION = "default"  # the namespace of weights without a version
 
-SETTLED_S = 2.0
-"""Seconds after which a change of the file has another time than the change before it."""
+SETTLED_S = 2.0  # age at which a change of the file has another time than the next one
 
 
 class WeightsVersion:
@@ -79,15 +76,12 @@ MUST_BE = {
 }
 """Variables that may have one value only, and why."""
 
-OWN_STORAGE = ("backend", "write_policy", "rank", "ranks")
-"""Settings of `TierStorage` that come from FastDeploy."""
+OWN_STORAGE = ("backend", "write_policy", "rank", "ranks")  # are FastDeploy's
 
 OPENING = {"open_timeout_s", "close_timeout_s"}
 SLOT_WAITS = {"on_full", "on_full_wait_s", "slot_timeout_s"}
-SLOTS = {"numa_node", "copy_threads"}
-"""Options of host slots."""
-READS = {"staging_slots", "fetch_wait_s"}
-"""Options of storage that blocks reach through host slots."""
+SLOTS = {"numa_node", "copy_threads"}  # options of host slots
+READS = {"staging_slots", "fetch_wait_s"}  # options of reads through host slots
 
 
 class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

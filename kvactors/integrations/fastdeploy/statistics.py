@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-WINDOW = 10_000
-"""Requests after which the rates start from zero."""
+WINDOW = 10_000  # requests after which the ratios start from zero
 
 RATES = (
     "hit_req_ratio",

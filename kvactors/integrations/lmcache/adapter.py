@@ -29,21 +29,19 @@ from kvactors.integrations.lmcache.catalog import (
     layout_of,
     stored_object,
 )
-from kvactors.integrations.lmcache.object_store import Worker
+from kvactors.integrations.lmcache.object_store import Buffer, TransferTask, Worker
 from kvactors.integrations.lmcache.settings import (
     L2Settings,
     read_settings,
     staging_memory,
     store_config,
 )
-from kvactors.integrations.lmcache.transfers import Buffer, TransferTask
 from kvactors.storage.file.layout import address_of
 from kvactors.threads import Workers
 from kvactors.tier_cache import StorageTier, TierConfig
 from kvactors.tier_cache.storage import make_storage
 
-STOP = 5.0
-"""Seconds that the worker's thread may take to end. It never waits for the file system."""
+STOP_LIMIT_S = 5.0  # of the worker's thread, which never waits for the file system
 
 
 class KVActorsL2(L2AdapterInterface):
@@ -263,7 +261,7 @@ class KVActorsL2(L2AdapterInterface):
         if self._closed:
             return
         self._closed = True
-        stopped = self._worker.stop(STOP)
+        stopped = self._worker.stop(STOP_LIMIT_S)
         self._tier.close(self.settings.close_timeout_s)
         if self._tier.stuck:
             self._worker.objects.keep_memory()

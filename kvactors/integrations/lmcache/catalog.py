@@ -22,12 +22,10 @@ from kvactors.threads import Workers
 
 # -- Identity of LMCache's objects: their keys, layouts, and the keys of their pages.
 
-
 OBJECT_DOMAIN = b"kvactors.lmcache.v1"
 HASH, MODEL, RANK, GROUP, SALT, LAYOUT, SIZE = range(1, 8)
 DIGEST_BYTES = 32
-MODEL_TIMEOUT_S = 10.0
-"""Seconds that the files of a model may take to be read, once in a process."""
+MODEL_TIMEOUT_S = 10.0  # to read the files of a model, once in a process
 
 
 class Key(NamedTuple):
@@ -203,7 +201,6 @@ class KeyCatalog:
 
 # -- The keys of the stored objects in a file, since the store has their hashes alone.
 
-
 Record = tuple[Key, ObjectShape]
 
 
@@ -300,11 +297,9 @@ def _parsed(text: bytes) -> Iterator[tuple[Key, ObjectShape]]:
 
 # -- Writes the keys of stored objects to their file, in a thread for that.
 
-
 log = get_logger()
 
-SPARE_LINES = 1024
-"""Lines of the file, beyond twice its objects, at which it is written anew."""
+SPARE_LINES = 1024  # beyond twice the objects: then the file is written anew
 
 
 class KeyWriter:

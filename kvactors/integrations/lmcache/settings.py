@@ -13,8 +13,7 @@ from kvactors.tier_cache import SlotMemory, TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
 
 WHERE = "adapter_params"
-MODEL = "lmcache"
-"""The model in the identity of the store. The models of LMCache's objects are in their keys."""
+MODEL = "lmcache"  # of the store: the models of LMCache's objects are in their keys
 LEAST_PAGE = 4096
 
 

@@ -17,10 +17,8 @@ import numpy as np
 from kvactors.errors import CacheClosed, ConfigError, DeviceError
 from kvactors.tier_cache import CopyWorker, Lookup, StorageResult, StorageTier, TierCache
 
-POOL = "MHATokenToKVPool"
-"""The class of pools whose pages are rows of keys and of values in every layer."""
-LAYOUT = "nhd"
-"""SGLang's name of the layout with the heads of one token side by side."""
+POOL = "MHATokenToKVPool"  # its pages are rows of keys and of values in every layer
+LAYOUT = "nhd"  # the heads of one token side by side
 
 
 class DevicePages:
@@ -155,11 +153,8 @@ def _number(value: Any) -> int | None:
 
 # -- Loads and stores of an engine's device pages, over a `TierCache`, in the scheduler's thread.
 
-
-WAIT = 600.0
-"""Seconds within which a copy must end. Only a hang takes as long."""
-NOTHING = -1
-"""The number of a batch without loads."""
+COPY_LIMIT_S = 600.0  # limit of a copy: only a hang takes as long
+NOTHING = -1  # the number of a batch without loads
 
 
 class _Load(NamedTuple):
@@ -323,8 +318,8 @@ class PageMoves:
         """
         batch = self._batches.get(number)
         if batch is not None and not batch.ended:
-            if not self._copies.wait(batch.jobs, WAIT):
-                raise DeviceError(f"a copy has not ended in {WAIT} s")
+            if not self._copies.wait(batch.jobs, COPY_LIMIT_S):
+                raise DeviceError(f"a copy has not ended in {COPY_LIMIT_S} s")
             batch.ended = True
 
     def finish_loads(self, number: int) -> bool:
@@ -431,8 +426,8 @@ class PageMoves:
             self.finish_loads(number)
         for store in self._stores.values():
             store.waiting = ()
-        if not self._copies.wait(self._stores, WAIT):
-            raise DeviceError(f"a copy has not ended in {WAIT} s")
+        if not self._copies.wait(self._stores, COPY_LIMIT_S):
+            raise DeviceError(f"a copy has not ended in {COPY_LIMIT_S} s")
         self._collect()
         self._stores.clear()
 
@@ -446,13 +441,9 @@ class PageMoves:
 
 # -- Storage of one pool's pages, for threads that wait.
 
-
-BUFFER_BYTES = 32 << 20
-"""Bytes of a buffer, at least one page."""
-AT_ONCE = 2
-"""Buffers that a call fills or empties while the store works on another one."""
-KEPT = 4
-"""Buffers kept for later calls."""
+BUFFER_BYTES = 32 << 20  # of a buffer, at least one page
+AT_ONCE = 2  # buffers that a call uses while the store works on another one
+KEPT = 4  # buffers kept for later calls
 
 
 class _StoreBatch(NamedTuple):

@@ -22,12 +22,10 @@ from kvactors.tier_cache.settings import checked_config
 
 WHERE = "--hicache-storage-backend-extra-config"
 LINKER_WHERE = "--unified-cache-external-linker-config: linker_extra_config"
-KV = "kv"
-"""SGLang's name of the pool that holds the keys and values of full attention."""
+KV = "kv"  # SGLang's name of the pool of full attention
 NO_EFFECT = ("write_policy", "min_hits", "on_full", "on_full_wait_s", "slot_timeout_s")
 """Settings of the storage below a host tier of kvactors."""
-PROCESS_STORES = ("file", "memory")
-"""Back ends whose objects only one process can use."""
+PROCESS_STORES = ("file", "memory")  # their objects belong to one process
 
 
 class HiCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -7,21 +7,29 @@ from collections.abc import Collection, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingHistogramMetadata,
     OffloadingManager,
+    OffloadingMetricMetadata,
     PrepareStoreOutput,
     RequestOffloadingContext,
     TierFilter,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics as Cpu
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvactors.integrations.vllm.metrics import OffloadCounters
 from kvactors.integrations.vllm.region import TierRegion
-from kvactors.tier_cache import CopiesInFlight, Lookup, TierCache
+from kvactors.tier_cache import CopiesInFlight, Lookup, TierCache, TierStatistics
+from kvactors.tier_cache.metrics import COUNTERS
 from kvactors.types import Tier
 
 RESULTS = {
@@ -31,8 +39,34 @@ RESULTS = {
 }
 MEDIA = {Tier.HOST: Medium.CPU, Tier.STORAGE: Medium.STORAGE}
 SOURCES = {Tier.HOST: CacheHitSource.HOST, Tier.STORAGE: CacheHitSource.DISK}
-TELLS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")
-"""Whether this vLLM calls `on_reset_flushed` (from 0.33 on)."""
+TELLS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")  # from 0.33 on
+
+
+# -- metrics under the names that vLLM's own tiers have
+
+PREFIX = "vllm:kv_offload_"  # `LLM.get_metrics` lists names that begin with `vllm:` only
+HEALTHY = f"{PREFIX}healthy"
+
+PIECES = {
+    Cpu.CPU_CACHE_USAGE_PERC: "copies, reads and writes",
+    Cpu.CPU_CACHE_WRITE_USAGE_PERC: "copies from the device",
+    Cpu.CPU_CACHE_READ_USAGE_PERC: "copies to the device, reads and writes",
+}
+
+DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
+    **{
+        name: OffloadingGaugeMetadata(f"Part of the host tier's slots in {use}, 0 to 1.")
+        for name, use in PIECES.items()
+    },
+    Cpu.CPU_ALLOCATION_SIZE: OffloadingHistogramMetadata(
+        "Slots that each store of a request took.", buckets=tuple(4**i for i in range(10))
+    ),
+    HEALTHY: OffloadingGaugeMetadata("1 while every tier and sink works."),
+    **{
+        PREFIX + name: OffloadingCounterMetadata(text, tuple(label for label, _ in labels))
+        for name, labels, _, text in COUNTERS
+    },
+}
 
 
 class PathEnd(NamedTuple):
@@ -77,7 +111,8 @@ class KVActorsManager(OffloadingManager):
         self._flush_steps = flush_steps
         self._forgotten: list[CopiesInFlight] = []  # of before a reset
         self._steps_left = 0
-        self._metrics = OffloadCounters()
+        self._allocations: list[int] = []  # slots of each store since the last metrics
+        self._last: TierStatistics | None = None
         self.waiting: dict[str, bytes] | None = None
 
     # -- requests
@@ -123,7 +158,7 @@ class KVActorsManager(OffloadingManager):
         req_context.set_state(ends[next_key])
         if found.waiting and self.waiting is not None:
             self.waiting[req_context.req_id] = found.waiting[0]
-        self._metrics.allocated(len(found.keys))
+        self._allocations.append(len(found.keys))
         return PrepareStoreOutput(
             list(found.keys),  # type: ignore[arg-type, unused-ignore]
             CPULoadStoreSpec(list(found.slots)),
@@ -190,8 +225,24 @@ class KVActorsManager(OffloadingManager):
                 removed=not event.stored,
             )
 
-    def get_stats(self) -> Any:
-        return self._metrics.stats(self.tiers)
+    def get_stats(self) -> OffloadingConnectorStats:
+        stats = OffloadingConnectorStats()
+        now, writing = self.tiers.statistics(), len(self.tiers.copies_in_flight().stores)
+        stats.set_gauge(Cpu.CPU_CACHE_USAGE_PERC, now.pinned / now.slots)
+        stats.set_gauge(Cpu.CPU_CACHE_WRITE_USAGE_PERC, writing / now.slots)
+        stats.set_gauge(Cpu.CPU_CACHE_READ_USAGE_PERC, max(0, now.pinned - writing) / now.slots)
+        stats.set_gauge(HEALTHY, float(self.tiers.health().status == "ok"))
+        for count in self._allocations:
+            stats.observe_histogram(Cpu.CPU_ALLOCATION_SIZE, count)
+        self._allocations.clear()
+        last = self._last or now._replace(**dict.fromkeys(now._fields, 0))
+        self._last = now
+        for name, labels, field, _ in COUNTERS:
+            grown = getattr(now, field) - getattr(last, field)
+            if grown:
+                tier = tuple(f"kvactors_{value}" for _, value in labels)
+                stats.increase_counter(PREFIX + name, grown, tier)
+        return stats
 
     def shutdown(self) -> None:
         """Save what is queued for storage, and let go of the memory."""

@@ -164,9 +164,7 @@ def _remove_unused(lock: int, path: Path) -> bool:
 
 # -- The worker's side: copies between vLLM's cache tensors and the host tier.
 
-
-WAIT = 600.0
-"""Seconds within which a copy must end. Only a hang takes as long."""
+COPY_LIMIT_S = 600.0  # limit of a copy: only a hang takes as long
 
 
 class KVActorsWorker(OffloadingWorker):
@@ -244,8 +242,8 @@ class KVActorsWorker(OffloadingWorker):
         Raises:
             DeviceError: a copy hangs. vLLM would reuse its blocks.
         """
-        if not self._copies.wait(job_ids, WAIT):
-            raise DeviceError(f"a copy has not ended in {WAIT} s")
+        if not self._copies.wait(job_ids, COPY_LIMIT_S):
+            raise DeviceError(f"a copy has not ended in {COPY_LIMIT_S} s")
 
     def shutdown(self) -> None:
         self._copies.shutdown()

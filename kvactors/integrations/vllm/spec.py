@@ -13,8 +13,7 @@ from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 
 from kvactors.device.arena import PAGE
 from kvactors.errors import ConfigError
-from kvactors.integrations.vllm.manager import KVActorsManager
-from kvactors.integrations.vllm.metrics import DEFINITIONS
+from kvactors.integrations.vllm.manager import DEFINITIONS, KVActorsManager
 from kvactors.integrations.vllm.region import KVActorsWorker, TierRegion
 from kvactors.integrations.vllm.settings import (
     WHERE,

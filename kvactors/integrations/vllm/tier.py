@@ -24,8 +24,7 @@ from kvactors.integrations.vllm.settings import (
 )
 from kvactors.tier_cache import TierConfig, open_storage
 
-DRAIN = 60.0
-"""Seconds that `drain_jobs` waits at most, beyond the time that every job has."""
+DRAIN_LIMIT_S = 60.0  # limit of `drain_jobs` beyond the time that every job has
 
 
 class KVActorsTier(SecondaryTierManager):
@@ -111,7 +110,7 @@ class KVActorsTier(SecondaryTierManager):
 
     def drain_jobs(self) -> None:
         """Wait until no job reads or writes the host tier's memory."""
-        self._store.drain(self._store.timeout + DRAIN)
+        self._store.drain(self._store.timeout + DRAIN_LIMIT_S)
 
     # -- events, end
 

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvactors.integrations.lmcache.catalog import Key, KeyCatalog, KeyLog, ObjectShape
-from kvactors.integrations.lmcache.object_store import Worker
-from kvactors.integrations.lmcache.transfers import Buffer, TransferTask
+from kvactors.integrations.lmcache.object_store import Buffer, TransferTask, Worker
 from kvactors.tier_cache import SlotMemory, StorageTier, open_storage
 from tests.tier_cache.stores import FaultyStore
 
