@@ -217,16 +217,14 @@ class DirectStorage:
             CallInFlight: the call does not return. The blocks must not be used before it does. The
                 next calls move nothing until then.
         """
-        seconds = self._timeout_s
         return self._run(
-            lambda store: store.fetch(tokens, start, tuple(blocks), seconds), interrupted
+            lambda store: store.fetch(tokens, start, tuple(blocks), self._timeout_s), interrupted
         )
 
     def save(self, tokens: bytes, start: int, blocks: list[int]) -> int:
         """Write blocks of a path that the store lacks. See `DeviceStore.save`."""
-        seconds = self._timeout_s
         return self._run(
-            lambda store: store.save(tokens, start, tuple(blocks), seconds), lambda: False
+            lambda store: store.save(tokens, start, tuple(blocks), self._timeout_s), lambda: False
         )
 
     def _run(self, move: Move, interrupted: Callable[[], bool]) -> int:
@@ -608,10 +606,3 @@ class DeviceCache:
                 "in use"
             )
         blocks.resize(total)
-
-    def check(self) -> None:
-        """AssertionError if blocks, index and references disagree, for tests."""
-        self.blocks.check()
-        self.index.check()
-        if self.lower is not None:
-            self.lower.tiers.check()

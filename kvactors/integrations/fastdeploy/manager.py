@@ -292,9 +292,8 @@ class PrefixCacheManager:
                 log.warning("request of before a reset not cached", request=request)
                 return
             full = computed(record.tokens_of(task)) // block_size if self._caches else 0
-            # before the tokens: a refused call changes nothing
             table = sequence_of(task, "block_tables")
-            own = self._cache.uncommitted(record, table, full)
+            own = self._cache.uncommitted(record, table, full)  # first: may refuse the call
             record.extend(task)
             self._cache.commit(record, own)
             task.num_cached_blocks = len(record.nodes)
@@ -450,10 +449,6 @@ class PrefixCacheManager:
             failed_blocks=counters.failed,
             **{name: getattr(rates, name) for name in RATES},
         )
-
-    def check(self) -> None:
-        """AssertionError if blocks and references disagree, for tests."""
-        self._cache.check()
 
     # -- the tiers below the device, AttentionStore, indexes
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-from kvactors.errors import NoRoom, ensure
+from kvactors.errors import NoRoom
 from kvactors.identity import block_extras
 from kvactors.native import Path
 from kvactors.types import HASH_BYTES
@@ -108,24 +109,22 @@ def required_blocks(input_token_num: int, block_size: int) -> int:
 SLACK = 64  # entries of the eviction order beyond twice the blocks: more are stale, and removed
 
 
+@dataclass(eq=False, slots=True)
 class IndexedBlock:
-    """A full block on the device.
+    """A full block on the device, held by a request at first.
 
     Attributes:
         hash: block hash. It stands for the tokens and media up to the block's end.
         used: time of the last use, in calls of the index.
     """
 
-    __slots__ = ("block", "children", "depth", "hash", "parent", "refs", "used")
-
-    def __init__(self, block_hash: bytes, parent: IndexedBlock | None, block: int) -> None:
-        self.hash = block_hash
-        self.parent = parent
-        self.depth: int = 1 if parent is None else parent.depth + 1
-        self.block = block
-        self.refs = 0
-        self.children = 0
-        self.used = 0
+    hash: bytes
+    parent: IndexedBlock | None
+    block: int
+    depth: int
+    used: int
+    refs: int = 1
+    children: int = 0
 
 
 class EngineBlockIndex:
@@ -166,11 +165,13 @@ class EngineBlockIndex:
 
     def add(self, block_hash: bytes, parent: IndexedBlock | None, block: int) -> IndexedBlock:
         """Index a block, held by a request. Its hash is not indexed yet."""
-        added = IndexedBlock(block_hash, parent, block)
-        added.refs, added.used = 1, self._clock
-        self.blocks[block_hash] = added
+        depth = 1
         if parent is not None:
+            depth += parent.depth
             parent.children += 1
+        added = self.blocks[block_hash] = IndexedBlock(
+            block_hash, parent, block, depth, self._clock
+        )
         return added
 
     def release(self, blocks: Sequence[IndexedBlock]) -> None:
@@ -221,27 +222,6 @@ class EngineBlockIndex:
         self._order.clear()
         self.unreferenced = 0
         return gone
-
-    def check(self) -> None:
-        """AssertionError if references, children and the eviction order disagree."""
-        blocks = self.blocks.values()
-        ensure(
-            self.unreferenced == sum(not block.refs for block in blocks), "unreferenced miscounted"
-        )
-        leaves = {entry[-1].hash for entry in self._order if self._is_current(entry)}
-        for block in blocks:
-            children = sum(other.parent is block for other in blocks)
-            ensure(block.children == children, f"{block.children} children, not {children}")
-            ensure(
-                block.parent is None or self.blocks.get(block.parent.hash) is block.parent,
-                "a block has a parent that is not indexed",
-            )
-            ensure(
-                block.parent is None or block.parent.refs >= block.refs,
-                "a block has more references than its parent",
-            )
-            evictable = not block.refs and not block.children
-            ensure(evictable == (block.hash in leaves), "an evictable block is not in the order")
 
 
 # -- The device blocks of an engine: free, held by the engine, or in the index.
@@ -368,12 +348,6 @@ class EngineBlocks:
         self.held.clear()
         self.indexed.clear()
         self._free[:] = [block for block in range(self.total) if block not in self.lost]
-
-    def check(self) -> None:
-        """AssertionError if a block is in two places, or in none."""
-        places = [*self._free, *self.held, *self.indexed, *self.lost]
-        ensure(len(places) == self.total, f"{len(places)} places of {self.total} blocks")
-        ensure(set(places) == set(range(self.total)), "a block is in two places")
 
 
 class RequestRecord:

@@ -29,6 +29,7 @@ from kvactors.storage.backend import ReadReport
 from kvactors.storage.messages import Outcome
 from tests.integrations.fastdeploy.config import Request, make_config
 from tests.integrations.fastdeploy.conftest import RESERVE
+from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
 from tests.integrations.fastdeploy.scheduler import Scheduler
 from tests.tier_cache.faulty_stores import MODES, Faults
@@ -243,7 +244,7 @@ class Simulation:
                 self.add(number)
                 for _ in range(rng.randrange(4)):
                     self.step()
-                self.manager.check()
+                check(self.manager)
                 self.fault()
             self._end()
         finally:
@@ -261,7 +262,7 @@ class Simulation:
         else:
             raise AssertionError(f"requests left: {self.scheduler.left()}")
         self.check_bytes()
-        self.manager.check()
+        check(self.manager)
         found = self.manager.statistics()
         available = found.free_gpu_blocks + found.evictable_gpu_blocks
         assert available == self.blocks, f"{self.blocks - available} blocks are lost"

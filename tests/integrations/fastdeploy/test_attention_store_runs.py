@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.fastdeploy.config import Request
+from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.scheduler import Scheduler
 from tests.integrations.fastdeploy.test_indexes import SDK
 from tests.integrations.fastdeploy.test_indexes import service as service  # a fixture
@@ -90,7 +91,7 @@ class Run:
             self.add(number)
             for _ in range(rng.randrange(5)):
                 self.scheduler.step()
-            manager.check()
+            check(manager)
             if rng.random() < 0.5:
                 set_fault(rng.choice(list(FAULTS)))
             if rng.random() < 0.1:
@@ -103,7 +104,7 @@ class Run:
         while not manager.can_allocate_gpu_blocks(manager.num_gpu_blocks):
             assert time.monotonic() < until, "blocks are lost"
             time.sleep(0.002)
-        manager.check()
+        check(manager)
         assert self.scheduler.wrong == []
         assert self.scheduler.failures == []
         assert manager.troubles == ()

@@ -13,6 +13,7 @@ from kvactors.errors import ConfigError, NoRoom
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.integrations.fastdeploy.statistics import WINDOW
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
+from tests.integrations.fastdeploy.invariants import check
 
 A, B, C = list(range(8)), list(range(100, 108)), list(range(200, 208))
 
@@ -100,7 +101,7 @@ def test_a_block_that_the_engine_does_not_hold_is_refused(engine, blocks, owner,
     manager.recycle_gpu_blocks([0], "a")
     with pytest.raises(ValueError, match=text):
         manager.recycle_gpu_blocks([2, *blocks], "a" if owner == "c" else owner)
-    manager.check()
+    check(manager)
     assert one.free_blocks == [0], "a refused call has changed something"
 
 
@@ -245,7 +246,7 @@ def test_a_tail_stays_the_engines_and_is_returned_once(engine):
     assert request.num_cached_blocks == 0
     one.free(request)
     assert one.free_blocks == [0, 1]
-    one.manager.check()
+    check(one.manager)
 
 
 def test_a_block_of_two_requests_has_one_owner(engine):
@@ -259,7 +260,7 @@ def test_a_block_of_two_requests_has_one_owner(engine):
         one.manager.update_cache_blocks(request, BLOCK_SIZE, 8)
     assert first.num_cached_blocks == second.num_cached_blocks == 2
     assert one.match(Request("c", A))[0] == first.block_tables
-    one.manager.check()
+    check(one.manager)
     one.free(second)
     assert one.free_blocks == [2, 3, 4, 5, 6, 7]
     one.free(first)
@@ -307,7 +308,7 @@ def test_a_table_without_the_blocks_is_refused(engine, call):
     with pytest.raises(ValueError, match="block_size is 4 in the config, and 8 here"):
         getattr(one.manager, call)(request, 8, *extra)
     assert request.num_cached_blocks == 0
-    one.manager.check()
+    check(one.manager)
 
 
 def test_a_request_that_was_not_matched_is_named(engine):
@@ -339,7 +340,7 @@ def test_a_hit_that_is_pulled_back_for_media_stays_counted(engine):
     one.manager.update_cache_blocks(request, BLOCK_SIZE, 4)
     assert request.num_cached_blocks == 3
     one.free(request)
-    one.manager.check()
+    check(one.manager)
     assert one.available == 6
 
 
@@ -404,7 +405,7 @@ def test_a_failed_copy_to_the_host_loses_the_block_and_nothing_else(engine, monk
     monkeypatch.undo()
     assert one.free_blocks == [0, 1, 2, 3]
     assert one.match(Request("b", A))[1] == 0
-    one.manager.check()
+    check(one.manager)
 
 
 def test_a_failed_copy_to_the_device_is_a_miss(engine, monkeypatch):
@@ -506,7 +507,7 @@ def test_a_reset_empties_everything(engine):
     assert one.free_blocks == [0, 1, 2, 3]
     assert one.manager.statistics().hit_req_ratio == 0
     assert one.match(Request("c", A))[1] == 0
-    one.manager.check()
+    check(one.manager)
 
 
 def test_blocks_of_before_a_reset_are_returned_without_effect(engine):
@@ -518,7 +519,7 @@ def test_blocks_of_before_a_reset_are_returned_without_effect(engine):
     taken = one.manager.allocate_gpu_blocks(3, "c")
     one.free(request)
     assert one.free_blocks == []
-    one.manager.check()
+    check(one.manager)
     one.manager.recycle_gpu_blocks(taken, "c")
     with pytest.raises(ValueError, match="free already"):
         one.manager.recycle_gpu_blocks(taken, "c")

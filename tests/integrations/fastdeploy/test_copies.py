@@ -17,6 +17,7 @@ from kvactors.storage import factory
 from kvactors.tier_cache import SlotMemory
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
 from tests.integrations.fastdeploy.conftest import RESERVE
+from tests.integrations.fastdeploy.invariants import check
 from tests.support import attentionstore_sdk as stand_in
 from tests.tier_cache.stores import SharedStore
 
@@ -176,7 +177,7 @@ def test_equal_prompts_have_equal_bytes_and_scales(cpu, others, stored, seed):
             blocks = again.block_tables[: cached // BLOCK_SIZE]
             assert [block_bytes(tensors, block, 2) for block in blocks] == wanted[: len(blocks)]
             assert cached == 8 or not (stored or others == 0 or (others, cpu) == (1, 4))
-            manager.check()
+            check(manager)
         finally:
             manager.close()
             SharedStore.pool.clear()

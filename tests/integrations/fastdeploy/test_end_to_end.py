@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.integrations.fastdeploy.config import Request
+from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
 
 BLOCK, LONGEST = 64, 128
@@ -60,7 +61,7 @@ class Server:
         assert self.scheduler.failures == []
         assert len(self.scheduler.finished) == self.names
         assert self.one.available == 4
-        self.one.manager.check()
+        check(self.one.manager)
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from kvactors.errors import CacheClosed, ConfigError, DeviceError, LayoutError, 
 from kvactors.integrations.fastdeploy import PrefixCacheManager
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Position, Request, make_config
+from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
 
 A = list(range(8))
@@ -24,7 +25,7 @@ NAN, INFINITE = float("nan"), float("inf")
 
 def state(manager: Any) -> Any:
     """Everything that a refused call must not change."""
-    manager.check()
+    check(manager)
     cache = manager._cache
     nodes = {node.hash: (node.block, node.refs) for node in cache.index.blocks.values()}
     return sorted(cache.blocks.free_list), dict(cache.blocks.held), nodes, len(cache.requests)
@@ -319,7 +320,7 @@ def test_calls_after_the_end(engine):
     one.manager.free_block_ids(4)
     one.manager.reset()
     assert one.available == 4
-    one.manager.check()
+    check(one.manager)
     with pytest.raises(CacheClosed):
         one.manager.attach()
 
@@ -388,7 +389,7 @@ def test_a_stream_that_cannot_be_used_costs_hits_and_no_block(stream):
     manager.update_cache_blocks(request, BLOCK_SIZE, 8)
     manager.release_block_ids(request)
     manager.free_block_ids(2)
-    manager.check()
+    check(manager)
     assert len(manager.gpu_free_block_list) == 4
     assert manager.request_match_blocks(Request("b", A), BLOCK_SIZE)[1] == 0
     manager.close()

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvactors.errors import NoRoom
 from kvactors.integrations.fastdeploy import PrefixCacheManager
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
+from tests.integrations.fastdeploy.invariants import check
 
 Key = tuple[int, ...]
 
@@ -153,7 +154,7 @@ class BlocksAgainstAPlainModel(RuleBasedStateMachine):
 
     @invariant()
     def blocks_are_in_one_place(self) -> None:
-        self.manager.check()
+        check(self.manager)
         assert set(self.manager.gpu_free_block_list) == self.model.free
         used = [block for request in self.requests.values() for block in request.block_tables]
         assert not self.model.free.intersection(used)

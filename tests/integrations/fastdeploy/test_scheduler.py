@@ -12,6 +12,7 @@ from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage import factory
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.conftest import RESERVE
+from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
 from tests.tier_cache.faulty_stores import MODES, Faults, FaultyMemory
 
@@ -42,7 +43,7 @@ def drive(one: Any, seed: int, requests: int = 40, fault: Any = lambda rng: None
             scheduler.abort(rng.choice(started))
     fault(None)
     scheduler.run()
-    one.manager.check()
+    check(one.manager)
     assert scheduler.wrong == []
     assert scheduler.failures == []
     assert one.available == one.manager.num_gpu_blocks, "blocks are lost"

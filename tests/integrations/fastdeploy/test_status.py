@@ -10,6 +10,7 @@ import pytest
 
 from kvactors.integrations.fastdeploy.engine_signals import CLEARED, CLEARING, NORMAL, UPDATING
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
+from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.test_indexes import as_storage, only_flush, settled
 from tests.integrations.fastdeploy.test_indexes import service as service  # a fixture
 from tests.integrations.fastdeploy.test_launch import EngineProcess
@@ -43,7 +44,7 @@ def test_requests_of_before_a_reset_end_without_an_error(engine, process, status
     one.manager.write_cache_to_storage(request)
     one.free(request)
     assert one.free_blocks == list(range(6))
-    one.manager.check()
+    check(one.manager)
     for call in (
         lambda: one.manager.update_cache_blocks(request, BLOCK_SIZE, 12),
         lambda: one.manager.cache_output_blocks(request, BLOCK_SIZE),

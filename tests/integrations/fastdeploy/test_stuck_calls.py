@@ -19,6 +19,7 @@ from kvactors.integrations.fastdeploy.engine_signals import CLEARED, CLEARING
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage.attention_store import AttentionStoreBackend
 from tests.integrations.fastdeploy.config import Request
+from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import seeds_of
 from tests.integrations.fastdeploy.test_indexes import SDK
 from tests.integrations.fastdeploy.test_indexes import service as service  # a fixture
@@ -77,7 +78,7 @@ def test_a_read_that_returns_late_writes_no_block_of_another_request(engine, hel
     for _ in range(resets):
         one.manager.reset()
     assert one.free_blocks == [2, 3], "the others may still be written"
-    one.manager.check()
+    check(one.manager)
     with pytest.raises(ValueError, match="still"):
         one.manager.recycle_gpu_blocks([0], "b")
     other = Request("c", B)
@@ -89,7 +90,7 @@ def test_a_read_that_returns_late_writes_no_block_of_another_request(engine, hel
     assert not one.wrong(other, 8)
     one.free(other)
     until_free(one, 4)
-    one.manager.check()
+    check(one.manager)
 
 
 def test_a_write_that_returns_late_stores_no_bytes_of_another_request(engine, held):
@@ -104,7 +105,7 @@ def test_a_write_that_returns_late_stores_no_bytes_of_another_request(engine, he
     assert not one.manager.can_allocate_gpu_blocks(1), "the blocks may still be read"
     release(held)
     until_free(one, 2)
-    one.manager.check()
+    check(one.manager)
     one.serve("b", B)
     one.manager.reset()
     again = Request("c", A)
@@ -168,7 +169,7 @@ def test_new_weights_while_a_call_does_not_return(engine, held, tmp_path):
         held.put(None)
     until_free(one, 2)
     assert not one.wrong(other, 8)
-    one.manager.check()
+    check(one.manager)
 
 
 def test_a_match_ends_when_the_engine_wants_a_reset(engine, held):
@@ -242,9 +243,9 @@ def test_blocks_of_a_copy_that_does_not_end_stay_lost_after_a_reset(engine, monk
     for _ in range(2):
         one.manager.reset()
         assert one.free_blocks == [0, 2, 3], "block 1 may still be copied"
-        one.manager.check()
+        check(one.manager)
     one.config.cache_config.total_block_num = 8
     with pytest.raises((ConfigError, ValueError)):
         one.manager.update_cache_config(one.config.cache_config)
     one.serve("c", B)
-    one.manager.check()
+    check(one.manager)

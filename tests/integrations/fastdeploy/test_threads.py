@@ -13,6 +13,7 @@ import pytest
 from kvactors.errors import DeadlineExceeded, DeviceError
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
+from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.test_scheduler import faults as faults  # a fixture
 
 LIMIT = 30.0
@@ -62,7 +63,7 @@ def test_finish_threads_write_while_the_scheduler_goes_on(engine, pool, seed):
         end.result(LIMIT)
     assert scheduler.wrong == []
     assert scheduler.failures == []
-    one.manager.check()
+    check(one.manager)
     assert one.available == 6
     found = one.manager.statistics()
     assert found.failed_blocks == 0
@@ -84,7 +85,7 @@ def test_calls_of_several_threads_take_turns(engine, pool, monkeypatch):
     one.manager.recycle_gpu_blocks([1, 2, 3], "b")
     assert pool.submit(one.match, Request("c", A)).result(LIMIT)[1] == 8
     one.free(Request("c", A))
-    one.manager.check()
+    check(one.manager)
 
 
 def test_a_call_waits_for_another_one_no_longer_than_it_may_take(engine, pool, monkeypatch):
@@ -126,7 +127,7 @@ def test_a_pause_resets_without_the_lock_while_a_request_finishes(engine, pool, 
     again = Request("c", A)
     assert one.match(again)[1] in (4, 8), "no batch begins after a reset"
     assert not one.wrong(again, 4)
-    one.manager.check()
+    check(one.manager)
 
 
 def test_two_resets_during_the_writes_of_one_prefix(engine, pool, monkeypatch):
@@ -145,7 +146,7 @@ def test_two_resets_during_the_writes_of_one_prefix(engine, pool, monkeypatch):
     for write in writes:
         write.result(LIMIT)
     assert one.manager.can_allocate_gpu_blocks(6)
-    one.manager.check()
+    check(one.manager)
 
 
 def test_a_release_during_a_write_frees_the_blocks_after_it(engine, pool, monkeypatch):
@@ -200,7 +201,7 @@ def test_a_store_that_hangs_does_not_keep_requests(engine, faults, monkeypatch):
     one.serve("a", A)
     assert one.manager.statistics().failed_blocks == 2
     assert one.available == 4
-    one.manager.check()
+    check(one.manager)
 
 
 def test_two_matches_in_two_threads_find_the_same_blocks(engine, pool):
@@ -253,7 +254,7 @@ def test_blocks_of_a_copy_to_the_host_that_does_not_end_are_not_given_out(engine
         one.manager.can_allocate_gpu_blocks(3)
     monkeypatch.undo()
     assert one.free_blocks == [2, 3], "block 1 may still be read"
-    one.manager.check()
+    check(one.manager)
     assert one.manager.can_allocate_gpu_blocks(3)
     assert not one.manager.can_allocate_gpu_blocks(4)
 
@@ -268,7 +269,7 @@ def test_blocks_of_a_copy_to_the_device_that_does_not_end_are_not_given_out(engi
         one.match(request)
     monkeypatch.undo()
     one.free(request)
-    one.manager.check()
+    check(one.manager)
     assert one.free_blocks == [2, 3], "block 1 may still be written"
     assert one.available == 3, "the matched block is evictable again"
 

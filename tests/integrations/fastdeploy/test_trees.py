@@ -8,6 +8,7 @@ import pytest
 from kvactors.errors import ConfigError, NoRoom
 from kvactors.integrations.fastdeploy.requests import EngineBlockIndex, EngineBlocks, IndexedBlock
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
+from tests.integrations.fastdeploy.invariants import check, check_blocks, check_index
 
 A = list(range(12))
 
@@ -28,7 +29,7 @@ class Tree:
         for block_hash in hashes[len(held) :]:
             parent = held[-1] if held else None
             held.append(self.index.add(block_hash, parent, next(self.ids)))
-        self.index.check()
+        check_index(self.index)
         return held
 
     def find(self, *path: int) -> list[int]:
@@ -59,7 +60,7 @@ def test_none_and_too_many_blocks():
     with pytest.raises(NoRoom, match="5 device blocks needed, 4 available"):
         pool.take(5, "a")
     assert (pool.free, pool.held) == (4, {})
-    pool.check()
+    check_blocks(pool)
 
 
 def test_a_released_block_has_no_owner_any_more():
@@ -71,7 +72,7 @@ def test_a_released_block_has_no_owner_any_more():
     assert pool.held == {0: "b", 1: "a"}
     with pytest.raises(ValueError, match="block 0 is held for request 'b', not 'a'"):
         pool.give([0], "a")
-    pool.check()
+    check_blocks(pool)
 
 
 @pytest.mark.parametrize("total", [9, 2, 4, 0])
@@ -82,7 +83,7 @@ def test_a_pool_without_blocks_in_use_gets_any_size(engine, total):
     assert one.free_blocks == list(range(total))
     assert one.manager.allocate_gpu_blocks(total, "a") == list(range(total))
     assert not one.manager.can_allocate_gpu_blocks(1)
-    one.manager.check()
+    check(one.manager)
 
 
 @pytest.mark.parametrize("total", [1, 3, 9])
@@ -127,7 +128,7 @@ def test_a_path_of_several_requests_is_counted_for_each(tree):
     for held, left in zip(requests, (4, 3, 2, 1, 0), strict=True):
         tree.index.release(held)
         assert tree.refs(1, 2) == [left, left]
-        tree.index.check()
+        check_index(tree.index)
     assert tree.index.unreferenced == 2
 
 
@@ -156,7 +157,7 @@ def test_100_branches_leave_half_of_their_requests(tree):
     assert tree.refs(0) == [50]
     assert len(tree.index.evict(200)) == 50
     assert len(tree.index.blocks) == 51
-    tree.index.check()
+    check_index(tree.index)
 
 
 def test_a_chain_of_20_leaves_from_its_end(tree):
@@ -166,7 +167,7 @@ def test_a_chain_of_20_leaves_from_its_end(tree):
         (victim,) = tree.index.evict(1)
         assert victim.depth == left + 1
         assert len(tree.find(*path)) == left
-        tree.index.check()
+        check_index(tree.index)
 
 
 def test_an_eviction_of_none_removes_none(tree):
@@ -181,7 +182,7 @@ def test_too_few_evictable_blocks_change_nothing(engine):
     one.manager.allocate_gpu_blocks(2, "other")
     assert not one.manager.can_allocate_gpu_blocks(3)
     assert one.match(Request("b", A[:4]))[2]["gpu_match_token_num"] == 4, "nothing was evicted"
-    one.manager.check()
+    check(one.manager)
 
 
 # -- requests
@@ -211,7 +212,7 @@ def test_two_of_three_blocks_are_used_again(engine):
     assert metrics["gpu_match_token_num"] == 8
     assert one.manager.statistics().free_gpu_blocks == 4, "the two paths have 4 blocks"
     one.free(request)
-    one.manager.check()
+    check(one.manager)
 
 
 def test_a_full_pool_gives_the_next_request_evicted_blocks(engine):
@@ -222,7 +223,7 @@ def test_a_full_pool_gives_the_next_request_evicted_blocks(engine):
     assert (found.free_gpu_blocks, found.evictable_gpu_blocks) == (0, 100)
     assert one.manager.can_allocate_gpu_blocks(3)
     assert len(one.manager.allocate_gpu_blocks(3, "next")) == 3
-    one.manager.check()
+    check(one.manager)
 
 
 def test_a_path_moves_to_the_host_and_back_in_its_order(engine):

@@ -13,6 +13,7 @@ from kvactors.integrations.fastdeploy import settings as fastdeploy_settings
 from kvactors.integrations.fastdeploy.device_cache import IndexReports
 from kvactors.integrations.fastdeploy.settings import WeightsVersion
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
+from tests.integrations.fastdeploy.invariants import check
 
 A = list(range(8))
 
@@ -64,7 +65,7 @@ def test_new_weights_without_a_reset_are_one(engine, model):
     one.free(Request("b", A))
     one.serve("c", A)
     assert one.available == 8
-    one.manager.check()
+    check(one.manager)
 
 
 STEPS = ("serve", "reset", "new weights", "evict", "free all")
@@ -97,7 +98,7 @@ def test_no_order_of_resets_and_weights_gives_other_bytes(engine, model, gpu, cp
                 if step == "new weights":
                     model.load(seed)
                     one.memory.lose(seed)
-            one.manager.check()
+            check(one.manager)
     finally:
         one.manager.close()
 
@@ -111,7 +112,7 @@ def test_no_request_is_matched_under_weights_without_a_known_version(engine, mod
     for _ in range(2):
         with pytest.raises(ConfigError, match="has no line 'version: NAME'"):
             one.match(Request("b", A))
-    one.manager.check()
+    check(one.manager)
     model.load(2)
     assert one.match(Request("b", A))[1] == 0
 
