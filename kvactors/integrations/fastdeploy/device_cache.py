@@ -35,10 +35,7 @@ REPORTED = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
 
 class IndexReports:
     """Keeps sinks informed, on an event loop in a separate thread. No call waits for a sink.
-
-    Args:
-        num_blocks: blocks that device and host hold at most.
-    """
+    `num_blocks`: that device and host hold at most."""
 
     def __init__(
         self,
@@ -130,11 +127,7 @@ Move = Callable[[DeviceStore], Coroutine[Any, Any, int]]
 
 
 class CallInFlight(TimeoutError):
-    """A call has not returned in time.
-
-    Attributes:
-        answer: done when the call has ended. Until then it may access the device blocks.
-    """
+    """A call has not returned in time. It may access the device blocks until `answer` is done."""
 
     def __init__(self, answer: Future[int]) -> None:
         super().__init__("a call of AttentionStore does not return")
@@ -190,8 +183,8 @@ class _StoreService:
 
 class DirectStorage:
     """Reads and writes device blocks through the `DeviceStore` of each rank, from any thread. A
-    block counts as moved when every rank has moved its part of it.
-    """
+    block counts as moved when every rank has moved its part of it. While a call that raised
+    CallInFlight has not returned, the next ones move nothing."""
 
     def __init__(self, stores: Sequence[DeviceStore], timeout_s: float) -> None:
         self._service = _StoreService(stores)
@@ -211,12 +204,7 @@ class DirectStorage:
     def fetch(
         self, tokens: bytes, start: int, blocks: list[int], interrupted: Callable[[], bool]
     ) -> int:
-        """Read blocks of a path into device blocks. See `DeviceStore.fetch`.
-
-        Raises:
-            CallInFlight: the call does not return. The blocks must not be used before it does. The
-                next calls move nothing until then.
-        """
+        """Read blocks of a path into device blocks. See `DeviceStore.fetch`."""
         return self._run(
             lambda store: store.fetch(tokens, start, tuple(blocks), self._timeout_s), interrupted
         )
@@ -305,10 +293,8 @@ class DeviceCache:
 
     def begin_write(self, request: str) -> RequestRecord | None:
         """The record of a request, whose blocks stay until its entry in `writers` is removed. None
-        if it holds nothing.
-
-        A release that comes between the two look-ups is seen by one of them, or sees the writer.
-        """
+        if it holds nothing. A release that comes between the two look-ups is seen by one of them,
+        or sees the writer."""
         record = self.requests.get(request)
         if record is None:
             return None
@@ -329,19 +315,15 @@ class DeviceCache:
         self.requests[record.request] = record
 
     def named(self, request: str) -> RequestRecord | None:
-        """The record of a request, None if a reset has forgotten it.
-
-        Raises:
-            LookupError: it was not matched, or was released.
-        """
+        """The record of a request, None if a reset has forgotten it. LookupError if it was not
+        matched, or was released."""
         found = self.requests.get(request)
         if found is None and request not in self._forgotten:
             raise LookupError(f"request {request!r} holds nothing: call request_match_blocks first")
         return found
 
     def uncommitted(self, record: RequestRecord, table: Sequence[int], full: int) -> list[int]:
-        """The blocks of a request's table that are full and not indexed. full: blocks from the
-        start of the table that are full."""
+        """The blocks of a request's table that are not indexed, of the `full` first ones."""
         start = len(record.nodes)
         if full <= start:
             return []
@@ -355,11 +337,8 @@ class DeviceCache:
         return own
 
     def commit(self, record: RequestRecord, own: Sequence[int]) -> None:
-        """Index the next blocks of a request, which has their tokens.
-
-        A block whose hash is indexed already stays the request's own until its release: the engine
-        reads it.
-        """
+        """Index the next blocks of a request, which has their tokens. A block whose hash is indexed
+        already stays the request's own until its release: the engine reads it."""
         self.index.tick()
         start, added = len(record.nodes), 0
         hashes = record.hashes(start, start + len(own)) if own else []
@@ -378,8 +357,7 @@ class DeviceCache:
             self.reports.added(record, added)
 
     def release(self, request: str) -> None:
-        """A request holds nothing any more: its blocks are free when its writes to storage have
-        ended."""
+        """A request holds nothing any more: its blocks are free when its writes have ended."""
         self._forgotten.discard(request)
         record = self.requests.pop(request, None)
         if record is not None:
@@ -387,8 +365,7 @@ class DeviceCache:
         self.settle()
 
     def settle(self) -> None:
-        """A call of the engine begins: free what ended writes to storage and late calls have
-        held."""
+        """A call of the engine begins: free what ended writes and late calls have held."""
         for record in [one for one in self._leaving if not one.writers]:
             self._leaving.remove(record)
             self.index.release(record.nodes)
@@ -405,13 +382,9 @@ class DeviceCache:
     # -- matches: they bring the blocks of the tiers below to the device
 
     def match(self, record: RequestRecord) -> PrefixMatch:
-        """Let a request hold the leading blocks of its path that are cached. Loads have ended when
-        this returns. `record.nodes` are the blocks.
-
-        Raises:
-            NoRoom: blocks in host memory do not fit on the device. Nothing is held.
-            DeviceError: a copy does not end. Nothing is held, and the copy's blocks are lost.
-        """
+        """Let a request hold the leading blocks of its path that are cached, `record.nodes`. Loads
+        have ended when this returns. After an error nothing is held: NoRoom if blocks in host
+        memory do not fit, DeviceError if a copy does not end, whose blocks are lost."""
         self.index.tick()
         hashes = record.hashes(0, record.path.num_full_blocks)
         record.nodes = self.index.match(hashes)
@@ -536,11 +509,7 @@ class DeviceCache:
 
     def evict(self, count: int) -> None:
         """Evict blocks, at most `count`. Their bytes are in host memory before another request can
-        get them.
-
-        Raises:
-            DeviceError: a copy does not end. Its device blocks are lost.
-        """
+        get them. They are lost if the copy does not end (DeviceError)."""
         victims = self.index.evict(count)
         if not victims:
             return
@@ -559,11 +528,7 @@ class DeviceCache:
         self.blocks.evict(block.block for block in victims)
 
     def lose(self, blocks: Iterable[int], ended: Callable[[], bool] = lambda: False) -> None:
-        """Blocks may still be accessed.
-
-        Args:
-            ended: whether they are accessed no more, and free. By default they never are.
-        """
+        """Blocks may still be accessed until `ended`, by default for good."""
         lost = list(blocks)
         self.blocks.lose(lost)
         self._late.append((ended, lost))

@@ -21,12 +21,8 @@ POLL_S = 0.05  # between two looks at a signal of another process
 
 
 class SharedSignal:
-    """An array of int32 under the name that FastDeploy's `IPCSignal` gives it.
-
-    Args:
-        create: make it, in place of one of that name that an earlier process has left. Otherwise
-            another process has made it.
-    """
+    """An array of int32 under the name that FastDeploy's `IPCSignal` gives it. `create`: make it,
+    in place of one that an earlier process has left. Otherwise another process has made it."""
 
     def __init__(self, name: str, suffix: str | int, size: int, *, create: bool) -> None:
         self.name = f"{name}.{suffix}"
@@ -72,11 +68,7 @@ crosses processes, so those that the manager makes stay 0."""
 
 
 class EngineSignals:
-    """Signals of one engine.
-
-    Attributes:
-        named: by the attribute of FastDeploy's manager.
-    """
+    """Signals of one engine, `named` by the attribute of FastDeploy's manager."""
 
     def __init__(self, port: int | str, ranks: int) -> None:
         self.named: dict[str, SharedSignal] = {}

@@ -42,13 +42,10 @@ COPY_LIMIT_S = 600.0  # limit of a copy: only a hang takes as long
 
 class RankCopies:
     """Copies whole blocks, and returns when they have ended. A slot has the bytes of rank 0, then
-    those of rank 1, and so on. One call at a time.
+    those of rank 1, and so on: `ranks` are the tensors of each, in that order. One call at a time.
 
-    Args:
-        ranks: the tensors of each rank, in the order of their bytes.
-        stream: gives the handle of the GPU stream that a copy comes after, None for tensors in host
-            memory.
-    """
+    `stream` gives the handle of the GPU stream that a copy comes after, None for tensors in host
+    memory."""
 
     def __init__(
         self,
@@ -73,14 +70,8 @@ class RankCopies:
             raise
 
     def store(self, blocks: Sequence[int], slots: Sequence[int]) -> str:
-        """Copy device blocks to host slots.
-
-        Returns:
-            Why bytes did not arrive, empty if all of them did.
-
-        Raises:
-            DeviceError: a copy does not end. Blocks and slots are still in use.
-        """
+        """Copy device blocks to host slots. Returns why bytes did not arrive, empty if all did.
+        DeviceError if a copy does not end: blocks and slots are still in use."""
         return self._move(blocks, slots, to_host=True)
 
     def load(self, blocks: Sequence[int], slots: Sequence[int]) -> str:
@@ -140,15 +131,9 @@ class FinishWrites:
     def write(
         self, keys: Sequence[bytes], blocks: Sequence[int], wanted: Callable[[], bool]
     ) -> None:
-        """Save blocks that storage lacks. Returns after the last write has ended.
-
-        Failures are counted and logged, and never raised: the request has its answer.
-
-        Args:
-            keys: block hashes.
-            blocks: as many device blocks, which nothing changes before the call returns.
-            wanted: whether to go on, asked before each batch.
-        """
+        """Save blocks that storage lacks, while they are `wanted`. Nothing may change the device
+        blocks before this returns. Failures are counted and logged, and never raised: the request
+        has its answer."""
         counts = WriteCounters(failed=len(keys))
         try:
             works = self._turn.get(timeout=self._wait_s)
@@ -252,15 +237,10 @@ class LowerTiers:
             self._thread = get_ident()
 
     def keep(self, victims: Sequence[IndexedBlock]) -> None:
-        """Copy evicted blocks to host slots, and go on as saves to storage give slots back. Those
-        nearest to the start of their paths come first: a block without its path cannot be matched.
-
-        Args:
-            victims: children before parents.
-
-        Raises:
-            DeviceError: a copy does not end. The blocks must not be used any more.
-        """
+        """Copy evicted blocks, given children before parents, to host slots, and go on as saves to
+        storage give slots back. Those nearest to the start of their paths come first: a block
+        without its path cannot be matched. DeviceError if a copy does not end: the blocks must not
+        be used any more."""
         wanted = {block.hash: block for block in reversed(victims)} if self.slots else {}
         keys = tuple(wanted)
         until = time.monotonic() + self.tiers.config.storage.on_full_wait_s
@@ -283,19 +263,11 @@ class LowerTiers:
     def find(
         self, hashes: Sequence[bytes], waited_s: float, interrupted: Callable[[], bool]
     ) -> tuple[list[Tier], float]:
-        """The leading blocks of a path that can be loaded now: no more than there are host slots.
+        """The leading blocks of a path that can be loaded now, no more than there are host slots:
+        HOST or STORAGE for each, and the seconds for which storage was waited for.
 
-        Waits while blocks are on their way from storage. `end_step` of the tiers ends the hold on
-        the blocks.
-
-        Args:
-            hashes: of the path.
-            waited_s: seconds that the match has waited already.
-            interrupted: whether to wait no longer.
-
-        Returns:
-            HOST or STORAGE for each block, and the seconds for which storage was waited for.
-        """
+        Waits while blocks are on their way from storage, until `interrupted`. `waited_s` counts
+        already. `end_step` of the tiers ends the hold on the blocks."""
         hashes = hashes[: self.tiers.config.num_slots]
         begun = time.monotonic()
         waited = False
@@ -322,11 +294,7 @@ class LowerTiers:
 
     def load(self, hashes: Sequence[bytes], slots: Sequence[int], blocks: Sequence[int]) -> bool:
         """Copy pinned blocks to device blocks, and unpin them. Returns whether all bytes have
-        arrived.
-
-        Raises:
-            DeviceError: the copy does not end. The blocks must not be used any more.
-        """
+        arrived. DeviceError if the copy does not end: the blocks must not be used any more."""
         error = self._copies.load(blocks, slots)
         if error:
             log.error("blocks not loaded from host memory", blocks=len(blocks), error=error)
@@ -401,11 +369,8 @@ def tensors_by_rank(named: Mapping[str, Any]) -> list[RankTensors]:
 
 
 class CacheKvsLayout(Layout):
-    """The layout of FastDeploy's tensors, in the order that its kernels index them by.
-
-    Args:
-        extra_layers: layers of drafts (MTP), the last ones.
-    """
+    """The layout of FastDeploy's tensors, in the order that its kernels index them by. The last
+    `extra_layers` are those of drafts (MTP)."""
 
     kind = "fastdeploy"
 

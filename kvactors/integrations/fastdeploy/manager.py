@@ -172,12 +172,8 @@ class PrefixCacheManager:
         return self._cache.blocks.free / self.num_gpu_blocks if self.num_gpu_blocks else 0.0
 
     def can_allocate_gpu_blocks(self, num_blocks: float, try_free_gpu_blocks: bool = True) -> bool:
-        """Whether as many device blocks are free, after an eviction if need be. If the answer is
-        no, nothing was evicted.
-
-        Args:
-            num_blocks: rounded up. 0 and less are always free.
-        """
+        """Whether so many device blocks, rounded up, are free, after an eviction if need be. If the
+        answer is no, nothing was evicted. 0 and less are always free."""
         count = rounded_up("num_blocks", num_blocks)
         with self._turn():
             self._cache.settle()
@@ -185,11 +181,8 @@ class PrefixCacheManager:
             return self._cache.make_room(count) if evicts else count <= self._cache.blocks.free
 
     def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:
-        """Take free device blocks, the lowest ones, for a request. None for 0 and less.
-
-        Raises:
-            NoRoom: fewer are free. Nothing changed.
-        """
+        """Take the lowest free device blocks for a request, none for 0 and less. NoRoom if fewer
+        are free: nothing changed."""
         count = max(0, whole("num_blocks", num_blocks))
         with self._turn():
             return self._cache.blocks.take(count, req_id)
@@ -197,13 +190,9 @@ class PrefixCacheManager:
     def recycle_gpu_blocks(
         self, gpu_block_ids: int | Sequence[int], req_id: str | None = None
     ) -> None:
-        """Return blocks of `allocate_gpu_blocks` that `num_cached_blocks` does not count: one, or
-        several.
-
-        Raises:
-            ValueError: a block is free already, in the prefix cache, or held for another request.
-                Nothing changed.
-        """
+        """Return one or several blocks of `allocate_gpu_blocks` that `num_cached_blocks` does not
+        count. ValueError if one is free already, in the prefix cache, or held for another request:
+        nothing changed."""
         many = hasattr(gpu_block_ids, "__len__")
         given: Any = gpu_block_ids if many else [gpu_block_ids]
         ids = [whole("gpu_block_ids", block) for block in given]
@@ -281,8 +270,8 @@ class PrefixCacheManager:
         self._commit(task, block_size, lambda tokens: tokens - last)
 
     def _commit(self, task: Any, block_size: int, computed: Callable[[int], int]) -> None:
-        """Index the full blocks of a request. computed: the tokens that are computed, by the
-        number of its tokens."""
+        """Index the full blocks of a request. `computed` gives its computed tokens from all
+        tokens."""
         with self._turn():
             request = name_of(task)
             block_size = self._checked_size(block_size)
@@ -454,12 +443,8 @@ class PrefixCacheManager:
 
     def _root(self) -> bytes:
         """The hash that the chains of all requests start from. If the model's folder has other
-        weights now, all that is cached is forgotten first.
-
-        Raises:
-            ConfigError: the version of the weights cannot be read. A request could be given stored
-                blocks of other weights.
-        """
+        weights now, all that is cached is forgotten first. ConfigError if their version cannot be
+        read: a request could be given stored blocks of other weights."""
         version = self._weights.now()
         if version != self.settings.config.cache.namespace:
             self._cache.reset()

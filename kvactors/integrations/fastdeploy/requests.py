@@ -111,12 +111,8 @@ SLACK = 64  # entries of the eviction order beyond twice the blocks: more are st
 
 @dataclass(eq=False, slots=True)
 class IndexedBlock:
-    """A full block on the device, held by a request at first.
-
-    Attributes:
-        hash: block hash. It stands for the tokens and media up to the block's end.
-        used: time of the last use, in calls of the index.
-    """
+    """A full block on the device, held by a request at first. Its hash stands for the tokens and
+    media up to its end. `used`: time of the last use, in calls of the index."""
 
     hash: bytes
     parent: IndexedBlock | None
@@ -272,11 +268,8 @@ class EngineBlocks:
 
     def give(self, blocks: Sequence[int], request: str | None) -> None:
         """The engine returns blocks. Those that it was given before a reset are free already.
-
-        Raises:
-            ValueError: the engine does not hold a block, holds it for another request, or returns
-                it twice. Nothing changed.
-        """
+        ValueError if it does not hold one, holds it for another request, or returns it twice:
+        nothing changed."""
         returned = [block for block in blocks if not self._is_earlier(block, request)]
         self.check_held(returned, request)
         for block in blocks:

@@ -119,15 +119,9 @@ def is_serialized(layout: str) -> bool:
 
 
 class KeyCatalog:
-    """Objects, least recently used first. Locked objects are never evicted or removed.
-
-    Args:
-        capacity: pages that the objects may have together.
-
-    Attributes:
-        reserved: pages of objects that are being stored.
-        locks: locks of each key, those of loads in flight included.
-    """
+    """Objects, least recently used first, with at most `capacity` pages. Locked objects are never
+    evicted or removed. `reserved`: pages of objects that are being stored. `locks`: of each key,
+    those of loads in flight included."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -303,11 +297,8 @@ SPARE_LINES = 1024  # beyond twice the objects: then the file is written anew
 
 
 class KeyWriter:
-    """The objects whose keys are not in the file yet, and the thread that writes them.
-
-    Attributes:
-        error: why the file does not take records, empty if it does.
-    """
+    """The objects whose keys are not in the file yet, and the thread that writes them. `error`: why
+    the file does not take records, empty if it does."""
 
     def __init__(self, keys: KeyLog) -> None:
         self.error = ""
@@ -335,12 +326,8 @@ class KeyWriter:
     def write(
         self, records: list[Record], whole: list[Record] | None, written: Callable[[], None]
     ) -> None:
-        """Write records.
-
-        Args:
-            whole: those of all objects, to write the file anew. None: add to it.
-            written: called at the end in any thread, also if it fails.
-        """
+        """Add records, or write the file anew with the `whole` of them. `written` is called at the
+        end in any thread, also after a failure."""
         self._disk.submit(partial(self._write, records, whole)).add_done_callback(
             lambda _: written()
         )
@@ -359,8 +346,8 @@ class KeyWriter:
             self.error = ""
 
     def close(self, whole: list[Record], limit: float) -> None:
-        """Write the records of all objects, in the order of their use, which takes at most `limit`
-        seconds."""
+        """Write the records of all objects in the order of their use, in `limit` seconds at
+        most."""
         if not self._closed:
             self._closed = True
             self._disk.submit(partial(self._write, [], whole))

@@ -41,11 +41,7 @@ from kvactors.tier_cache import SlotMemory, StorageResult, StorageTier
 
 
 class Buffer(NamedTuple):
-    """Memory of LMCache for one object.
-
-    Attributes:
-        owner: keeps the memory alive.
-    """
+    """Memory of LMCache for one object, which `owner` keeps alive."""
 
     shape: ObjectShape
     address: int
@@ -190,12 +186,8 @@ class TransferReport(Protocol):
 
 
 class ObjectStore:
-    """The objects and the tasks in flight. Every method but `close` is called in one thread.
-
-    Args:
-        post: runs a call in the thread later, called from any thread.
-        staging: memory that pages pass through, half of it for stores and half for loads.
-    """
+    """The objects and the tasks in flight. Every method but `close` is called in one thread, where
+    `post` runs a call later. Half of the staging memory is for stores and half for loads."""
 
     def __init__(
         self,
@@ -231,11 +223,8 @@ class ObjectStore:
     # -- look-ups, locks, removals
 
     def look_up(self, number: int, keys: Sequence[Key], layouts: Mapping[int, str]) -> None:
-        """Look keys up, and lock those that are found.
-
-        Args:
-            layouts: the layout that is wanted of each object group. None for a group: any.
-        """
+        """Look keys up, and lock those that are found. `layouts`: wanted of each object group, any
+        of a group that it lacks."""
         usable = not self.tier.trouble
         found = [usable and self._has(key, layouts.get(key.object_group_id)) for key in keys]
         hits = [key for key, there in zip(keys, found, strict=True) if there]
@@ -466,11 +455,8 @@ log = get_logger()
 
 
 class Worker:
-    """Runs calls and results in one thread. `post` and `ask` may be called in any thread.
-
-    Attributes:
-        objects: the objects and tasks. Its methods are called in the worker's thread.
-    """
+    """Runs calls and results in one thread. `post` and `ask` may be called in any thread, the
+    methods of `objects` in the worker's thread."""
 
     def __init__(
         self,

@@ -44,14 +44,10 @@ class StoredPool(NamedTuple):
 
 
 class KVActorsHiCache(HiCacheStorage):
-    """kvactors' verified store below SGLang's host pool.
+    """kvactors' verified store below SGLang's host pool, with `HiCacheSettings`.
 
     The calls of SGLang's storage threads end within `storage.timeout_s` seconds and do not raise: a
-    fault is a page that is not there.
-
-    Args:
-        storage_config: SGLang's. Its `extra_config` is described by `HiCacheSettings`.
-    """
+    fault is a page that is not there."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         self.settings = read_settings(storage_config.extra_config)

@@ -43,14 +43,10 @@ class LayerCounter:
 
 
 class KVActorsLinker(UnifiedCacheLinker):
-    """kvactors as host tier and storage below SGLang's device pool.
+    """kvactors as host tier and storage below SGLang's device pool, with `LinkerSettings`.
 
     SGLang aborts the requests of a load that fails. So a page counts as found once its bytes are in
-    host memory, verified, and a load is a copy within memory.
-
-    Args:
-        extra_config: `linker_extra_config`, described by `LinkerSettings`.
-    """
+    host memory, verified, and a load is a copy within memory."""
 
     def __init__(
         self,

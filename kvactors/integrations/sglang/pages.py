@@ -22,11 +22,8 @@ LAYOUT = "nhd"  # the heads of one token side by side
 
 
 class DevicePages:
-    """The pages of one device pool.
-
-    Attributes:
-        tensors: row p of each is the share of page p: keys of every layer, then values.
-    """
+    """The pages of one device pool. Row p of each tensor is the share of page p: keys of every
+    layer, then values."""
 
     def __init__(self, pool: Any, page_tokens: int) -> None:
         kind, layout = type(pool).__name__, getattr(pool, "kv_cache_layout", None)
@@ -63,11 +60,8 @@ class DevicePages:
         return buffer[: pages * self.page_tokens].view(pages, -1)
 
     def numbers(self, indices: Any, count: int) -> list[int]:
-        """The pages that indices of tokens stand for.
-
-        Raises:
-            ValueError: the indices are not those of so many whole pages.
-        """
+        """The pages that indices of tokens stand for. ValueError if they are not those of so many
+        whole pages."""
         _check_count(indices, count, self.page_tokens)
         tokens = np.array(indices.tolist(), np.int64).reshape(count, self.page_tokens)
         starts = tokens[:, 0]
@@ -158,11 +152,7 @@ NOTHING = -1  # the number of a batch without loads
 
 
 class _Load(NamedTuple):
-    """The pages of one request.
-
-    Attributes:
-        keys: of the pages, pinned.
-    """
+    """The pages of one request, pinned."""
 
     keys: Sequence[bytes]
     pages: Sequence[int]
@@ -171,11 +161,7 @@ class _Load(NamedTuple):
 
 @dataclass
 class _Batch:
-    """Loads that were started together.
-
-    Attributes:
-        ok: whether every copy was submitted.
-    """
+    """Loads that were started together. `ok`: whether every copy was submitted."""
 
     jobs: list[Hashable]
     keys: list[Sequence[bytes]]
@@ -240,11 +226,8 @@ class PageMoves:
     # -- look-up
 
     def find(self, keys: Sequence[bytes]) -> int:
-        """Pages from the start that can be loaded, until `end_step`.
-
-        Waits while pages are on their way from storage. Those that arrive later serve later
-        look-ups.
-        """
+        """Pages from the start that can be loaded, until `end_step`. Waits while pages are on their
+        way from storage. Those that arrive later serve later look-ups."""
         if self._closed:
             return 0
         keys = keys[: self._tiers.config.num_slots]
@@ -272,11 +255,8 @@ class PageMoves:
     # -- loads
 
     def queue_load(self, request: str, keys: Sequence[bytes], pages: Sequence[int]) -> bool:
-        """Have pages loaded by the next `start_loads`.
-
-        Returns:
-            Whether they will be. If not, nothing has changed.
-        """
+        """Have pages loaded by the next `start_loads`. Returns whether they will be. If not,
+        nothing has changed."""
         if self._closed or request in self._queued:
             return False
         try:
@@ -311,11 +291,8 @@ class PageMoves:
         return number
 
     def wait_for_batch(self, number: int) -> None:
-        """Return when the copies of a batch have ended.
-
-        Raises:
-            DeviceError: a copy hangs. The engine would compute with a page that is not there.
-        """
+        """Return when the copies of a batch have ended. DeviceError if one hangs: the engine would
+        compute with a page that is not there."""
         batch = self._batches.get(number)
         if batch is not None and not batch.ended:
             if not self._copies.wait(batch.jobs, COPY_LIMIT_S):
@@ -339,11 +316,7 @@ class PageMoves:
 
     def queue_store(self, keys: Sequence[bytes], pages: Sequence[int]) -> bool:
         """Copy device pages to the host tier. Pages without a slot wait for one: SGLang keeps them
-        until `stored` counts the store.
-
-        Returns:
-            Whether a store has begun, which `stored` counts when it has ended.
-        """
+        until `stored` counts the store. Returns whether a store has begun."""
         if self._closed:
             return False
         job, self._next_store = ("store", self._next_store), self._next_store + 1
@@ -415,11 +388,8 @@ class PageMoves:
             self._tiers.reset()
 
     def _end_moves(self) -> None:
-        """Wait for every copy, and let go of its pages.
-
-        Raises:
-            DeviceError: a copy hangs. The engine would reuse its pages.
-        """
+        """Wait for every copy, and let go of its pages. DeviceError if one hangs: the engine would
+        reuse its pages."""
         for request in list(self._queued):
             self.cancel_load(request)
         for number in list(self._batches):
@@ -447,11 +417,7 @@ KEPT = 4  # buffers kept for later calls
 
 
 class _StoreBatch(NamedTuple):
-    """Pages in a buffer, in flight.
-
-    Attributes:
-        pages: their indices in the call.
-    """
+    """Pages in a buffer, in flight: their indices in the call."""
 
     pages: Sequence[int]
     buffer: np.ndarray
@@ -494,11 +460,8 @@ class PageStore:
         return found
 
     def load(self, keys: Sequence[bytes], pages: Sequence[Sequence[PageRegion]]) -> list[bool]:
-        """Read pages into the engine's memory. That of a page that failed is unchanged.
-
-        Returns:
-            Whether each page was read. After a failure the pages of later buffers are not.
-        """
+        """Read pages into the engine's memory. Returns whether each was read: the memory of one
+        that failed is unchanged, and after a failure the pages of later buffers are not read."""
         tier = self._tier
         wanted = [i for i, key in enumerate(keys) if not tier.lists or tier.contains(key)]
         ok = [False] * len(keys)
@@ -634,13 +597,9 @@ def leading(has: Sequence[bool]) -> int:
 
 
 def find_prefixes(kv_pages: int, pools: Sequence[tuple[Sequence[bool], int]]) -> Prefixes:
-    """Find the prefixes that every pool allows.
-
-    Args:
-        kv_pages: pages of the longest prefix that the pool of keys and values allows.
-        pools: for each other pool, whether it has each page, and how many last pages of a prefix it
-            must have.
-    """
+    """Find the prefixes that every pool allows. `kv_pages`: of the longest one that the pool of
+    keys and values allows. `pools`: for each other one, whether it has each page, and how many last
+    pages of a prefix it must have."""
     allowed = [_with_window(has, trailing) for has, trailing in pools]
     restorable = [one for one in range(1, kv_pages + 1) if all(one in found for found in allowed)]
     longest = [max(found, default=0) for found in allowed]

@@ -8,11 +8,8 @@ from kvactors.integrations.model_files import model_digest
 
 
 def replica_of(dp_rank: int) -> int:
-    """The number of the data parallel replica: its own processes, or its part of one worker group.
-
-    Args:
-        dp_rank: of the worker within its group.
-    """
+    """The number of the data parallel replica: its own processes, or its part of one worker group,
+    where `dp_rank` is the worker's."""
     try:
         own = get_parallel().dp_rank
     except (AttributeError, RuntimeError, ValueError):

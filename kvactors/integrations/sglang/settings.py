@@ -29,7 +29,7 @@ PROCESS_STORES = ("file", "memory")  # their objects belong to one process
 
 
 class HiCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The keys of `--hicache-storage-backend-extra-config`."""
+    """The keys of `--hicache-storage-backend-extra-config` (docs/how-to/sglang.md)."""
 
     storage: TierStorage
     model: str | None = None
@@ -40,7 +40,8 @@ class HiCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The keys of `linker_extra_config` in `--unified-cache-external-linker-config`."""
+    """The keys of `linker_extra_config` in `--unified-cache-external-linker-config`
+    (docs/how-to/sglang.md)."""
 
     host_bytes: ByteSize
     model: str | None = None
@@ -94,12 +95,8 @@ def check_shared(storage: TierStorage, config: Any) -> None:
 
 
 def is_replicated(config: Any, pool_kind: str) -> bool:
-    """Whether all tensor parallel ranks hold the same pages, which one of them saves.
-
-    Args:
-        pool_kind: class name of the host pool. Heads and Mamba states are split between ranks in
-            every model.
-    """
+    """Whether all tensor parallel ranks hold the same pages, which one of them saves. Heads and
+    Mamba states are split between ranks in every model."""
     return bool(config.is_mla_model) and not any(kind in pool_kind for kind in ("MHA", "Mamba"))
 
 
@@ -130,15 +127,9 @@ def tier_config(
     replica: int,
     weights: str,
 ) -> TierConfig:
-    """Settings of the store of one pool.
-
-    Args:
-        config: SGLang's `HiCacheStorageConfig`.
-        pool: description of the host pool (`HostPages.facts`).
-        pages: that the store may hold. None: as configured.
-        replica: number of the data parallel replica. Each has its own folder.
-        weights: digest of the model's files.
-    """
+    """Settings of the store of one pool, described by `HostPages.facts`. It holds `pages`, None: as
+    configured. Each data parallel replica has its own folder. `weights`: digest of the model's
+    files."""
     replicated = is_replicated(config, str(pool["kind"]))
     rank, ranks = place(config, replicated=replicated)
     storage = replace(settings.storage, rank=rank, ranks=ranks)

@@ -22,11 +22,8 @@ from kvactors.integrations.vllm.settings import check_engine
 
 @dataclass
 class ConnectorMetadata(OffloadingConnectorMetadata):
-    """vLLM's message to the workers.
-
-    Attributes:
-        stored: finished requests whose device blocks are kept no longer.
-    """
+    """vLLM's message to the workers. `stored`: finished requests whose device blocks are kept no
+    longer."""
 
     stored: set[str] = field(default_factory=set)
 

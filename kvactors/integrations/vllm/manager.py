@@ -70,11 +70,8 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
 
 
 class PathEnd(NamedTuple):
-    """The last chunk of a request's path that was seen, kept with the request.
-
-    Attributes:
-        tokens: of the path up to the chunk's end, None if vLLM does not give it.
-    """
+    """The last chunk of a request's path that was seen, kept with the request. `tokens`: of the
+    path up to the chunk's end, None if vLLM does not give it."""
 
     key: bytes
     tokens: int | None

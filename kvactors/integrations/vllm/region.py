@@ -168,14 +168,9 @@ COPY_LIMIT_S = 600.0  # limit of a copy: only a hang takes as long
 
 
 class KVActorsWorker(OffloadingWorker):
-    """vLLM's interface of a `CopyWorker`.
-
-    A chunk is `blocks_per_chunk` blocks, one after another, each with the pages of all layers.
-
-    Args:
-        stream: the handle of the stream that a copy comes after, for tensors of a GPU. vLLM's
-            model reads and writes the blocks on it.
-    """
+    """vLLM's interface of a `CopyWorker`. A chunk is `blocks_per_chunk` blocks, one after another,
+    each with the pages of all layers. `stream` gives the handle of the stream that a copy comes
+    after, on which vLLM's model reads and writes the blocks."""
 
     def __init__(
         self,
@@ -204,12 +199,8 @@ class KVActorsWorker(OffloadingWorker):
         return True
 
     def _places(self, device: Any, chunks: Any) -> Any:
-        """The place of each block of a job in the host tier, counted in blocks.
-
-        Args:
-            chunks: indices of the chunks that hold the blocks, in order. The first block may be
-                inside the first chunk.
-        """
+        """The place of each block of a job in the host tier, counted in blocks. The first block may
+        be inside the first chunk."""
         count = self._blocks_per_chunk
         blocks = len(device.block_ids)
         first = int(device.block_indices[0]) % count
@@ -222,12 +213,8 @@ class KVActorsWorker(OffloadingWorker):
         return np.asarray(chunks, np.int64)[inside // count] * count + inside % count
 
     def get_finished(self) -> list[TransferResult]:
-        """Jobs that have ended since the last call.
-
-        Raises:
-            DeviceError: a copy of the GPU failed. vLLM has no result for that, and would compute
-                with blocks that hold other bytes.
-        """
+        """Jobs that have ended since the last call. DeviceError if a copy of the GPU failed: vLLM
+        has no result for that, and would compute with blocks that hold other bytes."""
         found = []
         for ended in self._copies.get_finished():
             if ended.error:
@@ -237,11 +224,7 @@ class KVActorsWorker(OffloadingWorker):
         return found
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when jobs have ended.
-
-        Raises:
-            DeviceError: a copy hangs. vLLM would reuse its blocks.
-        """
+        """Return when jobs have ended. DeviceError if a copy hangs: vLLM would reuse its blocks."""
         if not self._copies.wait(job_ids, COPY_LIMIT_S):
             raise DeviceError(f"a copy has not ended in {COPY_LIMIT_S} s")
 

@@ -89,11 +89,7 @@ def chosen_worker(settings: OffloadingSettings, platform: Any) -> Literal["vllm"
 
 
 def read_tier_settings(settings: Mapping[str, Any]) -> tuple[TierSettings, TierStorage]:
-    """Check an entry of `secondary_tiers`.
-
-    Returns:
-        The settings, and those of them that the store has.
-    """
+    """An entry of `secondary_tiers`, checked, and those of its settings that the store has."""
     with located(TIER):
         found = convert(dict(settings), TierSettings)
         fields = msgspec.structs.asdict(found)
@@ -156,11 +152,8 @@ def check_engine(vllm_config: Any, platform: Any) -> None:
 
 
 def stored_model(name: str | None, model_path: str, vllm_config: Any, platform: Any) -> str:
-    """The name of a model in a store, with the digest of its files.
-
-    Args:
-        vllm_config: vLLM's `VllmConfig`, None with vLLM's own connector, which does not tell it.
-    """
+    """The name of a model in a store, with the digest of its files. vLLM's own connector does not
+    tell `vllm_config`."""
     name = name or model_path
     if vllm_config is None:
         if platform.is_cpu() and "kv_lora_rank" in configuration(model_path):

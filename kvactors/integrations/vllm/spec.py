@@ -29,13 +29,9 @@ from kvactors.tier_cache.settings import checked_config
 
 
 class KVActorsOffloadingSpec(OffloadingSpec):
-    """kvactors as vLLM's host tier and the storage below it.
+    """kvactors as vLLM's host tier and the storage below it, with `OffloadingSettings`.
 
-    A row of the host tier holds the shares of all workers of one chunk, one after another.
-
-    Args:
-        config: vLLM's `OffloadingConfig`. Its `extra_config` is described by `OffloadingSettings`.
-    """
+    A row of the host tier holds the shares of all workers of one chunk, one after another."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

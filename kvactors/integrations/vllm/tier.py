@@ -28,15 +28,11 @@ DRAIN_LIMIT_S = 60.0  # limit of `drain_jobs` beyond the time that every job has
 
 
 class KVActorsTier(SecondaryTierManager):
-    """kvactors' verified file store as a tier below vLLM's host tier.
+    """kvactors' verified file store as a tier below vLLM's host tier, with `TierSettings`.
 
     A look-up is answered from memory. A chunk whose bytes are not those that were stored is a
     failed load, which vLLM counts as a miss. Chunks are opaque, so models with several groups of KV
-    cache layers are stored too: vLLM's keys name the group.
-
-    Args:
-        settings: see `settings.TierSettings`.
-    """
+    cache layers are stored too: vLLM's keys name the group."""
 
     medium = Medium.STORAGE
 
