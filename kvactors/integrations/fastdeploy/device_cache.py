@@ -30,8 +30,6 @@ from kvactors.types import Reason, Tier
 
 # -- Reports of device and host blocks to indexes: AttentionStore's, and those of routers.
 
-REPORTED = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
-
 
 class IndexReports:
     """Keeps sinks informed, on an event loop in a separate thread. No call waits for a sink.
@@ -45,7 +43,8 @@ class IndexReports:
         block_size: int,
         num_blocks: int,
     ) -> None:
-        feed = self._feed = SinkFeed(REPORTED, block_size, scope, fingerprint, num_blocks)
+        tiers = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
+        feed = self._feed = SinkFeed(tiers, block_size, scope, fingerprint, num_blocks)
         feed.token_root = scope.root(fingerprint)
         self._service = SinkService(feed, sinks)
         self._thread = LoopThread([self._service])
@@ -119,7 +118,6 @@ class IndexReports:
 log = get_logger()
 
 MARGIN = 5.0  # of a call beyond its limit: it ends itself before
-
 SLICE_S = 0.01  # seconds between two looks at whether a wait is to end
 
 Move = Callable[[DeviceStore], Coroutine[Any, Any, int]]

@@ -89,8 +89,6 @@ class PrefixCacheManager:
         signals: shared with the engine's processes, None before the launch. They are also
             attributes under the names of FastDeploy's manager, such as `cache_ready_signal`.
 
-    Raises:
-        ConfigError: names a field, variable or option that is malformed or not supported.
     """
 
     def __init__(
@@ -177,7 +175,7 @@ class PrefixCacheManager:
         count = rounded_up("num_blocks", num_blocks)
         with self._turn():
             self._cache.settle()
-            evicts = try_free_gpu_blocks and self._caches
+            evicts = try_free_gpu_blocks and self.settings.prefix_caching
             return self._cache.make_room(count) if evicts else count <= self._cache.blocks.free
 
     def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:
@@ -242,7 +240,8 @@ class PrefixCacheManager:
             block_size = self._checked_size(block_size)
             record = RequestRecord(request, task, block_size, root)
             self._cache.release(request)
-            found = self._cache.match(record) if self._caches else PrefixMatch()
+            caches = self.settings.prefix_caching  # else requests hold nothing
+            found = self._cache.match(record) if caches else PrefixMatch()
             self._cache.open(record)
             tiers = (found.gpu, found.cpu, found.storage)
             gpu, cpu, storage = (len(one) * block_size for one in tiers)
@@ -280,17 +279,14 @@ class PrefixCacheManager:
             if record is None:
                 log.warning("request of before a reset not cached", request=request)
                 return
-            full = computed(record.tokens_of(task)) // block_size if self._caches else 0
+            full = computed(record.tokens_of(task)) // block_size
+            if not self.settings.prefix_caching:
+                full = 0
             table = sequence_of(task, "block_tables")
             own = self._cache.uncommitted(record, table, full)  # first: may refuse the call
             record.extend(task)
             self._cache.commit(record, own)
             task.num_cached_blocks = len(record.nodes)
-
-    @property
-    def _caches(self) -> bool:
-        """Whether prefix caching is on. Otherwise requests hold nothing: nothing evicts blocks."""
-        return self.settings.prefix_caching
 
     def _checked_size(self, block_size: int) -> int:
         size, expected = whole("block_size", block_size), self.settings.block_size

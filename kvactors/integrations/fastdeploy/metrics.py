@@ -10,20 +10,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvactors.integrations.fastdeploy.manager import PrefixCacheManager
-from kvactors.integrations.fastdeploy.statistics import GAUGES, ManagerStatistics
+from kvactors.integrations.fastdeploy.statistics import GAUGES
 
 PREFIX = "fastdeploy:"
-
-
-def counters(s: ManagerStatistics) -> dict[str, tuple[float, str]]:
-    """Values that only grow, by name, with explanations."""
-    tokens = s.gpu_tokens + s.cpu_tokens + s.storage_tokens
-    return {
-        "prefix_cache_token_num": (tokens, "Cached tokens."),
-        "prefix_gpu_cache_token_num": (s.gpu_tokens, "Tokens cached on the device."),
-        "prefix_cpu_cache_token_num": (s.cpu_tokens, "Tokens cached in host memory."),
-        "prefix_ssd_cache_token_num": (s.storage_tokens, "Tokens cached in storage."),
-    }
 
 
 def config_labels(cache_config: Any) -> dict[str, str]:
@@ -49,8 +38,14 @@ class FastDeployMetrics(Collector):
         for name, (of, text) in GAUGES.items():
             yield GaugeMetricFamily(PREFIX + name, text, of(found))
         yield GaugeMetricFamily(PREFIX + "gpu_cache_usage_perc", "Device blocks in use.", share)
-        for name, (value, text) in counters(found).items():
-            yield CounterMetricFamily(PREFIX + name, text, value)
+        gpu, cpu, storage = found.gpu_tokens, found.cpu_tokens, found.storage_tokens
+        for kind, text, tokens in (
+            ("", "Cached tokens.", gpu + cpu + storage),
+            ("gpu_", "Tokens cached on the device.", gpu),
+            ("cpu_", "Tokens cached in host memory.", cpu),
+            ("ssd_", "Tokens cached in storage.", storage),
+        ):
+            yield CounterMetricFamily(f"{PREFIX}prefix_{kind}cache_token_num", text, tokens)
         labels = config_labels(self._manager.cache_config)
         info = GaugeMetricFamily(
             f"{PREFIX}cache_config_info", "FastDeploy's cache config.", labels=list(labels)
@@ -59,5 +54,4 @@ class FastDeployMetrics(Collector):
         yield info
 
     def describe(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`. Nothing is read."""
-        return []
+        return []  # the names at registration: nothing is read

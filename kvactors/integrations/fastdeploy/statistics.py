@@ -81,10 +81,6 @@ class ManagerStatistics(NamedTuple):
     present_blocks: int
     failed_blocks: int
 
-    @property
-    def free_share(self) -> float:
-        return self.free_gpu_blocks / self.gpu_blocks if self.gpu_blocks else 0.0
-
 
 GAUGES: dict[str, tuple[Callable[[ManagerStatistics], float], str]] = {
     "hit_req_rate": (
@@ -104,6 +100,9 @@ GAUGES: dict[str, tuple[Callable[[ManagerStatistics], float], str]] = {
     "free_gpu_block_num": (lambda s: s.free_gpu_blocks, "Free device blocks."),
     "max_gpu_block_num": (lambda s: s.gpu_blocks, "Device blocks."),
     "max_cpu_block_num": (lambda s: s.cpu_blocks, "Blocks of the host tier."),
-    "available_gpu_resource": (lambda s: s.free_share, "Free device blocks, of all."),
+    "available_gpu_resource": (
+        lambda s: s.free_gpu_blocks / s.gpu_blocks if s.gpu_blocks else 0.0,
+        "Free device blocks, of all.",
+    ),
 }
 """FastDeploy's gauges that its manager sets, by name: value and explanation."""
