@@ -335,12 +335,16 @@ class DeviceCache:
         return own
 
     def commit(self, record: RequestRecord, own: Sequence[int]) -> None:
-        """Index the next blocks of a request, which has their tokens. A block whose hash is indexed
-        already stays the request's own until its release: the engine reads it."""
+        """Index the next blocks of a request, which has their tokens."""
         self.index.tick()
+        self._add(record, own)
+
+    def _add(self, record: RequestRecord, blocks: Sequence[int]) -> None:
+        """Index the next blocks of a path, held by its request. A block whose hash is indexed
+        already stays the request's own until its release: the engine reads it."""
         start, added = len(record.nodes), 0
-        hashes = record.hashes(start, start + len(own)) if own else []
-        for block_hash, block in zip(hashes, own, strict=True):
+        hashes = record.hashes(start, start + len(blocks)) if blocks else []
+        for block_hash, block in zip(hashes, blocks, strict=True):
             node = self.index.blocks.get(block_hash)
             if node is not None:
                 self.index.hold([node])
@@ -448,7 +452,7 @@ class DeviceCache:
             found.storage_seconds += seconds
         else:
             found.cpu_seconds += seconds
-        self._add_loaded(record, keys, blocks)
+        self._add(record, blocks)
         for source, block in zip(sources, blocks, strict=False):
             (found.storage if source is Tier.STORAGE else found.cpu).append(block)
         return count == len(sources)
@@ -476,18 +480,7 @@ class DeviceCache:
         found.storage_seconds += time.monotonic() - begun
         self.blocks.give(blocks[got:], record.request)
         found.storage = blocks[:got]
-        self._add_loaded(record, record.hashes(start, start + got), blocks[:got])
-
-    def _add_loaded(
-        self, record: RequestRecord, keys: Sequence[bytes], blocks: Sequence[int]
-    ) -> None:
-        """Index blocks that have arrived, held by the request."""
-        self.blocks.index(blocks)
-        for key, block in zip(keys, blocks, strict=True):
-            parent = record.nodes[-1] if record.nodes else None
-            record.nodes.append(self.index.add(key, parent, block))
-        if blocks and self.reports is not None:
-            self.reports.added(record, len(blocks))
+        self._add(record, blocks[:got])
 
     # -- room
 
