@@ -29,7 +29,7 @@ from kvactors.integrations.lmcache.catalog import (
     layout_of,
     stored_object,
 )
-from kvactors.integrations.lmcache.object_store import Buffer, TransferTask, Worker
+from kvactors.integrations.lmcache.object_store import Buffer, ObjectStore, TransferTask, Worker
 from kvactors.integrations.lmcache.settings import (
     L2Settings,
     read_settings,
@@ -75,7 +75,7 @@ class KVActorsL2(L2AdapterInterface):
         except BaseException:
             tier.close(settings.close_timeout_s)
             raise
-        self._worker = Worker(tier, self._keys, catalog, self, staging)
+        self._worker = Worker(ObjectStore(tier, self._keys, catalog, self, staging))
         self._store_event, self._lookup_event, self._load_event = (
             create_event_notifier() for _ in range(3)
         )

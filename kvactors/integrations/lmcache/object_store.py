@@ -186,8 +186,8 @@ class TransferReport(Protocol):
 
 
 class ObjectStore:
-    """The objects and the tasks in flight. Every method but `close` is called in one thread, where
-    `post` runs a call later. Half of the staging memory is for stores and half for loads."""
+    """The objects and the tasks in flight. Every method but `close` is called in one thread. Half
+    of the staging memory is for stores and half for loads."""
 
     def __init__(
         self,
@@ -195,7 +195,6 @@ class ObjectStore:
         keys: KeyLog,
         catalog: KeyCatalog,
         report: TransferReport,
-        post: Callable[[Callable[[], None]], None],
         staging: SlotMemory,
     ) -> None:
         self.tier = tier
@@ -203,7 +202,6 @@ class ObjectStore:
         self.tasks: dict[int, TransferTask] = {}
         self.keys = KeyWriter(keys)
         self._report = report
-        self._post = post
         self._memory = staging
         half = staging.num_slots // 2
         self._loads = TransferLane(self._memory, range(half), save=False)
@@ -412,8 +410,9 @@ class ObjectStore:
 
     # -- results
 
-    def settle(self) -> None:
-        """Report the results of this turn. A store task ends when its keys are in the file."""
+    def settle(self, post: Callable[[Callable[[], None]], None]) -> None:
+        """Report the results of this turn. A store task ends when its keys are in the file: then
+        `post` runs a call in the thread."""
         ended, self._ended_tasks = self._ended_tasks, []
         stored, self._stored = self._stored, []
         if stored:
@@ -430,7 +429,7 @@ class ObjectStore:
                 self.end_task(task)
         if records:
             whole = self.catalog.records() if self.keys.is_long(len(self.catalog)) else None
-            self.keys.write(records, whole, lambda: self._post(partial(self._end_tasks, saves)))
+            self.keys.write(records, whole, lambda: post(partial(self._end_tasks, saves)))
         else:
             self._end_tasks(saves)
 
@@ -458,16 +457,9 @@ class Worker:
     """Runs calls and results in one thread. `post` and `ask` may be called in any thread, the
     methods of `objects` in the worker's thread."""
 
-    def __init__(
-        self,
-        tier: StorageTier,
-        keys: KeyLog,
-        catalog: KeyCatalog,
-        report: TransferReport,
-        staging: SlotMemory,
-    ) -> None:
-        self.objects = ObjectStore(tier, keys, catalog, report, self.post, staging)
-        self._tier = tier
+    def __init__(self, objects: ObjectStore) -> None:
+        self.objects = objects
+        self._tier = objects.tier
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)  # other threads may write to it until then
@@ -532,7 +524,7 @@ class Worker:
         tasks = self.objects.tasks
         for task in list(tasks.values()):
             self._contain(self.objects.give_up, task)
-        self._contain(self.objects.settle)
+        self._contain(self.objects.settle, self.post)
         for task in list(tasks.values()):
             self._contain(self.objects.end_task, task)
 
@@ -551,7 +543,7 @@ class Worker:
         for task in [task for task in self.objects.tasks.values() if task.deadline <= now]:
             self._contain(self.objects.give_up, task)
         self._contain(self.objects.fill)
-        self._contain(self.objects.settle)
+        self._contain(self.objects.settle, self.post)
 
     def _run_commands(self) -> None:
         while self._commands:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kvactors.integrations.lmcache.catalog import Key, KeyCatalog, KeyLog, ObjectShape
-from kvactors.integrations.lmcache.object_store import Buffer, TransferTask, Worker
+from kvactors.integrations.lmcache.object_store import Buffer, ObjectStore, TransferTask, Worker
 from kvactors.tier_cache import SlotMemory, StorageTier, open_storage
 from tests.tier_cache.stores import FaultyStore
 
@@ -71,9 +71,8 @@ class World:
         self.keys = KeyLog(folder / "keys.jsonl")
         self.keys.read()
         self.keys.rewrite([])
-        self.worker = Worker(
-            tier, self.keys, KeyCatalog(capacity), self, SlotMemory(8, tier.block_bytes)
-        )
+        staging = SlotMemory(8, tier.block_bytes)
+        self.worker = Worker(ObjectStore(tier, self.keys, KeyCatalog(capacity), self, staging))
         self.worker.start()
 
     # -- the receiver
