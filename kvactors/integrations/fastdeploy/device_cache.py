@@ -492,10 +492,11 @@ class DeviceCache:
     def make_room(self, count: int) -> bool:
         """Evict until `count` blocks are free. Nothing is evicted if that is not possible."""
         lacking = count - self.blocks.free
+        if lacking <= 0:
+            return True
         if lacking > self.index.unreferenced:
             return False
-        if lacking > 0:
-            self.evict(lacking)
+        self.evict(lacking)
         return True
 
     def evict(self, count: int) -> None:
