@@ -43,8 +43,6 @@ def block_bytes(
     """The bytes that a block of a layout takes.
 
     Args:
-        layout: of one rank's blocks.
-        storage: settings of the store.
         backend: the store, in place of the one that the settings name.
     """
     trailer = slot_trailer_bytes(storage) if backend is None else backend.slot_trailer_bytes
@@ -60,17 +58,7 @@ def block_bytes(
 def in_blocks(
     config: C, layout: Layout, storage: StorageConfig, backend: Backend | None = None
 ) -> C:
-    """The config with the sizes of device and host in blocks.
-
-    Args:
-        config: settings that have been validated.
-        layout: of one rank's blocks.
-        storage: settings of the store that is used.
-        backend: a store in place of the one that the settings name.
-
-    Raises:
-        ConfigError: a size holds no block.
-    """
+    """The config with the sizes of device and host in blocks."""
     device, host = config.device, config.host
     if device.capacity_bytes is not None:
         size = in_bytes(device.capacity_bytes, "device.capacity_bytes")
@@ -102,14 +90,7 @@ def _check_one(name: str, blocks: int, size: int, least: int) -> None:
 def quota_in_blocks(
     name: str, sizes: Sequence[int | str | None], block_bytes: int, object_bytes: int
 ) -> Quota:
-    """A quota in blocks. ConfigError for a size that holds no block.
-
-    Args:
-        name: of the quota, for the error.
-        sizes: of device, host and storage.
-        block_bytes: of a block in memory.
-        object_bytes: of a block in the store.
-    """
+    """A quota in blocks. ConfigError for a size that holds no block."""
     each = (block_bytes, block_bytes, object_bytes)
     return Quota(
         *(
@@ -120,13 +101,7 @@ def quota_in_blocks(
 
 
 def quotas_of(config: QuotaConfig, block_bytes: int, object_bytes: int) -> Quotas:
-    """The quotas of the settings. ConfigError names the wrong one.
-
-    Args:
-        config: the settings.
-        block_bytes: of a block in memory.
-        object_bytes: of a block in the store.
-    """
+    """The quotas of the settings. ConfigError names the wrong one."""
 
     def quota(name: str, one: QuotaConfig | SaltQuota) -> Quota:
         sizes = (one.device, one.host, one.storage)

@@ -44,14 +44,7 @@ SECRETS = ("ranks.secret",)
 
 
 class FileReport(msgspec.Struct):
-    """The result of a check.
-
-    Attributes:
-        file: its path.
-        kind: settings, scenario or replay.
-        faults: everything that is wrong.
-        notes: the sizes in blocks.
-    """
+    """The result of a check."""
 
     file: str
     kind: str
@@ -69,15 +62,7 @@ def kind_of(data: Mapping[str, Any]) -> tuple[str, type[Config]]:
 
 
 def check_file(path: Path, environ: Mapping[str, str]) -> FileReport:
-    """Check a file of settings.
-
-    Args:
-        path: a TOML file.
-        environ: the variables that fill unset values.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
+    """Check a file of settings."""
     try:
         data = read_toml(path)
     except ConfigError as error:
@@ -106,11 +91,7 @@ def check_mapping(
 
 
 def sizes(config: Config) -> Iterator[str]:
-    """The sizes of the tiers in blocks, tokens and bytes.
-
-    Raises:
-        ConfigError, LayoutError: a size holds no block, or the layout is not possible.
-    """
+    """The sizes of the tiers in blocks, tokens and bytes."""
     tiers = _own(config, make_layout(config.layout, config.cache.block_size))
     sized = {one.tier for one in tiers}
     if "device" not in sized:
@@ -127,8 +108,6 @@ class Shown(msgspec.Struct):
     """An effective setting.
 
     Attributes:
-        name: `table.name`.
-        value: as in a file, None if unset.
         origin: default, file, or the variable that it comes from. Empty for a setting that has no
             use beside the others.
     """
@@ -139,15 +118,7 @@ class Shown(msgspec.Struct):
 
 
 def effective(data: Mapping[str, Any], environ: Mapping[str, str]) -> list[Shown]:
-    """The settings that a cache would have, with their origins.
-
-    Args:
-        data: of a file, empty for none.
-        environ: the variables that fill unset values.
-
-    Raises:
-        ConfigError: a setting is invalid.
-    """
+    """The settings that a cache would have, with their origins."""
     base = Config.from_mapping(data)
     config = Config.from_env(environ, base)
     found: list[Shown] = []
@@ -250,15 +221,7 @@ CacheDtype = Literal["float32", "float16", "bfloat16", "uint8", "int8"]
 
 
 class TierSize(msgspec.Struct):
-    """A tier of a given size.
-
-    Attributes:
-        tier: device, host, transit or storage.
-        blocks: that it holds.
-        tokens: the same in tokens.
-        bytes: that these blocks take.
-        setting: the setting of that size.
-    """
+    """A tier of a given size."""
 
     tier: str
     blocks: int
@@ -271,19 +234,8 @@ class SizeReport(msgspec.Struct):
     """Sizes of one rank.
 
     Attributes:
-        source: the file.
         model: the model's architecture, empty for a file of settings.
-        kind: of the layout.
-        block_size: tokens a block.
         ranks: tensor-parallel ranks. Each has blocks of this size.
-        token_bytes: bytes of a token on the device.
-        device_bytes: bytes of a block on the device.
-        host_bytes: bytes of a host slot.
-        storage_bytes: bytes of a block in a file store.
-        blocks_per_gib: blocks in 1 GiB of the device.
-        tokens_per_gib: tokens in 1 GiB of the device.
-        tiers: the tiers of the given sizes.
-        settings: the settings for them, as TOML.
         notes: remarks.
     """
 
@@ -315,12 +267,7 @@ def size_report(
     disk: str | None = None,
     disk_rate: str | None = None,
 ) -> SizeReport:
-    """Sizes of a model's or a file's layout, for the arguments of `size`.
-
-    Raises:
-        ConfigError, LayoutError: a value is invalid.
-        OSError: the file cannot be read.
-    """
+    """Sizes of a model's or a file's layout, for the arguments of `size`."""
     notes: list[str] = []
     model = ""
     if source.suffix == ".toml":
@@ -399,11 +346,6 @@ def transit_slots(rate: int, slot_bytes: int, storage: StorageConfig) -> int:
     Each direction has a slot for every transfer at once, and as many for blocks on their way to or
     from the device. A load without device blocks leaves half of all slots to evictions, so there
     are twice as many. Small blocks need more, for all that the disk moves in TURNAROUND_S.
-
-    Args:
-        rate: bytes a second of the disk.
-        slot_bytes: of a slot.
-        storage: the settings of the store.
     """
     depth = storage.io_depth + (storage.io_write_depth or storage.io_depth)
     return max(4 * depth, -int(-rate * TURNAROUND_S // slot_bytes))

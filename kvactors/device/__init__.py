@@ -14,11 +14,7 @@ __all__ = ["Device", "HostDevice", "TensorDevice", "config_for", "layout_for"]
 
 
 def layout_for(config: Config, device: Device | None) -> Layout:
-    """The layout of a cache: the given device's, or the one that `[layout]` describes.
-
-    Raises:
-        LayoutError: the two layouts, or the block sizes, differ.
-    """
+    """The layout of a cache: the given device's, or the one that `[layout]` describes."""
     size = config.cache.block_size
     if device is None:
         return make_layout(config.layout, size)

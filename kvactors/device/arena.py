@@ -47,12 +47,6 @@ def bind(address: int, size: int, node: int, setting: str = "host.numa_node") ->
 
     Args:
         address: of the range, page aligned.
-        size: its bytes.
-        node: number of the node.
-        setting: named in the error.
-
-    Raises:
-        ConfigError: this machine has no such node, or the system refuses the call.
     """
     mask = _mask(node)
     where = (ctypes.c_void_p(address), ctypes.c_ulong(size))
@@ -70,10 +64,6 @@ def pages_from(node: int | None, setting: str) -> Iterator[None]:
 
     Args:
         node: number of the node, None for the system's choice.
-        setting: named in the error.
-
-    Raises:
-        ConfigError: this machine has no such node, or the system refuses the call.
     """
     if node is None:
         yield
@@ -105,9 +95,6 @@ def bound_node(address: int | None) -> int | None:
 
     Args:
         address: of the memory. None: the memory that this thread touches first.
-
-    Raises:
-        OSError: the system refuses the call.
     """
     mode, mask = ctypes.c_int(-1), Mask()
     flags = 0 if address is None else AT_ADDRESS
@@ -151,15 +138,7 @@ class Fresh(Protocol):
 
 
 class FreshMemory:
-    """Ranges of memory in pieces, each of which one thread touches.
-
-    Args:
-        ranges: address and bytes of each.
-        touch: faults in one piece.
-
-    Attributes:
-        stopped: no further piece is touched.
-    """
+    """Ranges of memory in pieces, each of which one thread touches."""
 
     def __init__(
         self, ranges: Iterable[tuple[int, int]], touch: Callable[[int, int], object]
@@ -246,8 +225,6 @@ class HostSlots:
     """Host slots by number, in the memory of this process or of others.
 
     Attributes:
-        num_slots: number of slots in each process.
-        block_bytes: bytes of one process's share of a block.
         in_use: slots that jobs of failed actors still access (a call to a store that does not
             return), with the number of such jobs. Such slots are not handed out.
         kept: whether the memory must stay mapped after `close`.
@@ -293,14 +270,9 @@ class Arena(HostSlots):
     the reason if it does not, empty if it does.
 
     Args:
-        num_slots: number of slots.
-        block_bytes: bytes of a block.
-        pinned: whether to lock the pages in memory.
         trailer: bytes right after each block that a store may use for the block's metadata.
-        numa_node: the NUMA node that the memory comes from, None for the system's choice.
 
     Raises:
-        ConfigError: the memory cannot be bound to this node.
         DeviceError: the system does not give so much memory.
     """
 
@@ -397,11 +369,7 @@ class Arena(HostSlots):
         self._fresh = self._all_fresh()
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of one block, writable.
-
-        Raises:
-            IndexError: the slot does not exist.
-        """
+        """The bytes of one block, writable."""
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"slot {slot} of {self.num_slots}")
         start = slot * self.stride

@@ -33,11 +33,7 @@ def copy_by_host(self: Copying, sources: Sequence[int], targets: Sequence[int]) 
     """Copy blocks to other blocks. A device that can copy within its memory overrides this.
 
     Args:
-        sources: device blocks.
         targets: as many others, none of which is a source.
-
-    Raises:
-        ValueError: a number is out of range, or the lengths differ.
     """
     if len(sources) != len(targets):
         raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
@@ -57,7 +53,6 @@ class DeviceBlocks:
         kind: location of the memory: `host` (this process can address it), `cuda`, or `ranks` (in
             other processes).
         layout: of one process's share of a block.
-        num_blocks: number of blocks in each process.
     """
 
     kind: str = "host"

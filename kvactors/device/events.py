@@ -84,10 +84,6 @@ class StreamEvent:
 class Pass:
     """A forward pass that the device computes. Await it for its end and the result of its
     awaitable: a wait that is cancelled leaves the awaitable as it is.
-
-    Attributes:
-        leases: the numbers of the leases whose blocks it uses.
-        event: completes with the pass.
     """
 
     def __init__(
@@ -135,12 +131,7 @@ class DeviceEvents:
     async def wait(self, event: Completion | None, at: float) -> None:
         """Return when an event has completed.
 
-        Args:
-            event: the event or an awaitable.
-            at: absolute deadline.
-
         Raises:
-            TypeError: it is neither.
             DeviceError: it has failed, or the awaitable was cancelled.
             DeadlineExceeded: it has not completed in time.
         """
@@ -154,11 +145,7 @@ class DeviceEvents:
             raise DeadlineExceeded("the device event has not completed in time")
 
     def record_pass(self, leases: frozenset[int], event: Completion) -> Pass:
-        """The device uses the blocks of these leases until an event completes.
-
-        Raises:
-            TypeError: `event` is not one.
-        """
+        """The device uses the blocks of these leases until an event completes."""
         if not callable(getattr(event, "query", None)):
             if not inspect.isawaitable(event):
                 raise _not_an_event(event)
@@ -172,11 +159,7 @@ class DeviceEvents:
         return [one for one in self.passes if lease in one.leases and not one.is_over()]
 
     async def wait_passes(self, lease: int, at: float) -> None:
-        """Return when no pass uses the blocks of a lease. A pass that fails is over.
-
-        Raises:
-            DeadlineExceeded: one has not completed by `at`.
-        """
+        """Return when no pass uses the blocks of a lease. A pass that fails is over."""
         for one in self.passes_of(lease):
             with suppress(DeviceError):
                 await self.wait(one.event, at)

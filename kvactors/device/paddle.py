@@ -35,9 +35,6 @@ def import_paddle() -> Any:
     The import takes over the handlers of SIGTERM and of fatal signals. This function restores them,
     so that a clean shutdown stays possible.
 
-    Returns:
-        The module `paddle`.
-
     Raises:
         DeviceError: Paddle is not installed, too old, or cannot be imported. The text names the
             version and what is needed.
@@ -91,9 +88,6 @@ def gpus() -> int:
 def allocator(place: str = "cpu") -> Callable[[tuple[int, ...], str], Any]:
     """Return a function that makes zeroed tensors without autograd at a place.
 
-    Args:
-        place: `cpu`, `gpu:0` and so on.
-
     Raises:
         DeviceError: Paddle has no such place. The function raises it if there is not enough memory.
     """
@@ -139,11 +133,6 @@ class PaddleDevice(TensorDevice):
     @classmethod
     def allocate(cls, layout: Layout, num_blocks: int, place: str = "cpu") -> PaddleDevice:
         """A device of new tensors.
-
-        Args:
-            layout: of the blocks.
-            num_blocks: number of blocks.
-            place: see `allocator`.
 
         Raises:
             LayoutError: Paddle tensors cannot hold the layout's dtypes, or `num_blocks` is below 1.

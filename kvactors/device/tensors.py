@@ -85,15 +85,9 @@ class TensorMemory(NamedTuple):
     """The memory of a tensor.
 
     Attributes:
-        address: of the first element.
-        shape: as the framework has it.
         strides: elements from one index to the next, by axis. None: contiguous.
-        item_bytes: bytes of an element.
         dtype: its name in layouts, empty if no layout has it.
-        type_text: its type for error messages.
-        host: whether the host can address the memory.
         ordinal: the GPU's number, None if the memory is not a GPU's or the number is unknown.
-        gpu: whether the memory is that of a CUDA device.
     """
 
     address: int
@@ -108,11 +102,7 @@ class TensorMemory(NamedTuple):
 
 
 def describe(tensor: Any) -> TensorMemory:
-    """The memory of a tensor, by the first interface that it has.
-
-    Raises:
-        DeviceError: the object is no tensor, is read-only, or cannot be described.
-    """
+    """The memory of a tensor, by the first interface that it has."""
     refused: Exception | None = None
     if hasattr(tensor, "__dlpack__"):
         try:
@@ -135,11 +125,7 @@ def describe(tensor: Any) -> TensorMemory:
 
 
 def address_of(tensor: Any) -> int:
-    """A tensor's current address, fast enough for a check before every batch of copies.
-
-    Raises:
-        DeviceError: the tensor cannot be described any more.
-    """
+    """A tensor's current address, fast enough for a check before every batch of copies."""
     if hasattr(tensor, "data_ptr"):
         return int(tensor.data_ptr())
     if isinstance(tensor, np.ndarray):
@@ -148,11 +134,7 @@ def address_of(tensor: Any) -> int:
 
 
 def ensure_in_place(layout: Layout, tensors: Sequence[Any], addresses: Iterable[int]) -> None:
-    """Check that no tensor of a device has moved since it was registered.
-
-    Raises:
-        DeviceError: a tensor has moved, so its framework may have reused the memory.
-    """
+    """Check that no tensor of a device has moved since it was registered."""
     for piece, tensor, address in zip(layout.pieces, tensors, addresses, strict=True):
         if address_of(tensor) != address:
             raise DeviceError(
@@ -261,11 +243,7 @@ def _place(tensor: Any) -> tuple[bool, bool, int | None]:
 
 
 class Region(NamedTuple):
-    """Address, shape and dtype of a tensor.
-
-    Attributes:
-        host: whether the host can address the memory.
-    """
+    """Address, shape and dtype of a tensor."""
 
     address: int
     shape: tuple[int, ...]
@@ -277,13 +255,8 @@ class Rows(NamedTuple):
     """A tensor as rows of bytes, one for each index of its first axis.
 
     Attributes:
-        address: of the first row.
-        rows: number of rows.
         nbytes: bytes of a row, without gaps.
         stride: bytes from one row to the next.
-        host: whether the host can address the memory.
-        gpu: whether it is memory of a CUDA device.
-        ordinal: the GPU's number, None if it is unknown.
     """
 
     address: int
@@ -296,11 +269,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(tensor: Any) -> Rows:
-    """A tensor of any dtype as rows. Rows may have gaps between them, but none inside.
-
-    Raises:
-        DeviceError: the object cannot be described, or its rows have gaps inside.
-    """
+    """A tensor of any dtype as rows. Rows may have gaps between them, but none inside."""
     found = describe(tensor)
     shape, strides, item = found.shape, found.strides, found.item_bytes
     if not shape or item < 1:
@@ -315,11 +284,7 @@ def rows_of(tensor: Any) -> Rows:
 
 
 def region_of(tensor: Any) -> Region:
-    """A tensor's region.
-
-    Raises:
-        DeviceError: the object cannot be described, is not contiguous or has an unsupported dtype.
-    """
+    """A tensor's region."""
     found = describe(tensor)
     if not is_contiguous(found.shape, found.strides):
         raise DeviceError(f"a tensor of shape {list(found.shape)} is not contiguous")

@@ -23,9 +23,6 @@ KINDS: dict[str, type[Layout]] = {"gqa": GQALayout, "mla": MLALayout, "dsa": DSA
 
 def make_layout(config: LayoutConfig, block_size: int) -> Layout:
     """The layout a config describes. A layout of another package is named `package.module:Class`.
-
-    Raises:
-        LayoutError: there is no such layout, or its settings are invalid.
     """
     settings = {
         **{name: getattr(config, name) for name in config.__struct_fields__},
@@ -35,11 +32,7 @@ def make_layout(config: LayoutConfig, block_size: int) -> Layout:
 
 
 def layout_class(kind: str) -> type[Layout]:
-    """The class of a kind.
-
-    Raises:
-        LayoutError: there is no such class.
-    """
+    """The class of a kind."""
     if kind in KINDS:
         return KINDS[kind]
     found: type[Layout] = class_at(kind, Layout, "layout", KINDS, LayoutError)

@@ -249,9 +249,6 @@ class Layout(ABC):
 def heads_on_rank(num_kv_heads: int, ranks: int) -> int:
     """KV heads on each of `ranks` tensor-parallel ranks: they are split, or, if there are fewer
     heads than ranks, repeated.
-
-    Raises:
-        LayoutError: one of the two numbers is not a multiple of the other.
     """
     if ranks < 1 or num_kv_heads < 1 or (num_kv_heads % ranks and ranks % num_kv_heads):
         raise LayoutError(f"{num_kv_heads} KV heads cannot be shared among {ranks} ranks")

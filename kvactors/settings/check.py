@@ -75,7 +75,6 @@ class UsedIf(NamedTuple):
     """A condition under which a setting has a use. Given without it, the setting is an error.
 
     Attributes:
-        holds: the condition, of the whole config.
         why: the reason in the error, a format of the config.
         at_default: whether the setting counts as given if a file has it with its default value.
     """
@@ -95,7 +94,6 @@ class Variable(NamedTuple):
     """An environment variable that fills a setting which the config leaves unset.
 
     Attributes:
-        name: of the variable.
         switch: the values that 0 and 1 stand for. None: the text or the number is the value.
     """
 
@@ -107,10 +105,7 @@ class Setting(NamedTuple):
     """A field of a table.
 
     Attributes:
-        hint: its type with its range.
-        marks: the rules beside it.
         default: its default value, `msgspec.NODEFAULT` without one or with a factory.
-        required: whether a table must have it.
     """
 
     hint: Any
@@ -142,15 +137,7 @@ UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
 def in_bytes(size: int | str, name: str) -> int:
-    """A size in bytes.
-
-    Args:
-        size: bytes, or a text such as "512 MiB".
-        name: the setting, for the error.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """A size in bytes."""
     match = re.match(SIZE_PATTERN, size) if isinstance(size, str) else None
     found: float = -1
     if match is not None:
@@ -169,8 +156,6 @@ def in_blocks(size: int | str, name: str, block_bytes: int | None) -> int:
 
     Args:
         size: blocks such as 4096 or "4096", or bytes such as "8 GiB".
-        name: the setting, for the error.
-        block_bytes: bytes of a block, None if not known.
 
     Raises:
         ConfigError: it is neither, holds no block, or is in bytes and `block_bytes` is None.
@@ -206,12 +191,7 @@ MAX_NESTING = 32
 
 
 def read_settings(path: str | Path) -> bytes:
-    """The contents of a file of settings, or of a device or a pipe in its place.
-
-    Raises:
-        ConfigError: it has more than SETTINGS_BYTES.
-        OSError: it cannot be read.
-    """
+    """The contents of a file of settings, or of a device or a pipe in its place."""
     with Path(path).open("rb") as file:
         data = file.read(SETTINGS_BYTES + 1)
     if len(data) > SETTINGS_BYTES:
@@ -220,12 +200,7 @@ def read_settings(path: str | Path) -> bytes:
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """A TOML file as a mapping.
-
-    Raises:
-        ConfigError: it is too large or too deep, or not TOML in UTF-8.
-        OSError: it cannot be read.
-    """
+    """A TOML file as a mapping."""
     raw = read_settings(path)
     try:
         data = tomllib.loads(raw.decode())
@@ -269,7 +244,6 @@ def read(data: Any, kind: Any, where: str = "") -> tuple[Any, list[str]]:
     Args:
         data: a mapping, or a struct that was constructed, or a list of them.
         kind: a struct, a union of tagged ones, or a tuple of either.
-        where: the table's name.
 
     Returns:
         The structs, which are whole if there is no fault, and every fault.
@@ -373,16 +347,7 @@ NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 
 def checked_value(name: str, value: Any, hint: Any) -> Any:
-    """A setting's value as its type has it.
-
-    Args:
-        name: the setting, as `table.name`.
-        value: its value.
-        hint: its type.
-
-    Raises:
-        ConfigError: it has another type, is out of range or none of the choices.
-    """
+    """A setting's value as its type has it."""
     # The text is checked before its type: an error about a choice would contain all of it.
     if isinstance(value, str):
         _check_text(name, value)
@@ -527,15 +492,7 @@ def host_and_port(endpoint: str) -> tuple[str, int]:
 def class_at(
     path: str, base: type, setting: str, known: Iterable[str], error: type[Exception]
 ) -> Any:
-    """The class at `package.module:Class`.
-
-    Args:
-        path: the value of the setting.
-        base: what the class must derive from.
-        setting: named in the error.
-        known: the other values of the setting.
-        error: raised if there is no such class.
-    """
+    """The class at `package.module:Class`."""
     module, _, name = path.partition(":")
     if not name:
         raise error(

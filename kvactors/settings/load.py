@@ -142,7 +142,6 @@ def contradictions(config: Config, data: Mapping[str, Any] | None = None) -> Ite
     """Settings of a config that must not be given together.
 
     Args:
-        config: the settings, each of which is valid alone.
         data: the mapping that the config was made from. A setting counts as given if it is in the
             mapping or differs from its default.
     """

@@ -37,9 +37,7 @@ class ModelLayout(NamedTuple):
     """A model's layout.
 
     Attributes:
-        name: of the architecture.
         layout: for all ranks (`tensor_parallel` as asked for).
-        notes: remarks for the reader.
     """
 
     name: str
@@ -53,14 +51,7 @@ def read_model(
     """The layout of the model that a config.json describes.
 
     Args:
-        path: the file, or the folder that has it.
         dtype: of the cache, the model's if None.
-        tensor_parallel: ranks.
-        extra_layers: MTP or draft layers with a cache.
-
-    Raises:
-        ConfigError: names the file and the field that is missing, malformed or not supported.
-        OSError: the file cannot be read.
     """
     file = path / "config.json" if path.is_dir() else path
     try:

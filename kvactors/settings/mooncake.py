@@ -88,11 +88,7 @@ class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
 
 
 def largest_registration(environ: Mapping[str, str]) -> int | None:
-    """Bytes of a memory registration at most (MC_MAX_MR_SIZE), None without a limit.
-
-    Raises:
-        ConfigError: the variable is no number of bytes.
-    """
+    """Bytes of a memory registration at most (MC_MAX_MR_SIZE), None without a limit."""
     text = environ.get("MC_MAX_MR_SIZE", "")
     try:
         size = int(text or "0", 0)
@@ -167,11 +163,7 @@ class PoolServer(NamedTuple):
 
 
 def endpoints(address: str) -> list[PoolServer]:
-    """The servers of an address: the master, or those that have the elected one's address.
-
-    Raises:
-        ConfigError: the address has another form.
-    """
+    """The servers of an address: the master, or those that have the elected one's address."""
     scheme, separator, rest = address.rpartition("://")
     if separator and scheme not in SCHEMES:
         raise ConfigError(

@@ -117,9 +117,6 @@ def split_endpoint(endpoint: str) -> tuple[str, str, int]:
     same loop) as (memory, name, 0).
 
     An IPv6 address is written in brackets: tcp://[::1]:5600.
-
-    Raises:
-        ConfigError: for any other text, with the value and the reason.
     """
     scheme, found, rest = endpoint.partition("://")
     if found and scheme == "memory" and rest:

@@ -28,7 +28,6 @@ class StoreSlots(NamedTuple):
 
     Attributes:
         keys: the keys to copy, in the order of the call. Keys in no field have a slot already.
-        slots: one host slot for each of `keys`.
         evicted: keys whose slots were taken for them, children before parents.
         waiting: keys for which no slot is free now, in the order of the call. Keep their device
             blocks and ask again after `end_step`.
@@ -47,7 +46,6 @@ class CopiesInFlight(NamedTuple):
     """Copies of the engine that were begun and not completed.
 
     Attributes:
-        stores: keys that `TierCache.complete_store` is due for.
         loads: keys that `TierCache.complete_load` is due for, each as often as it was prepared.
     """
 
@@ -59,11 +57,8 @@ class TierEvent(NamedTuple):
     """A change of the keys in one tier, for the publisher of an engine.
 
     Attributes:
-        tier: HOST or STORAGE.
-        stored: whether the tier holds the keys now (True) or does not any more (False).
         keys: parents before children if stored, children before parents if not, as far as the
             parents are known.
-        reason: why.
     """
 
     tier: Tier

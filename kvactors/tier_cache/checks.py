@@ -11,11 +11,7 @@ LONGEST = 1e9
 
 
 def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
-    """Keys as a list.
-
-    Raises:
-        ValueError: one is no bytes, or empty, or there is no sequence of keys.
-    """
+    """Keys as a list."""
     if not isinstance(keys, Iterable):
         raise ValueError(f"keys must be a sequence of bytes, not {keys!r:.80}")
     found: list[Any] = list(keys)
@@ -37,11 +33,7 @@ def checked_key(key: Any) -> bytes:
 def checked_parents(
     parents: Iterable[bytes | None] | None, count: int
 ) -> list[bytes | None] | None:
-    """The parents of `count` keys as a list, None if none is known.
-
-    Raises:
-        ValueError: one is neither bytes nor None, or there are not as many as keys.
-    """
+    """The parents of `count` keys as a list, None if none is known."""
     if parents is None:
         return None
     if not isinstance(parents, Iterable):
@@ -56,11 +48,7 @@ def checked_parents(
 
 
 def checked_views(views: Any, count: int) -> list[Any]:
-    """The memory of `count` objects, as a list.
-
-    Raises:
-        ValueError: there is no sequence of views, or not one for each key.
-    """
+    """The memory of `count` objects, as a list."""
     if not isinstance(views, Iterable):
         raise ValueError(f"views must be a sequence of views, not {views!r:.80}")
     found = list(views)
@@ -70,22 +58,14 @@ def checked_views(views: Any, count: int) -> list[Any]:
 
 
 def checked_flag(name: str, value: Any) -> bool:
-    """A truth value, of numpy too.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A truth value, of numpy too."""
     if not isinstance(value, bool) and type(value).__name__ not in ("bool", "bool_"):
         raise ValueError(f"{name} must be True or False, not {value!r:.80}")
     return bool(value)
 
 
 def checked_limit(name: str, value: Any) -> float:
-    """The seconds that a call may take. A time that has passed is 0.
-
-    Raises:
-        ValueError: it is no finite number.
-    """
+    """The seconds that a call may take. A time that has passed is 0."""
     try:
         seconds = float(value) if not isinstance(value, str | bytes) else math.nan
     except (TypeError, ValueError, OverflowError):

@@ -35,9 +35,6 @@ class CopyResult(NamedTuple):
     """A copy that has ended.
 
     Attributes:
-        job: the name that the caller gave it.
-        stored: whether it was a store (device to host) or a load.
-        nbytes: bytes copied.
         seconds: from the submission to the end. On a GPU, to the call that found the end.
         error: why bytes did not arrive, empty if all of them did. Only copies of a GPU fail.
     """
@@ -62,7 +59,6 @@ class CopyWorker:
         tensors: the engine's tensors, all in host memory or all on one GPU (numpy, torch, paddle
             and others with DLPack, the CUDA array interface or `data_ptr()`). Block b is row b of
             each: first axis, of the same length in all.
-        memory: the host slots.
         offset: bytes from the start of a slot's row to this worker's share, for several ranks that
             share rows.
         blocks_per_slot: device blocks in a slot. Slots of `submit_store` and `submit_load` are then
@@ -236,9 +232,6 @@ class CopyWorker:
 
         Returns:
             Whether all of them have ended. Names that are not in flight have.
-
-        Raises:
-            ValueError: `jobs` is no collection of names, or `limit` no finite number.
         """
         if isinstance(jobs, str | bytes) or not isinstance(jobs, Iterable):
             raise ValueError(f"jobs must be a collection of names, not {jobs!r:.80}")
@@ -355,12 +348,7 @@ class LoopThread:
         return self._thread is not None and self._thread.is_alive()
 
     def open(self, limit: float) -> None:
-        """Start the thread and open the services.
-
-        Raises:
-            StoreError: they were not open after `limit` seconds.
-            Exception: as a service raised it, if it is an error of this package.
-        """
+        """Start the thread and open the services."""
         opened: Future[None] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self.run(opened, limit)),

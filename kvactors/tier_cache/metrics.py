@@ -11,15 +11,7 @@ PREFIX = "kvactors:kv_offload_"
 
 
 class TierMetric(NamedTuple):
-    """One sample, as a collector for Prometheus needs it.
-
-    Attributes:
-        name: with prefix and unit.
-        kind: `counter` (grows from the start on) or `gauge` (a value of now).
-        text: the explanation.
-        labels: names and values.
-        value: of now.
-    """
+    """One sample, as a collector for Prometheus needs it."""
 
     name: str
     kind: Literal["counter", "gauge"]
@@ -65,12 +57,7 @@ COUNTERS: tuple[tuple[str, tuple[tuple[str, str], ...], str, str], ...] = (
 
 
 def tier_metrics(statistics: TierStatistics, health: TierHealth) -> tuple[TierMetric, ...]:
-    """The metrics of one cache.
-
-    Args:
-        statistics: of `TierCache.statistics`.
-        health: of `TierCache.health`.
-    """
+    """The metrics of one cache."""
     counters = [
         TierMetric(PREFIX + name, "counter", text, labels, float(getattr(statistics, field)))
         for name, labels, field, text in COUNTERS

@@ -19,15 +19,7 @@ CLOSED: int = -1
 
 
 class Owner:
-    """The owning thread, and a queue of the calls that other threads make.
-
-    Args:
-        start: called once, by the first owner.
-
-    Attributes:
-        thread: identifier of the owner, or NONE or CLOSED.
-        handed: calls that wait for the owner.
-    """
+    """The owning thread, and a queue of the calls that other threads make."""
 
     def __init__(self, start: Callable[[], None]) -> None:
         self.thread: int = NONE
@@ -43,7 +35,6 @@ class Owner:
 
         Raises:
             WrongThread: another thread opens the cache at this moment.
-            CacheClosed: the cache is shut down.
         """
         if self.thread == CLOSED:
             raise CacheClosed(self.closed_because)
@@ -60,12 +51,7 @@ class Owner:
         return self._first.setdefault("thread", get_ident()) == get_ident()
 
     def check(self) -> None:
-        """Make the calling thread the owner if there is none.
-
-        Raises:
-            WrongThread: another thread is.
-            CacheClosed: the cache is shut down.
-        """
+        """Make the calling thread the owner if there is none."""
         if self.thread not in (NONE, CLOSED, get_ident()):
             raise self._wrong_thread()
         if self.thread != get_ident():
@@ -158,12 +144,6 @@ class RoomWaits:
 
     A key that has waited in vain is refused for a while, so that an engine which asks in every step
     is not held up again and again.
-
-    Args:
-        patience: seconds that a key may wait.
-
-    Attributes:
-        refused: keys that have waited in vain, since the start.
     """
 
     def __init__(self, patience: float) -> None:

@@ -26,9 +26,7 @@ class DescribedBlock(NamedTuple):
     Attributes:
         parent: name of the block before it, or the root.
         tokens: its own, little-endian uint32.
-        scope: adapter and salt.
         extra_key: of its media, empty without.
-        first: whether it is the first block of its path.
     """
 
     parent: bytes
@@ -48,11 +46,8 @@ class DescribedPath(NamedTuple):
     """Consecutive blocks of a path.
 
     Attributes:
-        keys: the engine's names of the blocks.
         tokens: of all of them, little-endian uint32.
         parent: the key before them, None if they begin their path.
-        lora, salt: of their requests.
-        extra_keys: by index.
     """
 
     keys: list[bytes]
@@ -72,12 +67,7 @@ def checked_path(
     salt: str | None,
     extra_keys: Iterable[tuple[Any, Any]],
 ) -> DescribedPath:
-    """A path as an engine describes it.
-
-    Raises:
-        ValueError: there are not `block_size` tokens for each block, one is no integer in
-            [0, 2**32), or another argument is of a wrong type.
-    """
+    """A path as an engine describes it."""
     try:
         packed = array("I", tokens)
         extra: dict[Any, Any] = dict(extra_keys)
@@ -111,10 +101,6 @@ class PathBook:
 
     def add(self, blocks: Mapping[bytes, DescribedBlock], is_held: Iterable[bool]) -> list[bytes]:
         """An engine described blocks.
-
-        Args:
-            blocks: by name.
-            is_held: for each, whether a tier holds it.
 
         Returns:
             The held ones that were not described before.
@@ -204,15 +190,7 @@ class SinkFeed:
     Sinks are sent only blocks whose path an engine has described, below blocks that they have been
     sent, so what a sink has been sent is a tree at every moment. FlushNotifier's ledger sees to it.
 
-    Args:
-        tiers: whose changes are sent.
-        block_size: tokens of a block.
-        scope: of a request, without adapter and salt.
-        fingerprint: 32 bytes, part of every root.
-        num_slots: of the host tier.
-
     Attributes:
-        outbox: messages that the event loop has not taken.
         resend: the state is to be sent again: FlushNotifier lost it, or messages were dropped.
         wanted: the incarnation of FlushNotifier that is to have the state. Set by the event loop.
         token_root: root hash of the scope whose blocks go to sinks that identify blocks by tokens
@@ -333,7 +311,6 @@ class EventLog:
     """Collects changes of some tiers, in order.
 
     Args:
-        tiers: the tiers whose changes are collected.
         feed: takes the changes of other tiers, for sinks.
     """
 

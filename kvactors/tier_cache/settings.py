@@ -129,11 +129,7 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 
 def checked_config(config: TierConfig | Mapping[str, Any]) -> TierConfig:
-    """A config whose values fit.
-
-    Raises:
-        ConfigError: names the first setting that is unknown, malformed or out of range.
-    """
+    """A config whose values fit."""
     found = convert(config, TierConfig)
     if not found.model:
         raise ConfigError("model is needed: blocks of different models must not mix")

@@ -36,10 +36,6 @@ RESTART = 0.02
 class SinkService:
     """Runs FlushNotifier. A `Service`: every method is called on the loop.
 
-    Args:
-        feed: messages come from its outbox.
-        sinks: with different names.
-
     Attributes:
         troubles: why sinks do not work, as of the last look. Read from any thread.
     """
@@ -58,11 +54,7 @@ class SinkService:
         self._watch: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Open the sinks and start FlushNotifier.
-
-        Raises:
-            SinkError: a sink cannot work.
-        """
+        """Open the sinks and start FlushNotifier."""
         supervisor = self._supervisor = Supervisor(
             InFlight(), closed=lambda: CacheClosed("the cache is shut down")
         )

@@ -36,12 +36,7 @@ class TierSinks(NamedTuple):
 
 
 def make_sinks(config: TierConfig, given: Sequence[Sink]) -> TierSinks | None:
-    """The sinks of a config and those of a caller, None for none.
-
-    Raises:
-        ConfigError: a sink does not fit a cache whose engine owns the device and the block hashes.
-        SinkError: a sink lacks what it needs.
-    """
+    """The sinks of a config and those of a caller, None for none."""
     if not isinstance(given, list | tuple):
         raise ConfigError(f"sinks must be a list of Sink objects, not {given!r:.80}")
     if not config.sinks and not given:
@@ -125,7 +120,6 @@ class CacheSinks:
     """Paths of blocks for the indexes that kvactors informs. Calls come from any thread.
 
     Args:
-        sinks: the sinks.
         run: calls a function on the event loop of the sinks. False if there is none.
         call: does something in the thread that owns the cache.
     """
@@ -179,12 +173,6 @@ class CacheSinks:
 
         After a failure of FlushNotifier the thread that owns the cache sends the state again: this
         call if it is the owner's, otherwise the owner's next call.
-
-        Returns:
-            Whether they have.
-
-        Raises:
-            ValueError: the limit is no finite number.
         """
         limit = checked_limit("limit", limit)
         until = time.monotonic() + limit

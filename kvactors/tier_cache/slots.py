@@ -31,7 +31,6 @@ class SlotTable:
     and cannot be stored again before. So a completion always names one slot.
 
     Args:
-        tier: slots and eviction order.
         keeps: whether a block that is chosen to be evicted stays. It is pinned then.
 
     Attributes:
@@ -95,10 +94,8 @@ class SlotTable:
         """Take slots for the first keys that have none, as many as can be had.
 
         Args:
-            keys: in the order of their path.
             parents: of each key, None where unknown; None if none is known. Keys that have a slot
                 learn theirs too.
-            most: slots at most.
             spare: slots that others wait for.
             stay: other keys that are not evicted.
 
@@ -157,8 +154,6 @@ class SlotTable:
         """Evict blocks for the slots that are lacking.
 
         Args:
-            count: slots.
-            keys: not evicted.
             spare: slots that stay beside them, free or of blocks that can be evicted.
 
         Returns:
@@ -222,15 +217,8 @@ class SlotTable:
     def complete_store(self, keys: Iterable[bytes], success: bool) -> list[HostBlock]:
         """Copies to the host have ended.
 
-        Args:
-            keys: of stores in flight, in any order.
-            success: whether the bytes are in the slots.
-
         Returns:
             The blocks that can be read now, in the order in which their stores began.
-
-        Raises:
-            ValueError: no store of a key is in flight. Nothing changed.
         """
         ended = set(keys)
         self._check_in_flight(ended, self._stores, "store")
@@ -243,11 +231,7 @@ class SlotTable:
     # -- loads
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int]:
-        """Pin the slots of keys that were answered HIT.
-
-        Raises:
-            ValueError: a key is not in a slot, or its bytes are not there yet. Nothing changed.
-        """
+        """Pin the slots of keys that were answered HIT."""
         blocks = [self._blocks.get(key) for key in keys]
         slots: list[int] = []
         for key, block in zip(keys, blocks, strict=True):
@@ -264,11 +248,7 @@ class SlotTable:
         return slots
 
     def complete_load(self, keys: Iterable[bytes]) -> None:
-        """Loads have ended, well or not: unpin their slots.
-
-        Raises:
-            ValueError: no load of a key is in flight. Nothing changed.
-        """
+        """Loads have ended, well or not: unpin their slots."""
         ended = Counter(keys)
         self._check_in_flight(ended, self._loads, "load")
         for key, ends in ended.items():
@@ -353,8 +333,6 @@ class SlotMemory:
     A slot has `block_bytes` bytes from the start of its row. Rows are `stride` bytes apart.
 
     Args:
-        num_slots: number of slots.
-        block_bytes: bytes of a slot.
         buffer: writable, contiguous memory of `num_slots` rows. None: new memory of this process.
         stride: bytes from one row to the next. None: `block_bytes` in given memory, else
             `block_bytes` rounded up to whole pages.
@@ -362,9 +340,7 @@ class SlotMemory:
             given memory that were touched before stay where they are.
 
     Attributes:
-        address: of the first row.
         trailer: bytes behind each slot that a store may use.
-        nbytes: bytes from the first row to the end of the last.
         given: whether the memory belongs to the caller.
 
     Raises:
@@ -415,12 +391,7 @@ class SlotMemory:
         bind(self.address, self.nbytes, node, "numa_node")
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of one slot, writable.
-
-        Raises:
-            IndexError: the slot does not exist.
-            CacheClosed: the memory is closed.
-        """
+        """The bytes of one slot, writable."""
         if self._closed:
             raise CacheClosed("the memory of the host slots is closed")
         if not 0 <= slot < self.num_slots:
@@ -434,11 +405,7 @@ class SlotMemory:
         return 0 <= offset < self.num_slots * self.stride and offset % self.stride == 0
 
     def hold(self) -> memoryview:
-        """All rows. They stay mapped until the view is released, also after `close`.
-
-        Raises:
-            CacheClosed: the memory is closed.
-        """
+        """All rows. They stay mapped until the view is released, also after `close`."""
         if self._closed:
             raise CacheClosed("the memory of the host slots is closed")
         return self._view[:]
@@ -468,11 +435,7 @@ def _count(name: str, value: Any) -> int:
 
 
 def new_memory(size: int) -> mmap.mmap:
-    """Memory of this process. A forked child gets a copy.
-
-    Raises:
-        LayoutError: the system does not give so much.
-    """
+    """Memory of this process. A forked child gets a copy."""
     try:
         return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
@@ -495,8 +458,6 @@ def shared_memory(path: str | Path, size: int, *, create: bool) -> mmap.mmap:
     """Map a file (in /dev/shm, for instance) that several processes share.
 
     Args:
-        path: of the file.
-        size: bytes.
         create: make the file, of mode 0600. It must not exist yet. Otherwise it must exist and
             have at least `size` bytes.
 
@@ -534,11 +495,6 @@ class SaveQueue:
     A waiting block is pinned until `release`. One that is evicted before its turn is not written.
 
     Args:
-        policy: `none`, `write_through` (once stored on the host), `write_through_selective` (once
-            touched `min_hits` times), or `write_back` (ahead of eviction).
-        min_hits: touches before a block is written.
-        tier: the host tier.
-        is_saved: whether storage holds a key.
         pins: whether waiting blocks are pinned.
     """
 

@@ -39,7 +39,6 @@ class KnownObjects:
     adds its names to one that no thread asks any more.
 
     Args:
-        names: of the objects that the store lists.
         lists: whether the store lists its objects, so that the names are complete.
     """
 
@@ -81,11 +80,6 @@ class KnownObjects:
     def ended(self, job: StorageJob, ok: Sequence[bool], removed: Sequence[bytes]) -> list[bytes]:
         """A job has ended. Called on the event loop.
 
-        Args:
-            job: the job.
-            ok: one bool a key.
-            removed: names that left the store.
-
         Returns:
             The keys that left the store, as far as this process has used them.
         """
@@ -117,16 +111,8 @@ ObjectViews: TypeAlias = "memoryview | Sequence[memoryview]"
 class ObjectMemory:
     """The memory of one object as one contiguous view.
 
-    Args:
-        region: where the object's bytes are.
-        block_bytes: bytes of an object.
-        writable: whether the memory will be written.
-
     Attributes:
         view: contiguous bytes. Of a scatter list it is a copy, or new memory if `writable`.
-
-    Raises:
-        ValueError: the region has another size, is not contiguous, or cannot be written.
     """
 
     def __init__(self, region: ObjectViews, block_bytes: int, *, writable: bool) -> None:
@@ -175,9 +161,6 @@ class StorageResult(NamedTuple):
     """The end of a job.
 
     Attributes:
-        job: the name that the caller gave it.
-        kind: whether it was a store, a load or a look-up.
-        keys: of the job.
         ok: one bool a key: stored now or before, loaded and verified, or found.
         removed: keys that left the store during the job, of this job or others, as far as this
             process has used them.
@@ -203,15 +186,8 @@ class StorageJob:
     """A batch for the store.
 
     Attributes:
-        name: the caller's.
-        kind: whether objects are written, read, or looked up.
-        keys: the caller's keys.
-        names: of the objects, 32 bytes each.
-        regions: memory of each object. Empty for a look-up.
         known: the objects known at the submission. A clear has put others in their place.
-        began: time of the submission.
         deadline: keys that were not begun by then fail.
-        done: receives the result when the job has ended.
     """
 
     __slots__ = (
@@ -274,11 +250,9 @@ class StorageTier:
     Args:
         make: makes the back end. Called by `open`, in the thread that runs the store.
         digest: the identity that all objects share, 32 bytes. It is part of every object's name.
-        block_bytes: bytes of an object.
         timeout: seconds a job may take. Keys that were not begun by then fail.
         event_fd: whether `fd` becomes readable when there are results.
         memory: where the objects of jobs are, for stores that register it. None if it is unknown.
-        clock: the time of the jobs' deadlines.
 
     Attributes:
         known: the objects that it is known to hold since the last clear.
@@ -419,8 +393,6 @@ class StorageTier:
         """Save memory under keys.
 
         Args:
-            job: a name for the result.
-            keys: of the objects.
             views: the memory of each: a view of `block_bytes` bytes, or a list of views with as
                 many together. A region of another size is a failure of its key.
 
@@ -443,16 +415,6 @@ class StorageTier:
     def submit_lookup(self, job: Hashable, keys: Sequence[bytes]) -> Future[StorageResult]:
         """Find out which keys the store holds. One that lists its objects answers from memory, any
         other is asked, and `contains` is true for the keys that it found.
-
-        Args:
-            job: a name for the result.
-            keys: of the objects.
-
-        Returns:
-            The end of the job. See `submit_store`.
-
-        Raises:
-            CacheClosed: the tier is not open.
         """
         return self._submit(job, "lookup", keys, ())
 
@@ -599,14 +561,7 @@ def make_storage(
     """The storage tier of a config. `StorageTier.open` opens it.
 
     Args:
-        config: checked settings.
-        event_fd: see `open_storage`.
         memory: the host slots, which a pool over RDMA registers.
-        clock: of time-outs, in seconds.
-        environ: variables that complete the settings of a pool, the process's if None.
-
-    Raises:
-        ConfigError: the config names no back end, or one that cannot be made.
     """
     storage = config.storage
     if storage.backend == "none":
@@ -649,11 +604,7 @@ def make_storage(
 
 
 def _mooncake(table: Mapping[str, Any], environ: Mapping[str, str]) -> MooncakeConfig:
-    """Settings of a pool, completed from MOONCAKE_CONFIG_PATH and MOONCAKE_* variables.
-
-    Raises:
-        ConfigError: one is unknown, malformed or missing.
-    """
+    """Settings of a pool, completed from MOONCAKE_CONFIG_PATH and MOONCAKE_* variables."""
     from kvactors.settings.check import convert
     from kvactors.settings.mooncake import MooncakeConfig, resolve
 
@@ -703,9 +654,6 @@ class StoreQueries:
     """Look-ups of a store that several nodes share, or that keeps no list of its objects.
 
     A key is PENDING while the store is asked. An answer that does not come is a MISS.
-
-    Args:
-        timeout: seconds that an answer may take.
     """
 
     def __init__(self, timeout: float) -> None:

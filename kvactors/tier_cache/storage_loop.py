@@ -25,18 +25,11 @@ class StorageLoop:
     """Runs jobs against a store. A `Service`: every method is called on the loop.
 
     Args:
-        make: makes the store.
-        timeout: seconds that a call to the store may take.
-        ended: called when a job has ended.
         latest: gives the objects known since the last clear that was asked for.
-        memory: where the objects of jobs are, for stores that register it. None if it is unknown.
-        clock: the time of the jobs' deadlines.
 
     Attributes:
-        store: the store, None before it is made.
         known: the objects known since the last clear that has begun. Jobs of before or after are
             not done.
-        clearing: clears in progress.
     """
 
     def __init__(
@@ -63,11 +56,7 @@ class StorageLoop:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Make the store, open it and list its objects.
-
-        Raises:
-            StoreError: the store cannot be used.
-        """
+        """Make the store, open it and list its objects."""
         self.store = store = GuardedBackend(self._make(), self._timeout)
         try:
             await store.open()

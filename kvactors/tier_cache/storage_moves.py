@@ -40,12 +40,6 @@ class StorageMoves:
     """Moves blocks between the slots and storage.
 
     Args:
-        slots: the host tier.
-        memory: of the slots.
-        storage: an open tier.
-        saves: which blocks are saved.
-        events: collects changes.
-        counters: of the cache.
         patience: seconds for which a stored key may wait for a host slot.
     """
 
@@ -292,11 +286,7 @@ class StorageMoves:
     # -- the rest
 
     def reset(self, *, storage: bool) -> None:
-        """The host tier was emptied.
-
-        Args:
-            storage: whether storage is emptied too.
-        """
+        """The host tier was emptied."""
         queued = list(self._queued.values())
         self._queued.clear()
         self._slots.tier.land(queued, frozenset(range(len(queued))))
