@@ -34,9 +34,6 @@ CALLS = {"x86_64": (237, 239, 238), "aarch64": (235, 236, 237)}
 BIND = 2
 """MPOL_BIND: pages are taken from the given nodes only."""
 
-AT_ADDRESS = 2
-"""MPOL_F_ADDR: the policy of the memory at an address."""
-
 MAX_NODES = 1024
 WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 Mask = ctypes.c_ulong * (MAX_NODES // WORD)
@@ -48,9 +45,9 @@ def bind(address: int, size: int, node: int, setting: str = "host.numa_node") ->
     Args:
         address: of the range, page aligned.
     """
-    mask = _mask(node)
     where = (ctypes.c_void_p(address), ctypes.c_ulong(size))
-    error = _call(0, *where, ctypes.c_int(BIND), mask, ctypes.c_ulong(MAX_NODES), ctypes.c_uint(0))
+    policy = (ctypes.c_int(BIND), _mask(node), ctypes.c_ulong(MAX_NODES))
+    error = _call(0, *where, *policy, ctypes.c_uint(0))
     if error:
         raise ConfigError(
             f"{setting} is {node}, and the host memory cannot be bound to it: {error}"
@@ -88,22 +85,6 @@ def _mask(node: int) -> ctypes.Array[ctypes.c_ulong]:
     mask = Mask()
     mask[node // WORD] |= 1 << node % WORD
     return mask
-
-
-def bound_node(address: int | None) -> int | None:
-    """The node that the memory at an address is bound to, None if it is not bound to one.
-
-    Args:
-        address: of the memory. None: the memory that this thread touches first.
-    """
-    mode, mask = ctypes.c_int(-1), Mask()
-    flags = 0 if address is None else AT_ADDRESS
-    where = (ctypes.c_ulong(MAX_NODES), ctypes.c_void_p(address), ctypes.c_ulong(flags))
-    error = _call(1, ctypes.byref(mode), mask, *where)
-    if error:
-        raise OSError(error)
-    nodes = [node for node in range(MAX_NODES) if mask[node // WORD] >> node % WORD & 1]
-    return nodes[0] if mode.value == BIND and len(nodes) == 1 else None
 
 
 def _call(which: int, *arguments: object) -> str:
@@ -158,7 +139,6 @@ class FreshMemory:
         return bool(self._threads)
 
     def stop_touching(self) -> None:
-        """See `Fresh`."""
         self.stopped = True
 
     def touch(self) -> None:
@@ -304,7 +284,7 @@ class Arena(HostSlots):
         atexit_close(self)
 
     def _all_fresh(self) -> FreshMemory:
-        return FreshMemory([(self.address, self.num_slots * self.stride)], self._touch)
+        return FreshMemory([(self.address, self.nbytes)], self._touch)
 
     @property
     def locked(self) -> bool:
@@ -334,14 +314,11 @@ class Arena(HostSlots):
             time.sleep(0.001)
 
     def touch(self) -> None:
-        """Fault in every page, and lock it if the arena is pinned. See `Fresh`.
-
-        The call blocks for about a second a gigabyte, so it belongs in threads (`bring_in`).
-        """
+        """Fault in every page, and lock it if the arena is pinned. Blocks for about a second a
+        gigabyte, so it belongs in threads (`bring_in`)."""
         self._fresh.touch()
 
     def stop_touching(self) -> None:
-        """See `Fresh`."""
         self._fresh.stop_touching()
 
     def _touch(self, address: int, size: int) -> None:
@@ -382,28 +359,18 @@ class Arena(HostSlots):
 
     def holds(self, address: int) -> bool:
         """Whether an address is the start of a slot."""
-        return (
-            0 <= address - self.address < self.num_slots * self.stride
-            and (address - self.address) % self.stride == 0
-        )
+        offset = address - self.address
+        return 0 <= offset < self.nbytes and offset % self.stride == 0
 
     def keep(self) -> None:
-        """See `HostSlots.keep`. `close` does not unmap the memory either."""
         if not self.kept:
             self.kept = True
-            ctypes.pythonapi.Py_IncRef(
-                ctypes.py_object(self._map)
-            )  # the interpreter's end must not unmap it either
-            log.error(
-                "arena memory stays mapped: a thread may still access it",
-                bytes=self.num_slots * self.stride,
-            )
+            # The interpreter's end must not unmap it either.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._map))
+            log.error("arena memory stays mapped: a thread may still access it", bytes=self.nbytes)
 
     def close(self) -> None:
-        """Free the memory when its last view is gone.
-
-        The memory stays mapped if a thread touches it now.
-        """
+        """Free the memory with its last view. It stays mapped if a thread touches it now."""
         self._fresh.stopped = True
         if self._fresh.busy:
             self.keep()

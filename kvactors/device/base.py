@@ -5,45 +5,13 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.device.arena import Arena
 from kvactors.layout.base import Layout
-from kvactors.native import gather, scatter
-
-# -- Copies from one device block to another by way of host memory.
-
-
-class Copying(Protocol):
-    """The parts of a `Device` that copy."""
-
-    layout: Layout
-
-    def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
-        """See `Device`."""
-
-    def copy_to_device(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
-        """See `Device`."""
-
-
-def copy_by_host(self: Copying, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """Copy blocks to other blocks. A device that can copy within its memory overrides this.
-
-    Args:
-        targets: as many others, none of which is a source.
-    """
-    if len(sources) != len(targets):
-        raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
-    arena = Arena(1, self.layout.block_bytes)
-    try:
-        for source, target in zip(sources, targets, strict=True):
-            self.copy_to_host((source,), arena, (0,))
-            self.copy_to_device((target,), arena, (0,))
-    finally:
-        arena.close()
+from kvactors.native import check_blocks, fill_blocks, gather, scatter
 
 
 class DeviceBlocks:
@@ -118,7 +86,25 @@ class Device(DeviceBlocks, ABC):
             ValueError: a number is out of range, or the lengths differ.
         """
 
-    copy_blocks = copy_by_host
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy blocks to other blocks, by way of host memory. A device that can copy within its
+        memory overrides this.
+
+        Args:
+            sources: device blocks.
+            targets: as many others, none of which is a source.
+
+        Raises:
+            ValueError: a number is out of range, or the lengths differ.
+        """
+        check_pairs(self, sources, targets)
+        arena = Arena(1, self.layout.block_bytes)
+        try:
+            for source, target in zip(sources, targets, strict=True):
+                self.copy_to_host((source,), arena, (0,))
+                self.copy_to_device((target,), arena, (0,))
+        finally:
+            arena.close()
 
     def share(self, layers: range | None) -> tuple[slice, int]:
         """The regions of some layers, and the offset of their bytes in a slot."""
@@ -127,48 +113,6 @@ class Device(DeviceBlocks, ABC):
         roles = len(self.layout.roles)
         pieces = slice(layers.start * roles, layers.stop * roles)
         return pieces, int(self.piece_bytes[: pieces.start].sum())
-
-
-# -- Copies between the regions of a device in host memory and host slots, and within the regions.
-
-
-def regions_to_host(
-    device: Device, blocks: Sequence[int], arena: Arena, slots: Sequence[int]
-) -> None:
-    """See `Device.copy_to_host`."""
-    ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-    gather(
-        device.regions,
-        device.piece_bytes,
-        device.num_blocks,
-        ids,
-        arena.address,
-        arena.stride,
-        arena.num_slots,
-        to,
-    )
-
-
-def regions_to_device(
-    device: Device,
-    blocks: Sequence[int],
-    arena: Arena,
-    slots: Sequence[int],
-    layers: range | None = None,
-) -> None:
-    """See `Device.copy_to_device`."""
-    ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-    pieces, offset = device.share(layers)
-    scatter(
-        device.regions[pieces],
-        device.piece_bytes[pieces],
-        device.num_blocks,
-        ids,
-        arena.address + offset,
-        arena.stride,
-        arena.num_slots,
-        source,
-    )
 
 
 def check_pairs(device: Device, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -180,10 +124,51 @@ def check_pairs(device: Device, sources: Sequence[int], targets: Sequence[int]) 
             raise ValueError(f"block {block} is out of range: there are {device.num_blocks}")
 
 
-def copy_regions(device: Device, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """See `Device.copy_blocks`."""
-    check_pairs(device, sources, targets)
-    pieces = list(zip(device.regions.tolist(), device.piece_bytes.tolist(), strict=True))
-    for source, target in zip(sources, targets, strict=True):
-        for address, size in pieces:
-            ctypes.memmove(address + target * size, address + source * size, size)
+class AddressedDevice(Device):
+    """A device whose regions this process can address."""
+
+    def ensure_in_place(self) -> None:
+        """Check that no region has moved since it was registered.
+
+        Raises:
+            DeviceError: a region has moved, so its owner may have reused the memory.
+        """
+
+    def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
+        self.ensure_in_place()
+        ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
+        rows = (arena.address, arena.stride, arena.num_slots)
+        gather(self.regions, self.piece_bytes, self.num_blocks, ids, *rows, to)
+
+    def copy_to_device(
+        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
+    ) -> None:
+        self.ensure_in_place()
+        ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
+        pieces, offset = self.share(layers)
+        regions, sizes = self.regions[pieces], self.piece_bytes[pieces]
+        rows = (arena.address + offset, arena.stride, arena.num_slots)
+        scatter(regions, sizes, self.num_blocks, ids, *rows, source)
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        self.ensure_in_place()
+        check_pairs(self, sources, targets)
+        pieces = list(zip(self.regions.tolist(), self.piece_bytes.tolist(), strict=True))
+        for source, target in zip(sources, targets, strict=True):
+            for address, size in pieces:
+                ctypes.memmove(address + target * size, address + source * size, size)
+
+    def fill(self, blocks: Sequence[int], keys: bytes) -> None:
+        """Fill blocks with test patterns that depend on their keys, in place of a model's output.
+
+        Args:
+            blocks: device blocks.
+            keys: the blocks' keys, 32 bytes each.
+        """
+        ids = np.asarray(blocks, np.int64)
+        fill_blocks(self.regions, self.piece_bytes, self.num_blocks, ids, keys)
+
+    def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
+        """Indices into `blocks` of the blocks without the pattern of their `keys` (see `fill`)."""
+        ids = np.asarray(blocks, np.int64)
+        return check_blocks(self.regions, self.piece_bytes, self.num_blocks, ids, keys)

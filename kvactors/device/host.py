@@ -5,19 +5,17 @@ It runs on any machine.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.device.arena import Arena, FreshMemory
-from kvactors.device.base import Device, copy_regions, regions_to_device, regions_to_host
+from kvactors.device.arena import FreshMemory
+from kvactors.device.base import AddressedDevice
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
-from kvactors.native import check_blocks, fill_blocks, touch
+from kvactors.native import touch
 
 
-class HostDevice(Device):
+class HostDevice(AddressedDevice):
     """Device blocks in numpy regions.
 
     Args:
@@ -47,11 +45,9 @@ class HostDevice(Device):
         self.piece_bytes = np.array([piece.nbytes for piece in layout.pieces], np.int64)
 
     def touch(self) -> None:
-        """See `Fresh`: later copies do not fault."""
         self._fresh.touch()
 
     def stop_touching(self) -> None:
-        """See `Fresh`."""
         self._fresh.stop_touching()
 
     def region(self, layer: int, role: str) -> NDArray[np.uint8]:
@@ -64,34 +60,3 @@ class HostDevice(Device):
             if (piece.layer, piece.role) == (layer, role):
                 return memory
         raise KeyError((layer, role))
-
-    def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
-        """See `Device`."""
-        regions_to_host(self, blocks, arena, slots)
-
-    def copy_to_device(
-        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
-    ) -> None:
-        """See `Device`."""
-        regions_to_device(self, blocks, arena, slots, layers)
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `Device`."""
-        copy_regions(self, sources, targets)
-
-    def fill(self, blocks: Sequence[int], keys: bytes) -> None:
-        """Fill blocks with test patterns that depend on their keys, in place of a model's output.
-
-        Args:
-            blocks: device blocks.
-            keys: the blocks' keys, 32 bytes each.
-        """
-        fill_blocks(
-            self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
-        )
-
-    def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
-        """Indices into `blocks` of the blocks without the pattern of their `keys` (see `fill`)."""
-        return check_blocks(
-            self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
-        )

@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvactors.device.arena import Arena
-from kvactors.device.base import Device, copy_regions, regions_to_device, regions_to_host
+from kvactors.device.base import AddressedDevice
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
-from kvactors.native import check_blocks, fill_blocks
 
 # -- Address, shape and type of a framework's tensor, by DLPack, the CUDA array interface or the
 # tensor's own methods.
@@ -81,7 +79,7 @@ _get_pointer.restype = ctypes.c_void_p
 _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 
-class TensorMemory(NamedTuple):
+class Region(NamedTuple):
     """The memory of a tensor.
 
     Attributes:
@@ -101,7 +99,7 @@ class TensorMemory(NamedTuple):
     gpu: bool = False
 
 
-def describe(tensor: Any) -> TensorMemory:
+def describe(tensor: Any) -> Region:
     """The memory of a tensor, by the first interface that it has."""
     refused: Exception | None = None
     if hasattr(tensor, "__dlpack__"):
@@ -153,13 +151,13 @@ def is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...] | None) -> bo
     return True
 
 
-def _by_dlpack(capsule: Any) -> TensorMemory:
+def _by_dlpack(capsule: Any) -> Region:
     """The capsule keeps the record alive."""
     found = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
     float8 = found.bits == 8 and FIRST_FLOAT8 <= found.code <= LAST_FLOAT8
     name = "uint8" if float8 else DTYPES.get((found.code, found.bits), "")
     gpu = found.device_type in CUDA_DEVICES
-    return TensorMemory(
+    return Region(
         (found.data or 0) + found.byte_offset,
         tuple(found.shape[i] for i in range(found.ndim)),
         tuple(found.strides[i] for i in range(found.ndim)) if found.strides else None,
@@ -172,7 +170,7 @@ def _by_dlpack(capsule: Any) -> TensorMemory:
     )
 
 
-def _by_cuda_array(interface: Mapping[str, Any]) -> TensorMemory:
+def _by_cuda_array(interface: Mapping[str, Any]) -> Region:
     shape, typestr = tuple(interface["shape"]), interface["typestr"]
     address, read_only = interface["data"]
     if interface.get("version", 0) < 2:
@@ -189,7 +187,7 @@ def _by_cuda_array(interface: Mapping[str, Any]) -> TensorMemory:
         step % item for size, step in zip(shape, steps, strict=True) if size != 1
     ):
         raise DeviceError(f"a tensor of shape {list(shape)} has strides of parts of an element")
-    return TensorMemory(
+    return Region(
         int(address or 0),
         shape,
         None if steps is None else tuple(step // item for step in steps),
@@ -201,7 +199,7 @@ def _by_cuda_array(interface: Mapping[str, Any]) -> TensorMemory:
     )
 
 
-def _by_methods(tensor: Any) -> TensorMemory:
+def _by_methods(tensor: Any) -> Region:
     """A torch or Paddle tensor, by its methods."""
     try:
         shape = tuple(int(size) for size in tensor.shape)
@@ -215,7 +213,7 @@ def _by_methods(tensor: Any) -> TensorMemory:
     name = str(tensor.dtype).rpartition(".")[2]
     known = "uint8" if name.startswith("float8") else name
     dtype = known if known in DTYPES.values() else ""
-    return TensorMemory(
+    return Region(
         int(tensor.data_ptr()), shape, strides, item, dtype, f"type {name}", host, ordinal, gpu
     )
 
@@ -240,15 +238,6 @@ def _place(tensor: Any) -> tuple[bool, bool, int | None]:
     device = tensor.device
     gpu = device.type == "cuda"
     return device.type == "cpu", gpu, device.index if gpu else None
-
-
-class Region(NamedTuple):
-    """Address, shape and dtype of a tensor."""
-
-    address: int
-    shape: tuple[int, ...]
-    dtype: str
-    host: bool
 
 
 class Rows(NamedTuple):
@@ -284,16 +273,16 @@ def rows_of(tensor: Any) -> Rows:
 
 
 def region_of(tensor: Any) -> Region:
-    """A tensor's region."""
+    """A tensor that blocks can be in: contiguous, of a dtype of layouts."""
     found = describe(tensor)
     if not is_contiguous(found.shape, found.strides):
         raise DeviceError(f"a tensor of shape {list(found.shape)} is not contiguous")
     if not found.dtype:
         raise DeviceError(f"tensors of {found.type_text} cannot hold blocks")
-    return Region(found.address, found.shape, found.dtype, found.host)
+    return found
 
 
-class TensorDevice(Device):
+class TensorDevice(AddressedDevice):
     """Device blocks in the tensors of a framework.
 
     Args:
@@ -312,8 +301,7 @@ class TensorDevice(Device):
         self.layout = layout
         self.tensors = self._ordered(layout, tensors)
         regions = [region_of(tensor) for tensor in self.tensors]
-        elsewhere = [region for region in regions if not region.host]
-        if elsewhere:
+        if not all(region.host for region in regions):
             raise DeviceError("these tensors are not in host memory: use a CUDA device")
         self.num_blocks = regions[0].shape[0] if regions and regions[0].shape else 0
         if self.num_blocks < 1:
@@ -335,38 +323,4 @@ class TensorDevice(Device):
         return [tensors[key] for key in wanted]
 
     def ensure_in_place(self) -> None:
-        """Check that no tensor has moved since it was registered.
-
-        Raises:
-            DeviceError: a tensor has moved, so its framework may have reused the memory.
-        """
         ensure_in_place(self.layout, self.tensors, self.regions)
-
-    def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
-        """See `Device`."""
-        self.ensure_in_place()
-        regions_to_host(self, blocks, arena, slots)
-
-    def copy_to_device(
-        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
-    ) -> None:
-        """See `Device`."""
-        self.ensure_in_place()
-        regions_to_device(self, blocks, arena, slots, layers)
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """See `Device`."""
-        self.ensure_in_place()
-        copy_regions(self, sources, targets)
-
-    def fill(self, blocks: Sequence[int], keys: bytes) -> None:
-        """See `HostDevice.fill`."""
-        fill_blocks(
-            self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
-        )
-
-    def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
-        """See `HostDevice.check`."""
-        return check_blocks(
-            self.regions, self.piece_bytes, self.num_blocks, np.asarray(blocks, np.int64), keys
-        )

@@ -22,18 +22,12 @@ KINDS: dict[str, type[Layout]] = {"gqa": GQALayout, "mla": MLALayout, "dsa": DSA
 
 
 def make_layout(config: LayoutConfig, block_size: int) -> Layout:
-    """The layout a config describes. A layout of another package is named `package.module:Class`.
-    """
-    settings = {
-        **{name: getattr(config, name) for name in config.__struct_fields__},
-        **config.options,
-    }
-    return layout_class(config.kind).from_settings(settings, block_size)
+    """The layout a config describes. One of another package is named `package.module:Class`."""
+    settings = {name: getattr(config, name) for name in config.__struct_fields__}
+    return layout_class(config.kind).from_settings({**settings, **config.options}, block_size)
 
 
 def layout_class(kind: str) -> type[Layout]:
     """The class of a kind."""
-    if kind in KINDS:
-        return KINDS[kind]
-    found: type[Layout] = class_at(kind, Layout, "layout", KINDS, LayoutError)
+    found: type[Layout] = KINDS.get(kind) or class_at(kind, Layout, "layout", KINDS, LayoutError)
     return found

@@ -137,19 +137,14 @@ class Layout(ABC):
                 )
             if any(size < 1 for size in role.shape):
                 raise LayoutError(f"role {role.name!r} has an empty shape: {role.shape}")
-        return tuple(
-            sorted(
-                roles,
-                key=lambda r: (ORDER.index(r.name) if r.name in ORDER else len(ORDER), r.name),
-            )
-        )
+        order = {name: place for place, name in enumerate(ORDER)}
+        return tuple(sorted(roles, key=lambda role: (order.get(role.name, len(order)), role.name)))
 
     def _make_pieces(self) -> tuple[Piece, ...]:
-        layers = range(self.layer_offset, self.layer_offset + self.num_layers + self.extra_layers)
         first_extra = self.layer_offset + self.num_layers
         return tuple(
             Piece(layer, role.name, role.shape, role.dtype, role.nbytes, layer >= first_extra)
-            for layer in layers
+            for layer in range(self.layer_offset, first_extra + self.extra_layers)
             for role in self.roles
         )
 
@@ -178,13 +173,10 @@ class Layout(ABC):
         Raises:
             LayoutError: there is no such region.
         """
-        names = [one.name for one in self.roles]
-        if (
-            role not in names
-            or not 0 <= layer - self.layer_offset < self.num_layers + self.extra_layers
-        ):
+        names, place = [one.name for one in self.roles], layer - self.layer_offset
+        if role not in names or not 0 <= place < self.num_layers + self.extra_layers:
             raise LayoutError(f"there is no region of layer {layer}, role {role!r}")
-        return (layer - self.layer_offset) * len(names) + names.index(role)
+        return place * len(names) + names.index(role)
 
     def region_blocks(self, piece: Piece, num_blocks: int) -> int:
         """Blocks in the region of `piece`, for a cache of `num_blocks`."""
@@ -253,3 +245,16 @@ def heads_on_rank(num_kv_heads: int, ranks: int) -> int:
     if ranks < 1 or num_kv_heads < 1 or (num_kv_heads % ranks and ranks % num_kv_heads):
         raise LayoutError(f"{num_kv_heads} KV heads cannot be shared among {ranks} ranks")
     return max(1, num_kv_heads // ranks)
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise LayoutError for the first size below 1."""
+    for name, value in sizes.items():
+        if value < 1:
+            raise LayoutError(f"{name} must be at least 1, not {value}")
+
+
+def picked(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The settings of these names, and those that every layout takes."""
+    common = ("num_layers", "layer_offset", "extra_layers", "extra_block_ratio")
+    return {name: settings[name] for name in (*names, *common)}

@@ -6,8 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
-from kvactors.errors import LayoutError
-from kvactors.layout.base import Layout, Role, heads_on_rank
+from kvactors.layout.base import Layout, Role, check_positive, heads_on_rank, picked
 
 Quantization = Literal["none", "block_wise_fp8"]
 
@@ -40,9 +39,7 @@ class GQALayout(Layout):
         scale_dtype: str = "float32",
         **options: Any,
     ) -> None:
-        for name, value in (("num_kv_heads", num_kv_heads), ("head_dim", head_dim)):
-            if value < 1:
-                raise LayoutError(f"{name} must be at least 1, not {value}")
+        check_positive(num_kv_heads=num_kv_heads, head_dim=head_dim)
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.quantization = quantization
@@ -62,26 +59,13 @@ class GQALayout(Layout):
         shape = (self.num_kv_heads, self._block_size, self.head_dim)
         roles = [Role("key", shape, self.dtype), Role("value", shape, self.dtype)]
         if self.quantization != "none":
-            roles += [
-                Role("key_scale", shape[:2], self.scale_dtype),
-                Role("value_scale", shape[:2], self.scale_dtype),
-            ]
+            scales = ("key_scale", "value_scale")
+            roles += [Role(name, shape[:2], self.scale_dtype) for name in scales]
         return roles
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
         """See `Layout.from_settings`. Its `num_kv_heads` counts the heads of all ranks."""
         heads = heads_on_rank(settings["num_kv_heads"], settings["tensor_parallel"])
-        options = {name: settings[name] for name in ("quantization", "scale_dtype", *OPTIONS)}
-        return cls(
-            settings["num_layers"],
-            heads,
-            settings["head_dim"],
-            block_size,
-            settings["dtype"],
-            **options,
-        )
-
-
-OPTIONS = ("layer_offset", "extra_layers", "extra_block_ratio")
-"""Settings that every layout takes."""
+        names = ("head_dim", "dtype", "quantization", "scale_dtype")
+        return cls(num_kv_heads=heads, block_size=block_size, **picked(settings, *names))

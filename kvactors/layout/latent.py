@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from kvactors.errors import LayoutError
-from kvactors.layout.base import Layout, Role
-from kvactors.layout.gqa import OPTIONS
+from kvactors.layout.base import Layout, Role, check_positive, picked
 
 SCALE_GROUP = 128
 """Elements that share a float32 scale in DSA's bytes."""
@@ -37,7 +36,7 @@ class MLALayout(Layout):
         dtype: str = "bfloat16",
         **options: Any,
     ) -> None:
-        _positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
+        check_positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
         self.kv_lora_rank = kv_lora_rank
         self.qk_rope_head_dim = qk_rope_head_dim
         self.dtype = dtype
@@ -51,23 +50,14 @@ class MLALayout(Layout):
 
     def make_roles(self) -> Sequence[Role]:
         """A key of [1, block_size, kv_lora_rank + qk_rope_head_dim]."""
-        return [
-            Role(
-                "key", (1, self._block_size, self.kv_lora_rank + self.qk_rope_head_dim), self.dtype
-            )
-        ]
+        width = self.kv_lora_rank + self.qk_rope_head_dim
+        return [Role("key", (1, self._block_size, width), self.dtype)]
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
         """See `Layout.from_settings`."""
-        sizes = (
-            settings["num_layers"],
-            block_size,
-            settings["kv_lora_rank"],
-            settings["qk_rope_head_dim"],
-            settings["dtype"],
-        )
-        return cls(*sizes, **{name: settings[name] for name in OPTIONS})
+        names = ("kv_lora_rank", "qk_rope_head_dim", "dtype")
+        return cls(block_size=block_size, **picked(settings, *names))
 
 
 class DSALayout(Layout):
@@ -91,12 +81,9 @@ class DSALayout(Layout):
         index_head_dim: int = 128,
         **options: Any,
     ) -> None:
-        _positive(
-            kv_lora_rank=kv_lora_rank,
-            qk_rope_head_dim=qk_rope_head_dim,
-            index_head_dim=index_head_dim,
-        )
-        for name, value in (("kv_lora_rank", kv_lora_rank), ("index_head_dim", index_head_dim)):
+        scaled = {"kv_lora_rank": kv_lora_rank, "index_head_dim": index_head_dim}
+        check_positive(qk_rope_head_dim=qk_rope_head_dim, **scaled)
+        for name, value in scaled.items():
             if value % SCALE_GROUP:
                 raise LayoutError(f"{name} must be a multiple of {SCALE_GROUP}, not {value}")
         self.key_bytes = kv_lora_rank + 4 * (kv_lora_rank // SCALE_GROUP) + 2 * qk_rope_head_dim
@@ -118,13 +105,4 @@ class DSALayout(Layout):
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
         """See `Layout.from_settings`."""
         names = ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
-        sizes = [settings[name] for name in names]
-        return cls(
-            settings["num_layers"], block_size, *sizes, **{name: settings[name] for name in OPTIONS}
-        )
-
-
-def _positive(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise LayoutError(f"{name} must be at least 1, not {value}")
+        return cls(block_size=block_size, **picked(settings, *names))

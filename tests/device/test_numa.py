@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 import kvactors
-from kvactors.device.arena import Arena, bound_node
+from kvactors.device.arena import Arena
 from tests.support.cache import opened, prompt, serve, settings
+from tests.support.numa import bound_node
 
 HOST = {"slots": 4, "transit_slots": 4}
 

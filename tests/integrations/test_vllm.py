@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from kvactors import ConfigError
-from kvactors.device.arena import bound_node
 from kvactors.integrations.vllm.settings import (
     check_engine,
     check_groups,
@@ -25,6 +24,7 @@ from kvactors.integrations.vllm.settings import (
 )
 from kvactors.tier_cache import TierStorage
 from tests.integrations.vllm_stand_in import Platform, Region, engine_config, stand_in
+from tests.support.numa import bound_node
 
 ROW = mmap.PAGESIZE
 

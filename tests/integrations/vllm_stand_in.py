@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-from kvactors.device.arena import bound_node
+from tests.support.numa import bound_node
 
 ADAPTER = "kvactors.integrations.vllm"
 BASE = "vllm.v1.kv_offload.base"

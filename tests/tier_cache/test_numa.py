@@ -7,7 +7,7 @@ import mmap
 import pytest
 
 from kvactors import ConfigError, open_tiers
-from kvactors.device.arena import bound_node
+from tests.support.numa import bound_node
 
 SETTINGS = {"model": "m", "block_bytes": 5000, "num_slots": 4}
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvactors.device.arena import bound_node
 from kvactors.errors import ConfigError
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE
 from tests.integrations.fastdeploy.conftest import memory_of_gpu
 from tests.integrations.fastdeploy.oracle import ModelMemory
+from tests.support.numa import bound_node
 
 LARGE = 1 << 20
 """Bytes of a tensor's row that are copied in a thread, not by the caller."""

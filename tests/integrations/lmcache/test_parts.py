@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvactors import ConfigError
-from kvactors.device.arena import bound_node
 from kvactors.integrations.lmcache import catalog
 from kvactors.integrations.lmcache.catalog import (
     KeyLog,
@@ -20,6 +19,7 @@ from kvactors.integrations.lmcache.catalog import (
 )
 from kvactors.integrations.lmcache.settings import read_settings, staging_memory, store_config
 from tests.integrations.lmcache.world import KEYS, LAYOUT
+from tests.support.numa import bound_node
 
 SHAPE = ObjectShape(LAYOUT, 10_000)
 GOOD = {"directory": "/x", "capacity_bytes": "1GB"}
