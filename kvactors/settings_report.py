@@ -12,7 +12,7 @@ import msgspec
 from cyclopts import App
 from rich.console import Console
 
-from kvactors.capacity import block_bytes, in_blocks
+from kvactors.capacity import BlockBytes, block_bytes, in_blocks
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.flush_notifier.sinks import class_of_sink
 from kvactors.layout import Layout, make_layout
@@ -27,9 +27,16 @@ from kvactors.scenario.output import (
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.shipped import find_toml
 from kvactors.scenario.spec import Scenario
-from kvactors.settings import Config, LayoutConfig, StorageConfig, read_toml
+from kvactors.settings import Config, StorageConfig, read_toml
 from kvactors.settings.check import human, in_bytes, read, settings_of
-from kvactors.settings.load import check_setting, contradictions, replaced, unused, variables_of
+from kvactors.settings.load import (
+    changed_in,
+    check_setting,
+    contradictions,
+    replaced,
+    unused,
+    variables_of,
+)
 from kvactors.settings.model import read_model
 from kvactors.settings.schema import json_schema
 from kvactors.settings.sinks import ClassSinkConfig
@@ -68,8 +75,7 @@ def check_file(path: Path, environ: Mapping[str, str]) -> FileReport:
     except ConfigError as error:
         return FileReport(str(path), "settings", [str(error)], [])
     name, kind = kind_of(data)
-    found, notes = check_mapping(data, kind, environ)
-    return FileReport(str(path), name, found, notes)
+    return FileReport(str(path), name, *check_mapping(data, kind, environ))
 
 
 def check_mapping(
@@ -236,7 +242,7 @@ class SizeReport(msgspec.Struct):
     Attributes:
         model: the model's architecture, empty for a file of settings.
         ranks: tensor-parallel ranks. Each has blocks of this size.
-        notes: remarks.
+        settings: the settings for the tiers of given sizes, as TOML.
     """
 
     source: str
@@ -255,93 +261,36 @@ class SizeReport(msgspec.Struct):
     notes: list[str]
 
 
-def size_report(
-    source: Path,
-    *,
-    block_size: int | None = None,
-    dtype: CacheDtype | None = None,
-    tensor_parallel: int | None = None,
-    extra_layers: int | None = None,
-    device: str | None = None,
-    host: str | None = None,
-    disk: str | None = None,
-    disk_rate: str | None = None,
-) -> SizeReport:
-    """Sizes of a model's or a file's layout, for the arguments of `size`."""
-    notes: list[str] = []
-    model = ""
-    if source.suffix == ".toml":
-        asked = {
-            "--dtype": dtype,
-            "--tensor-parallel": tensor_parallel,
-            "--extra-layers": extra_layers,
-        }
-        for name, value in asked.items():
-            if value is not None:
-                raise ConfigError(f"{name} is for a model: {source} has [layout]")
-        data = read_toml(source)
-        config = kind_of(data)[1].from_mapping(data)
-    else:
-        found = read_model(
-            source,
-            dtype=dtype,
-            tensor_parallel=1 if tensor_parallel is None else tensor_parallel,
-            extra_layers=extra_layers or 0,
-        )
-        model, notes = found.name, list(found.notes)
-        config = Config(layout=found.layout, storage=StorageConfig(backend="file"))
-    if block_size is not None:
-        check_setting("cache.block_size", block_size)
-        cache = msgspec.structs.replace(config.cache, block_size=block_size)
-        config = msgspec.structs.replace(config, cache=cache)
-    layout = make_layout(config.layout, config.cache.block_size)
-    own = source.suffix == ".toml" and device is host is disk is None
-    each = block_bytes(layout, StorageConfig(backend="file"))
-    transit = 0
-    if disk is not None:
-        rate = in_bytes(DISK_RATE if disk_rate is None else disk_rate, "--disk-rate")
-        transit = transit_slots(rate, each.host, config.storage)
-    elif disk_rate is not None:
-        raise ConfigError("--disk-rate is for the transit slots of a --disk")
-    tiers = _own(config, layout) if own else _given(layout, device, host, disk, transit)
-    blocks = layout.blocks_in(GIB)
-    return SizeReport(
-        source=str(source),
-        model=model,
-        kind=layout.kind,
-        block_size=layout.block_size,
-        ranks=config.layout.tensor_parallel,
-        token_bytes=each.device / layout.block_size,
-        device_bytes=each.device,
-        host_bytes=each.host,
-        storage_bytes=each.storage,
-        blocks_per_gib=blocks,
-        tokens_per_gib=blocks * layout.block_size,
-        tiers=tiers,
-        settings="" if own else _settings(config, tiers),
-        notes=notes,
-    )
+def _read_source(source: Path, asked: Mapping[str, Any]) -> tuple[Config, str, tuple[str, ...]]:
+    """The settings of a file, or those of a model with a file store, with the name of the model and
+    remarks about it."""
+    if source.suffix != ".toml":
+        found = read_model(source, **{name: one for name, one in asked.items() if one is not None})
+        storage = StorageConfig(backend="file")
+        return Config(layout=found.layout, storage=storage), found.name, found.notes
+    for name, value in asked.items():
+        if value is not None:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} is for a model: {source} has [layout]")
+    data = read_toml(source)
+    return kind_of(data)[1].from_mapping(data), "", ()
 
 
 def _own(config: Config, layout: Layout) -> list[TierSize]:
     """The tiers of a file's settings."""
     config = in_blocks(config, layout, config.storage)
-    each = block_bytes(layout, config.storage)
-    found: list[TierSize] = []
-    if config.device.num_blocks:
-        found.append(_tier("device", config.device.num_blocks, layout))
-    if config.host.slots:
-        found.append(_tier("host", config.host.slots, layout, each.host))
-    if config.host.arena_slots(stored=config.storage.backend != "none"):
-        found.append(_tier("transit", config.host.transit_slots, layout, each.host))
-    if config.storage.capacity_bytes is not None or config.storage.capacity_blocks is not None:
-        blocks = capacity_of(config.storage, each.storage)
-        found.append(_tier("storage", blocks, layout, each.storage))
-    return found
+    each, host = block_bytes(layout, config.storage), config.host
+    sizes = {
+        "device": config.device.num_blocks,
+        "host": host.slots,
+        "transit": host.arena_slots(stored=config.storage.backend != "none") - host.slots,
+        "storage": capacity_of(config.storage, each.storage),
+    }
+    return _tiers(sizes, layout, each)
 
 
 def transit_slots(rate: int, slot_bytes: int, storage: StorageConfig) -> int:
-    """Transit slots through which loads and saves stream at the rate of a disk.
+    """Transit slots through which loads and saves stream at the rate of a disk, in bytes a second.
 
     Each direction has a slot for every transfer at once, and as many for blocks on their way to or
     from the device. A load without device blocks leaves half of all slots to evictions, so there
@@ -351,49 +300,47 @@ def transit_slots(rate: int, slot_bytes: int, storage: StorageConfig) -> int:
     return max(4 * depth, -int(-rate * TURNAROUND_S // slot_bytes))
 
 
-def _given(
-    layout: Layout, device: str | None, host: str | None, disk: str | None, transit: int
-) -> list[TierSize]:
+def _given(given: Mapping[str, str | None], transit: int, layout: Layout) -> list[TierSize]:
     """The tiers that fit given sizes, with transit slots in the memory of the host."""
-    found: list[TierSize] = []
     each = block_bytes(layout, StorageConfig(backend="file"))
-    if device is not None:
-        blocks = layout.blocks_in(in_bytes(device, "--device"))
-        _check_fits("--device", device, blocks, each.device)
-        found.append(_tier("device", blocks, layout))
-    if host is not None:
-        slots = in_bytes(host, "--host") // each.host
-        _check_fits("--host", host, slots, each.host)
-        transit = min(transit, slots // TRANSIT_SHARE)
-        found.append(_tier("host", slots - transit, layout, each.host))
-    if transit:
-        found.append(_tier("transit", transit, layout, each.host))
-    if disk is not None:
-        objects = in_bytes(disk, "--disk") // each.storage
-        _check_fits("--disk", disk, objects, each.storage)
-        found.append(_tier("storage", objects, layout, each.storage))
+    sizes = {"device": 0, "host": 0, "transit": transit, "storage": 0}
+    nbytes = {"device": each.device, "host": each.host, "storage": each.storage}
+    for (option, text), (tier, one) in zip(given.items(), nbytes.items(), strict=True):
+        if text is None:
+            continue
+        size = in_bytes(text, option)
+        sizes[tier] = layout.blocks_in(size) if tier == "device" else int(size // one)
+        if not sizes[tier]:
+            raise ConfigError(f"{option} {text} holds no block of {human(one)}")
+    if sizes["host"]:
+        sizes["transit"] = min(transit, sizes["host"] // TRANSIT_SHARE)
+        sizes["host"] -= sizes["transit"]
+    return _tiers(sizes, layout, each)
+
+
+def _tiers(sizes: Mapping[str, int], layout: Layout, each: BlockBytes) -> list[TierSize]:
+    found: list[TierSize] = []
+    for tier, blocks in sizes.items():
+        nbytes = blocks * (each.storage if tier == "storage" else each.host)
+        if tier == "device":
+            nbytes = layout.device_bytes(blocks)
+        if blocks:
+            tokens = blocks * layout.block_size
+            found.append(TierSize(tier, blocks, tokens, nbytes, SIZE_SETTINGS[tier]))
     return found
-
-
-def _check_fits(option: str, size: str, blocks: int, each: float) -> None:
-    if not blocks:
-        raise ConfigError(f"{option} {size} holds no block of {human(each)}")
-
-
-def _tier(tier: str, blocks: int, layout: Layout, each: int | None = None) -> TierSize:
-    nbytes = layout.device_bytes(blocks) if each is None else blocks * each
-    return TierSize(tier, blocks, blocks * layout.block_size, nbytes, SIZE_SETTINGS[tier])
 
 
 def _settings(config: Config, tiers: list[TierSize]) -> str:
     """The settings of the tiers, as TOML."""
-    tables: dict[str, list[str]] = {"cache": [f"block_size = {config.cache.block_size}"]}
-    default = LayoutConfig()
-    tables["layout"] = [
-        f"{name} = {toml_value(value)}"
-        for name in config.layout.__struct_fields__
-        if (value := getattr(config.layout, name)) != getattr(default, name)
-    ]
+    changed = changed_in(config.layout)
+    tables: dict[str, list[str]] = {
+        "cache": [f"block_size = {config.cache.block_size}"],
+        "layout": [
+            f"{name} = {toml_value(getattr(config.layout, name))}"
+            for name in config.layout.__struct_fields__
+            if name in changed
+        ],
+    }
     for one in tiers:
         table, _, name = one.setting.partition(".")
         note = f"{one.tokens:,} tokens, {human(one.bytes)}"
@@ -512,16 +459,39 @@ def size(
         Where to write the report.
     """
     check_distinct((source,), json=json)
-    report = size_report(
-        source,
-        block_size=block_size,
-        dtype=dtype,
-        tensor_parallel=tensor_parallel,
-        extra_layers=extra_layers,
-        device=device,
-        host=host,
-        disk=disk,
-        disk_rate=disk_rate,
+    asked = {"dtype": dtype, "tensor_parallel": tensor_parallel, "extra_layers": extra_layers}
+    config, model, notes = _read_source(source, asked)
+    if block_size is not None:
+        check_setting("cache.block_size", block_size)
+        cache = msgspec.structs.replace(config.cache, block_size=block_size)
+        config = msgspec.structs.replace(config, cache=cache)
+    layout = make_layout(config.layout, config.cache.block_size)
+    each = block_bytes(layout, StorageConfig(backend="file"))
+    transit = 0
+    if disk is not None:
+        rate = in_bytes(DISK_RATE if disk_rate is None else disk_rate, "--disk-rate")
+        transit = transit_slots(rate, each.host, config.storage)
+    elif disk_rate is not None:
+        raise ConfigError("--disk-rate is for the transit slots of a --disk")
+    own = source.suffix == ".toml" and device is host is disk is None
+    given = {"--device": device, "--host": host, "--disk": disk}
+    tiers = _own(config, layout) if own else _given(given, transit, layout)
+    blocks = layout.blocks_in(GIB)
+    report = SizeReport(
+        source=str(source),
+        model=model,
+        kind=layout.kind,
+        block_size=layout.block_size,
+        ranks=config.layout.tensor_parallel,
+        token_bytes=each.device / layout.block_size,
+        device_bytes=each.device,
+        host_bytes=each.host,
+        storage_bytes=each.storage,
+        blocks_per_gib=blocks,
+        tokens_per_gib=blocks * layout.block_size,
+        tiers=tiers,
+        settings="" if own else _settings(config, tiers),
+        notes=list(notes),
     )
     print_size(report, Console(stderr=to_stdout(json)))
     if json is not None:

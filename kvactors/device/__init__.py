@@ -49,13 +49,10 @@ def config_for(config: Config, device: Device | None) -> Config:
                 f"device.capacity_bytes is {size!r}, that is {blocks} blocks, and the given device "
                 f"has {device.num_blocks}: leave it out, or make them agree"
             )
-        sized = replace(config.device, num_blocks=blocks, capacity_bytes=None)
-        return replace(config, device=sized)
-    if config.device.num_blocks == device.num_blocks:
-        return config
-    if config.device.num_blocks != DeviceConfig().num_blocks:
+    elif config.device.num_blocks not in (device.num_blocks, DeviceConfig().num_blocks):
         raise ConfigError(
             f"device.num_blocks is {config.device.num_blocks}, and the given device has "
             f"{device.num_blocks}: leave it out, or make them agree"
         )
-    return replace(config, device=replace(config.device, num_blocks=device.num_blocks))
+    sized = replace(config.device, num_blocks=device.num_blocks, capacity_bytes=None)
+    return replace(config, device=sized)

@@ -9,7 +9,7 @@ import pytest
 from kvactors.errors import ConfigError, LayoutError
 from kvactors.layout import make_layout
 from kvactors.settings.model import read_model
-from kvactors.settings_report import size_report
+from tests.config.size_reports import size_report
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -13,7 +13,7 @@ from kvactors.errors import ConfigError
 from kvactors.layout import GQALayout, make_layout
 from kvactors.settings import Config, LayoutConfig
 from kvactors.settings.check import human, in_bytes
-from kvactors.settings_report import size_report
+from tests.config.size_reports import size_report
 
 TINY = {"num_layers": 2, "num_kv_heads": 1, "head_dim": 40}
 """Blocks of 2,560 bytes at 8 tokens, so that a slot and an object are larger than a block."""
