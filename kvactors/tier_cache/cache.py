@@ -30,7 +30,7 @@ from kvactors.tier_cache.checks import (
 from kvactors.tier_cache.owner import CLOSED, Owner, RoomWaits, StepPace
 from kvactors.tier_cache.paths import EventLog
 from kvactors.tier_cache.settings import TierConfig, checked_config
-from kvactors.tier_cache.sinks import CacheSinks, TierSinks, make_sinks
+from kvactors.tier_cache.sinks import CacheSinks, make_sinks
 from kvactors.tier_cache.slots import HIT, MISS, SaveQueue, SlotMemory, SlotTable
 from kvactors.tier_cache.storage import StorageTier, make_storage
 from kvactors.tier_cache.storage_moves import StorageMoves
@@ -39,6 +39,7 @@ from kvactors.types import Reason, Tier
 if TYPE_CHECKING:
     from kvactors.flush_notifier.sinks.base import Sink
     from kvactors.tier_cache.copies import LoopThread
+    from kvactors.tier_cache.sink_service import SinkService
 
 LOADS = 3
 """Quarters of the host slots that stores leave to look-ups that wait for slots."""
@@ -83,14 +84,13 @@ class TierCache:
         self.config = config = checked_config(config)
         _check_parts(config, memory, storage)
         self.memory = memory
-        made = make_sinks(config, sinks)
+        service = self._service = make_sinks(config, sinks)
         if storage is None and config.storage.backend != "none":
             storage = make_storage(config, memory=memory, clock=clock)
-        self._background = background = _background(storage, made)
+        self._background = background = _background(storage, service)
         self._storage = storage
-        self._service = None if made is None else made.service
         self._tier = HostTier(config.num_slots, config.num_slots, policy=POLICIES[config.policy]())
-        self._feed = None if made is None else made.feed
+        self._feed = None if service is None else service.feed
         self._events = EventLog([Tier[name.upper()] for name in config.events], self._feed)
         self._counters = TierCounters()
         self._clock = clock
@@ -122,8 +122,8 @@ class TierCache:
         self._results: deque[Any] = deque() if storage is None else storage.results
         self._owner = Owner(self._open)
         self.sinks = None
-        if made is not None and background is not None:
-            self.sinks = CacheSinks(made, background.call, self._call)
+        if service is not None and background is not None:
+            self.sinks = CacheSinks(service, background.call, self._call)
 
     # -- threads
 
@@ -484,7 +484,7 @@ OK = TierHealth("ok", ())
 
 
 def _background(
-    storage: StorageTier | None, sinks: TierSinks | None
+    storage: StorageTier | None, sinks: SinkService | None
 ) -> StorageTier | LoopThread | None:
     """Runs storage and sinks on an event loop in another thread. None without them."""
     if sinks is None:
@@ -492,12 +492,12 @@ def _background(
     found: StorageTier | LoopThread
     if storage is not None:
         found = storage
-        storage.beside.append(sinks.service)
+        storage.beside.append(sinks)
     else:
         from kvactors.tier_cache.copies import LoopThread
 
-        found = LoopThread([sinks.service])
-    sinks.feed.wake = lambda: found.call(sinks.service.take)
+        found = LoopThread([sinks])
+    sinks.feed.wake = lambda: found.call(sinks.take)
     return found
 
 

@@ -42,7 +42,7 @@ class SinkService:
 
     def __init__(self, feed: SinkFeed, sinks: Sequence[Sink]) -> None:
         self.troubles: tuple[str, ...] = ()
-        self._feed = feed
+        self.feed = feed
         self._sinks = tuple(sinks)
         self._config = FlushConfig()
         self._epoch = time.time_ns() // 1_000_000
@@ -76,16 +76,16 @@ class SinkService:
     def _make(self, ref: ActorRef) -> FlushNotifier:
         return FlushNotifier(
             ref,
-            block_size=self._feed.block_size,
+            block_size=self.feed.block_size,
             sinks=list(self._sinks),
             config=self._config,
             epoch=self._epoch,
-            idle_limit=self._feed.idle_limit,
-            token_root=self._feed.token_root,
+            idle_limit=self.feed.idle_limit,
+            token_root=self.feed.token_root,
         )
 
     def _make_substitute(self, ref: ActorRef) -> NoNotifier:
-        return NoNotifier(ref, block_size=self._feed.block_size, config=self._config)
+        return NoNotifier(ref, block_size=self.feed.block_size, config=self._config)
 
     @property
     def actor(self) -> Any:
@@ -102,7 +102,7 @@ class SinkService:
 
     async def _send(self) -> None:
         assert self._notifier is not None
-        outbox: deque[Report | StateSent] = self._feed.outbox
+        outbox: deque[Report | StateSent] = self.feed.outbox
         with suppress(KVActorsError):  # the system stops
             while outbox:
                 with suppress(IndexError):  # the owner has dropped everything
@@ -124,7 +124,7 @@ class SinkService:
         owner sends it with its next step."""
         if self._notifier is None:
             return False
-        incarnation, feed = self._notifier.incarnation, self._feed
+        incarnation, feed = self._notifier.incarnation, self.feed
         if incarnation not in (self._stated, feed.wanted):
             feed.wanted = incarnation
             feed.resend = True

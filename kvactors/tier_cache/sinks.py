@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from kvactors.errors import ConfigError
 from kvactors.identity import CacheScope
@@ -23,19 +23,7 @@ if TYPE_CHECKING:
 BELOW = ("host", "storage")
 
 
-class TierSinks(NamedTuple):
-    """The sinks of one cache.
-
-    Attributes:
-        feed: the part of the owner's thread.
-        service: the part on the event loop.
-    """
-
-    feed: SinkFeed
-    service: SinkService
-
-
-def make_sinks(config: TierConfig, given: Sequence[Sink]) -> TierSinks | None:
+def make_sinks(config: TierConfig, given: Sequence[Sink]) -> SinkService | None:
     """The sinks of a config and those of a caller, None for none."""
     if not isinstance(given, list | tuple):
         raise ConfigError(f"sinks must be a list of Sink objects, not {given!r:.80}")
@@ -62,7 +50,7 @@ def make_sinks(config: TierConfig, given: Sequence[Sink]) -> TierSinks | None:
         config.fingerprint,
         config.num_slots,
     )
-    return TierSinks(feed, SinkService(feed, sinks))
+    return SinkService(feed, sinks)
 
 
 def _from_table(table: Mapping[str, Any], config: TierConfig) -> Sink:
@@ -126,12 +114,12 @@ class CacheSinks:
 
     def __init__(
         self,
-        sinks: TierSinks,
+        service: SinkService,
         run: Callable[..., bool],
         call: Callable[[Callable[[], object]], None],
     ) -> None:
-        self._feed = sinks.feed
-        self._service = sinks.service
+        self._service = service
+        self._feed = service.feed
         self._run = run
         self._call = call
 

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
@@ -15,16 +16,17 @@ import msgspec
 
 from kvactors.errors import CacheClosed, ConfigError, StoreError
 from kvactors.identity import StoreIdentity
+from kvactors.settings.check import convert
 from kvactors.tier_cache.answers import Lookup
 from kvactors.tier_cache.checks import checked_key, checked_keys, checked_limit, checked_views
 from kvactors.tier_cache.settings import TierConfig, checked_config
 
 if TYPE_CHECKING:
-    from kvactors.settings.mooncake import MooncakeConfig
     from kvactors.storage.backend import Backend
+    from kvactors.storage.guarded import GuardedBackend
     from kvactors.tier_cache.copies import LoopThread, Service
     from kvactors.tier_cache.slots import SlotMemory
-    from kvactors.tier_cache.storage_loop import JobEnd, StorageLoop
+    from kvactors.tier_cache.storage_loop import StorageLoop
 
 KNOWN = 65_536
 """Objects at most that are known to be in a store that lists none. Beyond that the oldest is
@@ -50,11 +52,6 @@ class KnownObjects:
 
     def __len__(self) -> int:
         return len(self._names)
-
-    @property
-    def keys_kept(self) -> int:
-        """Names whose keys are kept."""
-        return len(self._keys)
 
     def names(self) -> Iterable[bytes]:
         """The names of the objects that are known to be there now."""
@@ -108,49 +105,6 @@ ObjectViews: TypeAlias = "memoryview | Sequence[memoryview]"
 """A contiguous view of bytes, or several views, in the order of the object's bytes."""
 
 
-class ObjectMemory:
-    """The memory of one object as one contiguous view.
-
-    Attributes:
-        view: contiguous bytes. Of a scatter list it is a copy, or new memory if `writable`.
-    """
-
-    def __init__(self, region: ObjectViews, block_bytes: int, *, writable: bool) -> None:
-        parts = [region] if isinstance(region, memoryview) else list(region)
-        self._parts = [_flat(part, writable) for part in parts]
-        size = sum(part.nbytes for part in self._parts)
-        if size != block_bytes:
-            raise ValueError(f"memory of {size} bytes for an object of {block_bytes}")
-        if len(self._parts) == 1:
-            self.view = self._parts[0]
-        else:
-            self.view = memoryview(bytearray(block_bytes))
-            if not writable:
-                self._copy(to_parts=False)
-
-    def scatter(self) -> None:
-        """The object's bytes are in `view`: copy them to the views of a scatter list."""
-        if len(self._parts) > 1:
-            self._copy(to_parts=True)
-
-    def _copy(self, *, to_parts: bool) -> None:
-        start = 0
-        for part in self._parts:
-            whole = self.view[start : start + part.nbytes]
-            if to_parts:
-                part[:] = whole
-            else:
-                whole[:] = part
-            start += part.nbytes
-
-
-def _flat(part: object, writable: bool) -> memoryview:
-    view = memoryview(part)  # type: ignore[arg-type]
-    if not view.contiguous or (writable and view.readonly):
-        raise ValueError("the memory of an object must be contiguous, and writable for a load")
-    return view.cast("B") if view.nbytes else memoryview(b"")
-
-
 # -- Jobs of a storage tier, and their results.
 
 
@@ -182,48 +136,25 @@ class StorageResult(NamedTuple):
         return self.kind == "store"
 
 
+@dataclass(eq=False, slots=True)
 class StorageJob:
     """A batch for the store.
 
     Attributes:
+        regions: memory of each object. Empty for a look-up.
         known: the objects known at the submission. A clear has put others in their place.
         deadline: keys that were not begun by then fail.
     """
 
-    __slots__ = (
-        "began",
-        "deadline",
-        "done",
-        "keys",
-        "kind",
-        "known",
-        "name",
-        "names",
-        "regions",
-    )
-
-    def __init__(
-        self,
-        name: Hashable,
-        *,
-        kind: JobKind,
-        keys: Sequence[bytes],
-        names: Sequence[bytes],
-        regions: Sequence[ObjectViews],
-        known: KnownObjects,
-        began: float,
-        timeout: float,
-    ) -> None:
-        self.name = name
-        self.kind = kind
-        self.keys = tuple(keys)
-        self.names = tuple(names)
-        self.regions = tuple(regions)
-        self.known = known
-        self.began = began
-        self.deadline = began + timeout
-        self.done: Future[StorageResult] = Future()
-        self.done.set_running_or_notify_cancel()  # the caller cannot cancel it
+    name: Hashable
+    kind: JobKind
+    keys: tuple[bytes, ...]
+    names: tuple[bytes, ...]
+    regions: tuple[ObjectViews, ...]
+    known: KnownObjects
+    began: float
+    deadline: float
+    done: Future[StorageResult]
 
 
 # -- Storage addressed by keys, from any thread.
@@ -231,14 +162,6 @@ class StorageJob:
 
 CLOSING = 3.0
 """Seconds beyond its limit that `close` may take."""
-
-
-def fail_unseen(found: Sequence[StorageJob], jobs: dict[StorageJob, Any], ended: JobEnd) -> None:
-    """Fail jobs that a loop took between its last turn and its end, each once: `close` and the
-    thread that submits may both find one."""
-    for job in found:
-        if jobs.pop(job, job) is None:
-            ended(job, [False] * len(job.keys), [])
 
 
 class StorageTier:
@@ -274,18 +197,18 @@ class StorageTier:
         memory: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.make = make
+        self.memory = memory
         self.block_bytes = block_bytes
         self.timeout = timeout
         self.clock = clock
         self.results: deque[StorageResult] = deque()
         self.fd: int | None = None
         self.stuck = False
-        self._make = make
-        self._digest = digest
-        self._event_fd = event_fd
-        self._memory = memory
         self.beside: list[Service] = []
         self.known = KnownObjects()
+        self._digest = digest
+        self._event_fd = event_fd
         self._jobs: dict[StorageJob, Any] = {}  # in flight
         self._closed = False
         self._thread: LoopThread | None = None
@@ -301,43 +224,26 @@ class StorageTier:
         """
         limit = checked_limit("limit", limit)
         from kvactors.threads import atexit_close
+        from kvactors.tier_cache.storage_loop import StorageLoop
 
         if self._closed or self._thread is not None:
             raise StoreError("a storage tier is opened once")
-        thread = self._thread = self._make_thread()
+        loop = self._loop = StorageLoop(self)
+        thread = self._thread = self._make_thread([loop, *self.beside])
         try:
             thread.open(limit)
         except BaseException:
             self.close(0.0)
             raise
-        self.take_in_names()
+        self.known = loop.known
         if self._event_fd:
             self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         atexit_close(self)
 
-    def _make_thread(self) -> LoopThread:
+    def _make_thread(self, services: Sequence[Service]) -> LoopThread:
         from kvactors.tier_cache.copies import LoopThread
 
-        return LoopThread([self.make_loop(), *self.beside])
-
-    def make_loop(self) -> StorageLoop:
-        """The part that runs on the event loop."""
-        from kvactors.tier_cache.storage_loop import StorageLoop
-
-        self._loop = StorageLoop(
-            self._make,
-            self.timeout,
-            self._ended,
-            lambda: self.known,
-            memory=self._memory,
-            clock=self.clock,
-        )
-        return self._loop
-
-    def take_in_names(self) -> None:
-        """The store is open: learn which objects it holds."""
-        assert self._loop is not None
-        self.known = self._loop.known
+        return LoopThread(services)
 
     def close(self, limit: float = 5.0) -> None:
         """Let the jobs in flight end, for `limit` seconds at most, then close the store. Jobs that
@@ -347,9 +253,8 @@ class StorageTier:
         if thread is None:
             return
         thread.close(limit)
-        fail_unseen([] if thread.alive else list(self._jobs), self._jobs, self._ended)
-        store = None if self._loop is None else self._loop.store
-        self.stuck = thread.alive or (store is not None and store.stuck)
+        self._fail_unseen([] if thread.alive else list(self._jobs))
+        self.stuck = thread.alive or (self._store is not None and self._store.stuck)
         fd, self.fd = self.fd, None
         if fd is not None and not thread.alive:
             os.close(fd)
@@ -414,8 +319,7 @@ class StorageTier:
 
     def submit_lookup(self, job: Hashable, keys: Sequence[bytes]) -> Future[StorageResult]:
         """Find out which keys the store holds. One that lists its objects answers from memory, any
-        other is asked, and `contains` is true for the keys that it found.
-        """
+        other is asked, and `contains` is true for the keys that it found."""
         return self._submit(job, "lookup", keys, ())
 
     def _submit(
@@ -427,20 +331,22 @@ class StorageTier:
         loop, thread = self._loop, self._thread
         if self._closed or loop is None or thread is None:
             raise CacheClosed("the storage tier is not open")
-        job = StorageJob(
-            name,
-            kind=kind,
-            keys=keys,
-            names=[self.name_of(key) for key in keys],
-            regions=views,
-            known=self.known,
-            began=self.clock(),
-            timeout=self.timeout,
-        )
+        names, now = tuple(map(self.name_of, keys)), self.clock()
+        done: Future[StorageResult] = Future()
+        done.set_running_or_notify_cancel()  # the caller cannot cancel it
+        moved = (tuple(keys), names, tuple(views), self.known)
+        job = StorageJob(name, kind, *moved, now, now + self.timeout, done)
         self._jobs[job] = None
         if not thread.call(loop.accept, job):  # the loop has ended
-            fail_unseen([job], self._jobs, self._ended)
-        return job.done
+            self._fail_unseen([job])
+        return done
+
+    def _fail_unseen(self, jobs: Sequence[StorageJob]) -> None:
+        """Fail jobs that the loop took between its last turn and its end, each once: `close` and
+        the thread that submits may both find one."""
+        for job in jobs:
+            if self._jobs.pop(job, job) is None:
+                self.ended(job, [False] * len(job.keys), [])
 
     def poll(self) -> list[StorageResult]:
         """The jobs that have ended since the last call, in the order of their ends."""
@@ -470,16 +376,26 @@ class StorageTier:
         """Why no object can be loaded now, empty if objects can be."""
         if any(job.began < self.clock() - self.timeout - 1.0 for job in list(self._jobs)):
             return "a call to the store does not return"
-        return "" if self._loop is None else self._loop.trouble
+        store = self._store
+        if store is None:
+            return ""
+        if store.clear_pending and not store.clears.running:
+            return "the last clear failed, and is tried again with the next write"
+        return store.attempts.loads_paused(self.clock)
 
     @property
     def failing(self) -> tuple[str, ...]:
         """Kinds of calls that do not work, with reasons and remedies."""
-        return () if self._loop is None else self._loop.failing
+        store = self._store
+        return () if store is None else tuple(one.why for one in store.attempts.failing())
 
     @property
     def condition(self) -> str:
-        return "" if self._loop is None else self._loop.condition
+        return "" if self._store is None else self._store.condition()
+
+    @property
+    def _store(self) -> GuardedBackend | None:
+        return None if self._loop is None else self._loop.store
 
     def clear(self) -> list[bytes]:
         """Delete every object. Jobs that were submitted before bring none back.
@@ -524,7 +440,8 @@ class StorageTier:
 
     # -- the store's thread
 
-    def _ended(self, job: StorageJob, ok: Sequence[bool], gone: Sequence[bytes]) -> None:
+    def ended(self, job: StorageJob, ok: Sequence[bool], gone: Sequence[bytes]) -> None:
+        """A job has ended, with whether each key is ok, and the keys that left the store."""
         nbytes = 0 if job.kind == "lookup" else sum(ok) * self.block_bytes
         moved = tuple(ok), tuple(gone), nbytes, self.clock() - job.began
         result = StorageResult(job.name, job.kind, job.keys, *moved)
@@ -569,24 +486,23 @@ def make_storage(
     identity = StoreIdentity(
         config.model, storage.namespace, config.fingerprint, storage.rank, storage.ranks
     )
-
-    variables = os.environ if environ is None else environ
+    fields = {
+        name: value for name, value in msgspec.structs.asdict(storage).items() if name not in OWN
+    }
     is_pool = storage.backend == "mooncake"
-    if is_pool:
-        _mooncake(
-            storage.mooncake, variables
-        )  # a wrong setting is found here, not in the store's thread
+    if is_pool:  # a wrong setting is found here, not in the store's thread
+        from kvactors.settings.mooncake import MooncakeConfig, resolve
+
+        pool = convert(storage.mooncake, MooncakeConfig, "storage.mooncake")
+        fields["mooncake"] = resolve(pool, os.environ if environ is None else environ)
+    else:
+        del fields["mooncake"]
 
     def make() -> Backend:
-        from kvactors.settings.mooncake import MooncakeConfig
         from kvactors.settings.tables import StorageConfig
         from kvactors.storage.factory import make_backend
 
-        fields = msgspec.structs.asdict(storage)
-        fields["mooncake"] = _mooncake(storage.mooncake, variables) if is_pool else MooncakeConfig()
-        settings = StorageConfig(
-            **{name: value for name, value in fields.items() if name not in OWN}, keep_tokens=False
-        )
+        settings = StorageConfig(**fields, keep_tokens=False)
         made = make_backend(settings, config.model, config.fingerprint, config.block_bytes)
         if made is None:
             raise ConfigError(f"storage.backend {storage.backend!r} makes no store")
@@ -601,21 +517,6 @@ def make_storage(
         memory=memory if is_pool else None,
         clock=clock,
     )
-
-
-def _mooncake(table: Mapping[str, Any], environ: Mapping[str, str]) -> MooncakeConfig:
-    """Settings of a pool, completed from MOONCAKE_CONFIG_PATH and MOONCAKE_* variables."""
-    from kvactors.settings.check import convert
-    from kvactors.settings.mooncake import MooncakeConfig, resolve
-
-    return resolve(convert(table, MooncakeConfig, "storage.mooncake"), environ)
-
-
-def whole(memory: Any) -> SlotMemory:
-    """All of an engine's memory as one slot."""
-    from kvactors.tier_cache.slots import SlotMemory
-
-    return SlotMemory(1, memoryview(memory).nbytes, memory)
 
 
 def open_storage(
@@ -634,8 +535,11 @@ def open_storage(
         StoreError: the store cannot be used (an OSError).
     """
     checked = checked_config(config)
-    known = None if memory is None else whole(memory)
-    tier = make_storage(checked, event_fd=event_fd, memory=known)
+    if memory is not None:
+        from kvactors.tier_cache.slots import SlotMemory
+
+        memory = SlotMemory(1, memoryview(memory).nbytes, memory)  # all of it as one slot
+    tier = make_storage(checked, event_fd=event_fd, memory=memory)
     tier.open(checked.storage.open_timeout_s)
     return tier
 

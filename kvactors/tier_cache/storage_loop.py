@@ -3,65 +3,43 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from kvactors.errors import StoreError
-from kvactors.storage.backend import Backend
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome
-from kvactors.tier_cache.storage import JobKind, KnownObjects, ObjectMemory, StorageJob
+from kvactors.tier_cache.storage import JobKind, KnownObjects, ObjectViews, StorageJob, StorageTier
 
 MOST: dict[JobKind, int] = {"load": 4, "store": 2, "lookup": 2}
 """Jobs of each kind that the store works on at a time."""
 
-JobEnd = Callable[[StorageJob, Sequence[bool], Sequence[bytes]], None]
-"""Called with a job, whether each of its keys is ok, and the keys that left the store."""
-
 
 class StorageLoop:
     """Runs jobs against a store. A `Service`: every method is called on the loop.
-
-    Args:
-        latest: gives the objects known since the last clear that was asked for.
 
     Attributes:
         known: the objects known since the last clear that has begun. Jobs of before or after are
             not done.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Backend],
-        timeout: float,
-        ended: JobEnd,
-        latest: Callable[[], KnownObjects],
-        *,
-        memory: Any = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, tier: StorageTier) -> None:
         self.store: GuardedBackend | None = None
         self.known = KnownObjects()
         self.clearing = 0
-        self._make = make
-        self._timeout = timeout
-        self._ended = ended
-        self._latest = latest
-        self._memory = memory
-        self._clock = clock
+        self._tier = tier
         self._waiting: dict[JobKind, deque[StorageJob]] = {kind: deque() for kind in MOST}
         self._running: dict[JobKind, int] = dict.fromkeys(MOST, 0)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Make the store, open it and list its objects."""
-        self.store = store = GuardedBackend(self._make(), self._timeout)
+        self.store = store = GuardedBackend(self._tier.make(), self._tier.timeout)
         try:
             await store.open()
-            if self._memory is not None:
-                await store.attach(self._memory)
+            if self._tier.memory is not None:
+                await store.attach(self._tier.memory)
         except BaseException:
             await store.close()
             raise
@@ -76,7 +54,7 @@ class StorageLoop:
             await asyncio.wait(self._tasks, timeout=left)
         for jobs in self._waiting.values():
             for job in jobs:
-                self._ended(job, [False] * len(job.keys), [])
+                self._tier.ended(job, [False] * len(job.keys), [])
             jobs.clear()
         if self.store is not None:
             await self.store.close()
@@ -111,12 +89,12 @@ class StorageLoop:
         finally:
             self._running[job.kind] -= 1
             self._begin_jobs(job.kind)
-            self._ended(job, ok, gone)
+            self._tier.ended(job, ok, gone)
 
     async def _look_up(self, store: GuardedBackend, job: StorageJob) -> list[bool]:
         if self.known.lists:
             return [store.holds(name) for name in job.names]
-        return await store.exists_many(job.names, lambda: self._clock() >= job.deadline)
+        return await store.exists_many(job.names, lambda: self._tier.clock() >= job.deadline)
 
     async def _move(self, store: GuardedBackend, job: StorageJob, ok: list[bool]) -> list[bytes]:
         """Fill in `ok`. Returns the names that left the store."""
@@ -130,10 +108,10 @@ class StorageLoop:
         names = [job.names[i] for i in memory]
         views = [one.view for one in memory.values()]
         if save:
-            written = await store.write(names, views, lambda: self._clock() >= job.deadline)
+            written = await store.write(names, views, lambda: self._tier.clock() >= job.deadline)
             outcomes, removed = written.outcomes, written.evicted
         else:
-            read = await store.read(names, views, lambda: self._clock() >= job.deadline)
+            read = await store.read(names, views, lambda: self._tier.clock() >= job.deadline)
             outcomes, removed = read.outcomes, read.gone
         for (i, one), outcome in zip(memory.items(), outcomes, strict=True):
             ok[i] = outcome == Outcome.OK or (save and outcome == Outcome.EXISTS)
@@ -154,31 +132,11 @@ class StorageLoop:
         if self.store is not None:
             self._start(self.store.remove(names))
 
-    @property
-    def trouble(self) -> str:
-        """Why no object can be loaded now, empty if objects can be. For any thread."""
-        store = self.store
-        if store is None:
-            return ""
-        if store.clear_pending and not store.clears.running:
-            return "the last clear failed, and is tried again with the next write"
-        return store.attempts.loads_paused(self._clock)
-
-    @property
-    def failing(self) -> tuple[str, ...]:
-        """Kinds of calls that do not work, with reasons and remedies. For any thread."""
-        return () if self.store is None else tuple(one.why for one in self.store.attempts.failing())
-
-    @property
-    def condition(self) -> str:
-        """See `Backend.condition`. For any thread."""
-        return "" if self.store is None else self.store.condition()
-
     # -- clears
 
     def clear(self) -> None:
         """Empty the store. Jobs from before are not done."""
-        self.known = self._latest()
+        self.known = self._tier.known
         if self.store is not None:
             self.clearing += 1
             self._start(self._clear(self.store))
@@ -190,3 +148,49 @@ class StorageLoop:
             return  # logged. The store answers nothing until a clear has succeeded.
         finally:
             self.clearing -= 1
+
+
+# -- Memory of one object: a view, or several that follow one another (a scatter list).
+
+
+class ObjectMemory:
+    """The memory of one object as one contiguous view.
+
+    Attributes:
+        view: contiguous bytes. Of a scatter list it is a copy, or new memory if `writable`.
+    """
+
+    def __init__(self, region: ObjectViews, block_bytes: int, *, writable: bool) -> None:
+        parts = [region] if isinstance(region, memoryview) else list(region)
+        self._parts = [_flat(part, writable) for part in parts]
+        size = sum(part.nbytes for part in self._parts)
+        if size != block_bytes:
+            raise ValueError(f"memory of {size} bytes for an object of {block_bytes}")
+        if len(self._parts) == 1:
+            self.view = self._parts[0]
+        else:
+            self.view = memoryview(bytearray(block_bytes))
+            if not writable:
+                self._copy(to_parts=False)
+
+    def scatter(self) -> None:
+        """The object's bytes are in `view`: copy them to the views of a scatter list."""
+        if len(self._parts) > 1:
+            self._copy(to_parts=True)
+
+    def _copy(self, *, to_parts: bool) -> None:
+        start = 0
+        for part in self._parts:
+            whole = self.view[start : start + part.nbytes]
+            if to_parts:
+                part[:] = whole
+            else:
+                whole[:] = part
+            start += part.nbytes
+
+
+def _flat(part: object, writable: bool) -> memoryview:
+    view = memoryview(part)  # type: ignore[arg-type]
+    if not view.contiguous or (writable and view.readonly):
+        raise ValueError("the memory of an object must be contiguous, and writable for a load")
+    return view.cast("B") if view.nbytes else memoryview(b"")

@@ -128,8 +128,8 @@ class SimTier(StorageTier):
         super().__init__(lambda: store, bytes(32), BLOCK, TIMEOUT, clock=loop.time)
         self._sim = loop
 
-    def _make_thread(self) -> Any:
-        return SimThread(self._sim, [self.make_loop(), *self.beside])
+    def _make_thread(self, services: Sequence[Any]) -> Any:
+        return SimThread(self._sim, services)
 
 
 class SimSink(MemorySink):
