@@ -277,7 +277,6 @@ def _read_source(source: Path, asked: Mapping[str, Any]) -> tuple[Config, str, t
 
 
 def _own(config: Config, layout: Layout) -> list[TierSize]:
-    """The tiers of a file's settings."""
     config = in_blocks(config, layout, config.storage)
     each, host = block_bytes(layout, config.storage), config.host
     sizes = {
@@ -331,7 +330,6 @@ def _tiers(sizes: Mapping[str, int], layout: Layout, each: BlockBytes) -> list[T
 
 
 def _settings(config: Config, tiers: list[TierSize]) -> str:
-    """The settings of the tiers, as TOML."""
     changed = changed_in(config.layout)
     tables: dict[str, list[str]] = {
         "cache": [f"block_size = {config.cache.block_size}"],

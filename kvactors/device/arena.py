@@ -135,7 +135,6 @@ class FreshMemory:
 
     @property
     def busy(self) -> bool:
-        """Whether a thread touches a piece now."""
         return bool(self._threads)
 
     def stop_touching(self) -> None:
@@ -288,7 +287,6 @@ class Arena(HostSlots):
 
     @property
     def locked(self) -> bool:
-        """Whether the slots are locked in memory."""
         return self._locked and not self.trouble
 
     def _ask_for_huge_pages(self, start: int, size: int) -> str:
@@ -346,7 +344,6 @@ class Arena(HostSlots):
         self._fresh = self._all_fresh()
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of one block, writable."""
         if not 0 <= slot < self.num_slots:
             raise IndexError(f"slot {slot} of {self.num_slots}")
         start = slot * self.stride
@@ -354,11 +351,9 @@ class Arena(HostSlots):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return self.num_slots * self.stride
 
     def holds(self, address: int) -> bool:
-        """Whether an address is the start of a slot."""
         offset = address - self.address
         return 0 <= offset < self.nbytes and offset % self.stride == 0
 

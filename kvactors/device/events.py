@@ -63,7 +63,6 @@ class StreamEvent:
         self._event: RecordedEvent | None = event
 
     def query(self) -> bool:
-        """See `DeviceEvent`."""
         if self._event is None:
             return True
         completed = True
@@ -75,7 +74,6 @@ class StreamEvent:
         return completed
 
     def release(self) -> None:
-        """See `RecordedEvent`."""
         event, self._event = self._event, None
         if event is not None:
             event.release()
@@ -155,7 +153,6 @@ class DeviceEvents:
         return begun
 
     def passes_of(self, lease: int) -> list[Pass]:
-        """Passes in progress that use the blocks of a lease."""
         return [one for one in self.passes if lease in one.leases and not one.is_over()]
 
     async def wait_passes(self, lease: int, at: float) -> None:
@@ -202,7 +199,6 @@ class DeviceEvents:
             self._timer = self._loop.call_later(POLL_S, self._poll)
 
     def _poll(self) -> None:
-        """Wake the waiters of events that have completed or failed."""
         self._timer = None
         for number, (event, waiters) in list(self._waiting.items()):
             failure = None
@@ -223,7 +219,6 @@ class DeviceEvents:
             self._start()
 
     def _forget(self, event: DeviceEvent, waiter: asyncio.Future[None]) -> None:
-        """A waiter was cancelled, or its deadline has passed."""
         _, waiters = self._waiting.get(id(event), (event, []))
         if waiter in waiters:
             waiters.remove(waiter)

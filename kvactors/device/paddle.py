@@ -70,7 +70,6 @@ def installed() -> str:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
     parts = version.split(".")[:2]
     return tuple(int(part) if part.isdigit() else 0 for part in parts)
 

@@ -200,7 +200,6 @@ def _by_cuda_array(interface: Mapping[str, Any]) -> Region:
 
 
 def _by_methods(tensor: Any) -> Region:
-    """A torch or Paddle tensor, by its methods."""
     try:
         shape = tuple(int(size) for size in tensor.shape)
         item = int(tensor.element_size())

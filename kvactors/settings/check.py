@@ -425,7 +425,6 @@ def _describe(part: Any) -> str:
 
 
 def _parts(hint: Any) -> tuple[Any, ...]:
-    """The members of a union, or the type itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
@@ -435,7 +434,6 @@ def _ranges(hint: Any) -> list[Meta]:
 
 
 def _mismatch(name: str, value: Any, hint: Any, error: Exception) -> str:
-    """A value of another type, out of range, or none of the choices."""
     if (known := choices(hint)) and isinstance(value, str):
         return unknown(name, value, list(known))
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -452,7 +450,6 @@ def _mismatch(name: str, value: Any, hint: Any, error: Exception) -> str:
 
 
 def _exceeded(value: float, meta: Meta) -> str:
-    """The bound that a number exceeds, empty if there is none."""
     if meta.gt is not None and not value > meta.gt:
         return f"above {_plain(meta.gt)}"
     if meta.ge is not None and not value >= meta.ge:

@@ -150,7 +150,6 @@ def contradictions(config: Config, data: Mapping[str, Any] | None = None) -> Ite
 
 
 def _without_use(config: Config, data: Mapping[str, Any]) -> Iterator[str]:
-    """Settings that are given and have no use, or are given twice."""
     tables = {name: getattr(config, name) for name in settings_of(Config)}
     changed = {f"{name}.{one}" for name, table in tables.items() for one in changed_in(table)}
     given = changed | {f"{name}.{one}" for name in tables for one in data.get(name, ())}
@@ -208,7 +207,6 @@ def _marks(setting: Setting, kind: type[M]) -> list[M]:
 
 
 def _disagreements(config: Config) -> Iterator[str]:
-    """Settings that contradict each other."""
     for table, one in (("device", config.device), ("host", config.host)):
         if one.low_watermark > one.high_watermark:
             yield (
@@ -357,7 +355,6 @@ def honoured() -> frozenset[str]:
 
 
 def _filled(config: C, environ: Mapping[str, str]) -> C:
-    """The config with the variables' values where it leaves something unset."""
     config = _with_variables(config, "attention_store", environ)
     config = _with_variables(config, "flush", environ)
     if config.storage.backend == "file":
@@ -370,7 +367,6 @@ def _filled(config: C, environ: Mapping[str, str]) -> C:
 
 
 def _with_variables(config: C, name: str, environ: Mapping[str, str]) -> C:
-    """The config with a table whose unset values are filled."""
     table = getattr(config, name)
     for field, setting in settings_of(_table_of(name)).items():
         for variable in _marks(setting, Variable):

@@ -180,7 +180,6 @@ class _Reader:
 
 
 def _language_part(data: Mapping[str, Any]) -> tuple[Mapping[str, Any], str]:
-    """The language model's table, and its name for errors."""
     if any(name in data for name in LAYERS):
         return data, ""
     for name in TEXT_PARTS:

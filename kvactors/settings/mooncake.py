@@ -73,7 +73,6 @@ class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
         return names[rank % len(names)] if names else ""
 
     def check(self) -> None:
-        """Raise ConfigError for values that cannot be."""
         if not self.master_server_address:
             raise ConfigError(
                 "storage.mooncake.master_server_address is missing (host:port of mooncake_master)"

@@ -57,7 +57,6 @@ def json_schema() -> dict[str, Any]:
 
 
 def _tables() -> list[type[msgspec.Struct]]:
-    """All tables, each once."""
     found: dict[type[msgspec.Struct], None] = {Config: None}
     waiting: list[type[msgspec.Struct]] = [Config]
     while waiting:

@@ -78,7 +78,6 @@ class SinkConfig(
             raise ConfigError(fault)
 
     def faults(self) -> Iterator[str]:
-        """Values that do not go together."""
         for fault in self._faults():
             yield f"flush.sinks {self.label!r}: {fault}"
 
@@ -287,7 +286,6 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
 
 
 def _topic_faults(name: str, topic: str) -> Iterator[str]:
-    """Unknown names in braces."""
     try:
         parts = list(Formatter().parse(topic))
     except ValueError as error:
@@ -459,7 +457,6 @@ class Endpoint(NamedTuple):
 
     @property
     def ipv6(self) -> bool:
-        """Whether its address is one of IPv6."""
         return self.transport == "tcp" and ":" in self.host
 
     @property

@@ -344,11 +344,9 @@ class LoopThread:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread runs."""
         return self._thread is not None and self._thread.is_alive()
 
     def open(self, limit: float) -> None:
-        """Start the thread and open the services."""
         opened: Future[None] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self.run(opened, limit)),
@@ -406,7 +404,6 @@ class LoopThread:
         thread.join(limit + CLOSING)
 
     def stop(self, limit: float) -> None:
-        """Begin to close. Called on the loop."""
         if self._stop is not None and not self._stop.done():
             self._stop.set_result(limit)
 

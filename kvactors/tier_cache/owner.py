@@ -47,11 +47,9 @@ class Owner:
             self.thread = get_ident()
 
     def _starts(self) -> bool:
-        """Whether the calling thread is the one that starts."""
         return self._first.setdefault("thread", get_ident()) == get_ident()
 
     def check(self) -> None:
-        """Make the calling thread the owner if there is none."""
         if self.thread not in (NONE, CLOSED, get_ident()):
             raise self._wrong_thread()
         if self.thread != get_ident():
@@ -173,7 +171,6 @@ class RoomWaits:
         return False
 
     def got_slot(self, key: bytes) -> None:
-        """A key waits no more."""
         if self._since or self._until:
             self._since.pop(key, None)
             self._until.pop(key, None)
@@ -190,7 +187,6 @@ class RoomWaits:
         return before - len(self._since)
 
     def clear(self) -> None:
-        """Nothing waits."""
         self._since.clear()
         self._until.clear()
 

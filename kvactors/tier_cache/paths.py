@@ -118,14 +118,12 @@ class PathBook:
         return new
 
     def hold(self, names: Iterable[bytes]) -> None:
-        """A tier holds these blocks now."""
         for name in names:
             block = self._idle.pop(name, None)
             if block is not None:
                 self._held[name] = block
 
     def release(self, names: Iterable[bytes]) -> None:
-        """No tier holds these blocks any more."""
         gone = {name: self._held.pop(name) for name in names if name in self._held}
         self.add(gone, [False] * len(gone))
 
@@ -222,7 +220,6 @@ class SinkFeed:
         return any(name in held for held in self._held.values())
 
     def record(self, tier: Tier, stored: bool, keys: Sequence[bytes], reason: Reason) -> None:
-        """The tier holds the keys now (stored), or does not any more."""
         from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved
 
         names = [block_name(key) for key in keys]
@@ -284,7 +281,6 @@ class SinkFeed:
             self.outbox.append(message)
 
     def flush(self) -> None:
-        """Hand the messages to the event loop."""
         if self.resend and len(self.outbox) < OUTBOX:
             self._send_everything()
         if self.outbox:
@@ -320,7 +316,6 @@ class EventLog:
         self._events: list[TierEvent] = []
 
     def record(self, tier: Tier, stored: bool, keys: Iterable[bytes], reason: Reason) -> None:
-        """The tier holds the keys now (stored), or does not any more."""
         if tier in self.tiers:
             if found := tuple(keys):
                 self._events.append(TierEvent(tier, stored, found, reason))
@@ -328,10 +323,8 @@ class EventLog:
             self.feed.record(tier, stored, found, reason)
 
     def wants(self, tier: Tier) -> bool:
-        """Whether the changes of a tier are collected."""
         return tier in self.tiers or (self.feed is not None and tier in self.feed.tiers)
 
     def take(self) -> list[TierEvent]:
-        """The changes since the last call."""
         events, self._events = self._events, []
         return events

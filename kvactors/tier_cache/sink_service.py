@@ -54,7 +54,6 @@ class SinkService:
         self._watch: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Open the sinks and start FlushNotifier."""
         supervisor = self._supervisor = Supervisor(
             InFlight(), closed=lambda: CacheClosed("the cache is shut down")
         )
@@ -96,7 +95,6 @@ class SinkService:
     # -- messages
 
     def take(self) -> None:
-        """Send the messages in the outbox."""
         if self._pump is None or self._pump.done():
             self._pump = asyncio.ensure_future(self._send())
 
@@ -113,7 +111,6 @@ class SinkService:
                         self._stated = message.incarnation
 
     async def _look(self) -> None:
-        """Notice sinks that fail, and a notifier that has lost its state."""
         while True:
             self.troubles = tuple(self._find_troubles())
             self._has_state()
@@ -168,7 +165,6 @@ class SinkService:
         return False
 
     def ask(self, limit: float, answer: Future[bool | None]) -> None:
-        """Set `answer` to the result of `flushed`."""
         task = asyncio.ensure_future(self.flushed(limit))
         task.add_done_callback(
             lambda done: answer.set_result(False if done.cancelled() else done.result())

@@ -69,7 +69,6 @@ def _from_table(table: Mapping[str, Any], config: TierConfig) -> Sink:
 
 
 def _checked(sink: Sink, config: TierConfig) -> set[Tier]:
-    """The tiers that a sink is sent."""
     wanted = sink.filter
     tiers = {tier for tier in (Tier.HOST, Tier.STORAGE) if wanted.tiers & tier}
     if wanted.tiers & Tier.DEVICE:

@@ -71,7 +71,6 @@ class SlotTable:
         return HIT
 
     def end_step(self, now: float) -> None:
-        """Release the blocks that were held for the engine's step."""
         self._steps += 1
         self._ahead = 1
         self.held.clear()
@@ -145,7 +144,6 @@ class SlotTable:
         return parent
 
     def is_taken(self, key: bytes) -> bool:
-        """Whether a key has a slot, or had one that a copy still uses."""
         return key in self._blocks or key in self._stores or key in self._loads
 
     def _make_room(
@@ -272,7 +270,6 @@ class SlotTable:
     # -- the rest
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Keys of a path were used, in the order of the path."""
         self._touches += 1
         self.tier.touch(reversed(keys))
 
@@ -289,17 +286,14 @@ class SlotTable:
         return removed
 
     def copies_in_flight(self) -> CopiesInFlight:
-        """The stores and loads that were begun and not completed."""
         loads = [key for key, (_, count) in self._loads.items() for _ in range(count)]
         return CopiesInFlight(tuple(self._stores), tuple(loads))
 
     @property
     def in_flight(self) -> int:
-        """Keys with a store or load in flight."""
         return len(self._stores) + len(self._loads)
 
     def check(self) -> None:
-        """AssertionError if slots, order and copies in flight disagree."""
         self.tier.check()
 
 
@@ -400,7 +394,6 @@ class SlotMemory:
         return self._view[start : start + self.block_bytes]
 
     def holds(self, address: int) -> bool:
-        """Whether an address is the start of a slot."""
         offset = address - self.address
         return 0 <= offset < self.num_slots * self.stride and offset % self.stride == 0
 
@@ -524,7 +517,6 @@ class SaveQueue:
         return len(self._waiting)
 
     def on_stored(self, blocks: Sequence[HostBlock]) -> None:
-        """Blocks came from the device."""
         self._unscanned += len(blocks)
         if self.policy == "write_through":
             self._add(blocks)
@@ -536,7 +528,6 @@ class SaveQueue:
         self._add([self._tier.blocks[key] for key in again])
 
     def on_touched(self, keys: Iterable[bytes]) -> None:
-        """Keys were used."""
         if self.policy != "write_through_selective":
             return
         for key in keys:
@@ -558,7 +549,6 @@ class SaveQueue:
         return unsaved
 
     def on_ended(self, blocks: Iterable[HostBlock], ok: Iterable[bool]) -> None:
-        """Writes have ended: unpin their blocks."""
         for block, saved in zip(blocks, ok, strict=False):
             self._tier.unpin(block)
             if block.dropped:  # by a reset: another block may have its key
@@ -568,7 +558,6 @@ class SaveQueue:
                 self._failed.add(block.hash)
 
     def clear(self) -> None:
-        """Every block left the host tier."""
         self._unpin()
         self._waiting.clear()
         self._failed.clear()
@@ -576,7 +565,6 @@ class SaveQueue:
         self._touches.clear()
 
     def _wants(self, key: bytes) -> bool:
-        """Whether a block is to be saved before it is evicted."""
         if self.policy == "write_back":
             return not self._is_saved(key)
         return key in self._failed and not self._is_saved(key)

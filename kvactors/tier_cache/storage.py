@@ -54,7 +54,6 @@ class KnownObjects:
         return len(self._names)
 
     def names(self) -> Iterable[bytes]:
-        """The names of the objects that are known to be there now."""
         return self._names.copy()
 
     def remove(self, names: Iterable[bytes]) -> list[bytes]:
@@ -68,7 +67,6 @@ class KnownObjects:
         return gone
 
     def holds(self, name: bytes, key: bytes) -> bool:
-        """Whether an object is known to be there."""
         if name not in self._names:
             return False
         self._keys[name] = key
@@ -260,7 +258,6 @@ class StorageTier:
             os.close(fd)
 
     def end(self, limit: float) -> None:
-        """The interpreter exits. See `threads.Ending`."""
         self.close(max(0.0, limit - CLOSING))
 
     def abandon(self) -> None:
@@ -413,7 +410,6 @@ class StorageTier:
 
     @property
     def clearing(self) -> bool:
-        """Whether a clear has not ended."""
         loop = self._loop
         if loop is None or self._closed:
             return False
@@ -570,7 +566,6 @@ class StoreQueries:
         return len(self._queued) + len(self._asked)
 
     def is_queued(self, key: bytes) -> bool:
-        """Whether a key waits to be asked about."""
         return key in self._queued
 
     def lookup(self, key: bytes, now: float) -> Lookup:
@@ -586,14 +581,12 @@ class StoreQueries:
         return Lookup.PENDING
 
     def take(self, now: float) -> list[bytes]:
-        """The keys to ask about now, in the order of their look-ups."""
         keys = list(self._queued)
         self._queued.clear()
         self._asked.update(dict.fromkeys(keys, now))
         return keys
 
     def answered(self, keys: Sequence[bytes], found: Iterable[bool], now: float) -> None:
-        """The store has answered."""
         for key, present in zip(keys, found, strict=True):
             self._asked.pop(key, None)
             self._absent.pop(key, None)
@@ -603,11 +596,9 @@ class StoreQueries:
             del self._absent[next(iter(self._absent))]
 
     def stored(self, keys: Iterable[bytes]) -> None:
-        """Keys were written."""
         for key in keys:
             self._absent.pop(key, None)
 
     def clear(self) -> None:
-        """Every object was removed."""
         self._queued.clear()
         self._absent.clear()

@@ -34,7 +34,6 @@ class StorageLoop:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        """Make the store, open it and list its objects."""
         self.store = store = GuardedBackend(self._tier.make(), self._tier.timeout)
         try:
             await store.open()
@@ -62,7 +61,6 @@ class StorageLoop:
     # -- jobs
 
     def accept(self, job: StorageJob) -> None:
-        """Run a job when its turn comes."""
         self._waiting[job.kind].append(job)
         self._begin_jobs(job.kind)
 
@@ -121,14 +119,12 @@ class StorageLoop:
 
     @staticmethod
     def _removed_meanwhile(store: GuardedBackend) -> list[bytes]:
-        """Names that the store lost outside of batches."""
         removed = store.take_removed()
         if removed:
             store.acknowledge_removed(removed)
         return removed
 
     def remove(self, names: Sequence[bytes]) -> None:
-        """Erase objects."""
         if self.store is not None:
             self._start(self.store.remove(names))
 

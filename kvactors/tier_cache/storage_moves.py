@@ -77,7 +77,6 @@ class StorageMoves:
 
     @property
     def is_fetching(self) -> bool:
-        """Whether fetches have begun and not ended."""
         return bool(self._started)
 
     @property
@@ -139,13 +138,11 @@ class StorageMoves:
     # -- changes of the host tier
 
     def on_stored(self, blocks: list[HostBlock]) -> None:
-        """Blocks came from the device."""
         self.saves.on_stored(blocks)
         if len(self.saves) >= BATCH:
             self._submit_saves()
 
     def on_evicted(self, keys: list[bytes] | tuple[bytes, ...]) -> None:
-        """Keys left the host tier for others."""
         self._counters.evicted += len(keys)
         self._counters.unsaved += self.saves.on_evicted(keys)
         self._events.record(Tier.HOST, False, keys, Reason.CPU_EVICTION)
@@ -154,7 +151,6 @@ class StorageMoves:
     # -- jobs
 
     def submit(self) -> None:
-        """Begin the fetches, queries and saves that are queued."""
         self._trouble = None
         self._short = [self._short[1], 0]
         self._submit_queries()
@@ -186,7 +182,6 @@ class StorageMoves:
         self._write(max(1, self._slots.tier.capacity // SAVING))
 
     def write_all(self) -> None:
-        """Begin every save that is queued: the cache is shut down."""
         self._write(self._saving + len(self.saves))
 
     def _write(self, most: int) -> None:
@@ -217,7 +212,6 @@ class StorageMoves:
             self._late.update(block.hash for block in self._in_flight[job])
 
     def collect(self) -> None:
-        """Take in the jobs that have ended."""
         self._trouble = None
         for result in self.storage.poll():
             blocks = self._in_flight.pop(result.job, [])  # none: the job of another caller
@@ -286,7 +280,6 @@ class StorageMoves:
     # -- the rest
 
     def reset(self, *, storage: bool) -> None:
-        """The host tier was emptied."""
         queued = list(self._queued.values())
         self._queued.clear()
         self._slots.tier.land(queued, frozenset(range(len(queued))))
