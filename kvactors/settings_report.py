@@ -44,8 +44,7 @@ from kvactors.storage.factory import capacity_of
 
 C = TypeVar("C", bound=Config)
 
-HIDDEN = "<set>"
-"""Shown in place of a secret."""
+HIDDEN = "<set>"  # shown in place of a secret
 
 SECRETS = ("ranks.secret",)
 
@@ -209,10 +208,8 @@ def toml_value(value: Any) -> str:
 
 GIB = 1 << 30
 
-TRANSIT_SHARE = 8
-"""Transit slots take at most this part of the host memory."""
-DISK_RATE = "4 GiB"
-"""Bytes a second of a fast NVMe drive."""
+TRANSIT_SHARE = 8  # transit slots take at most this part of the host memory
+DISK_RATE = "4 GiB"  # bytes a second of a fast NVMe drive
 TURNAROUND_S = 0.02
 """Seconds that a block waits in its transit slot between a transfer of the disk and its copy."""
 

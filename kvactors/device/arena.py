@@ -31,8 +31,7 @@ from kvactors.threads import Workers, atexit_close
 CALLS = {"x86_64": (237, 239, 238), "aarch64": (235, 236, 237)}
 """Numbers of mbind, get_mempolicy and set_mempolicy, by machine."""
 
-BIND = 2
-"""MPOL_BIND: pages are taken from the given nodes only."""
+BIND = 2  # MPOL_BIND: pages are taken from the given nodes only
 
 MAX_NODES = 1024
 WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
@@ -101,11 +100,8 @@ def _call(which: int, *arguments: object) -> str:
 # -- Fresh memory, brought in by several threads before it is used.
 
 
-PIECE = 64 << 20
-"""Bytes touched between two checks for a stop."""
-
-MOST_THREADS = 16
-"""Threads at most: the system clears pages no faster with more."""
+PIECE = 64 << 20  # bytes touched between two checks for a stop
+MOST_THREADS = 16  # threads at most: the system clears pages no faster with more
 
 
 class Fresh(Protocol):
@@ -170,8 +166,7 @@ async def bring_in(owner: Fresh, *, inline: bool) -> None:
 
 PAGE = 4096
 
-HUGE = 2 << 20
-"""Bytes of a huge page, the first of which the slots begin in."""
+HUGE = 2 << 20  # bytes of a huge page, the first of which the slots begin in
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 

@@ -15,8 +15,7 @@ from kvactors.actor.uncancelled import retrieve
 from kvactors.checks import check_int, kind
 from kvactors.errors import DeadlineExceeded, DeviceError, as_exception
 
-POLL_S = 0.0005
-"""Seconds between two questions whether events have completed."""
+POLL_S = 0.0005  # seconds between two questions whether events have completed
 
 
 class DeviceEvent(Protocol):
@@ -85,10 +84,7 @@ class Pass:
     """
 
     def __init__(
-        self,
-        leases: frozenset[int],
-        event: DeviceEvent | asyncio.Future[Any],
-        events: DeviceEvents,
+        self, leases: frozenset[int], event: DeviceEvent | asyncio.Future[Any], events: DeviceEvents
     ) -> None:
         self.leases = leases
         self.event = event

@@ -16,8 +16,7 @@ from kvactors.device.tensors import TensorDevice
 from kvactors.errors import DeviceError
 from kvactors.layout.base import Layout
 
-OLDEST = (2, 6)
-"""The first version whose tensors have `data_ptr`, `strides` and `element_size`."""
+OLDEST = (2, 6)  # the first version whose tensors have `data_ptr`, `strides` and `element_size`
 
 PACKAGES = ("paddlepaddle-gpu", "paddlepaddle")
 

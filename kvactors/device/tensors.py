@@ -30,8 +30,7 @@ HOST_DEVICES = {1, 3, 11}
 """DLPack's device types whose memory the host can address: CPU, pinned for CUDA, pinned for
 ROCm."""
 
-CUDA_DEVICES = {2, 13}
-"""DLPack's device types of CUDA: a GPU's memory, and managed memory."""
+CUDA_DEVICES = {2, 13}  # DLPack's device types of CUDA: a GPU's memory, and managed memory
 
 DTYPES = {
     (2, 32): "float32",

@@ -13,8 +13,7 @@ from typing import Any, Self
 from kvactors.errors import LayoutError
 from kvactors.layout.base import Layout, Role, check_positive, picked
 
-SCALE_GROUP = 128
-"""Elements that share a float32 scale in DSA's bytes."""
+SCALE_GROUP = 128  # elements that share a float32 scale in DSA's bytes
 
 
 class MLALayout(Layout):

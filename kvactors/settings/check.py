@@ -44,8 +44,7 @@ Threads = Annotated[int, Meta(ge=1, le=256)]
 CopyThreads = Annotated[int, Meta(ge=1, le=64)]  # of one `CopyWorker`
 Depth = Annotated[int, Meta(ge=1, le=1024)]
 ObjectCount = Annotated[int, Meta(ge=0, le=1 << 40)]
-MOST_BYTES = 1 << 50
-"""1 PiB."""
+MOST_BYTES = 1 << 50  # 1 PiB
 
 ByteCount = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -183,11 +182,8 @@ def human(size: float) -> str:
 
 # -- files of settings: their size and their nesting are bounded
 
-SETTINGS_BYTES = 16 << 20
-"""Bytes of a file of settings at most."""
-
-MAX_NESTING = 32
-"""Tables and lists inside one another in a file, at most."""
+SETTINGS_BYTES = 16 << 20  # bytes of a file of settings at most
+MAX_NESTING = 32  # tables and lists inside one another in a file, at most
 
 
 def read_settings(path: str | Path) -> bytes:
@@ -221,8 +217,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
 
 # -- the walk
 
-CLASS_KIND = "class"
-"""Tag of the struct whose `class_path` names a class of another package."""
+CLASS_KIND = "class"  # tag of the struct whose `class_path` names a class of another package
 
 
 def convert(data: Any, kind: type[S], where: str = "") -> S:
@@ -282,10 +277,7 @@ def _read_list(data: Any, kind: Any, where: str, faults: list[str]) -> tuple[Any
 
 
 def _read_mapping(
-    data: Mapping[str, Any],
-    tables: tuple[type[msgspec.Struct], ...],
-    where: str,
-    faults: list[str],
+    data: Mapping[str, Any], tables: tuple[type[msgspec.Struct], ...], where: str, faults: list[str]
 ) -> Any:
     table, tag = tables[0], tables[0].__struct_config__.tag_field
     if tag is not None:
@@ -334,14 +326,9 @@ def located(where: str) -> Iterator[None]:
 
 # -- single values: type, range and choices
 
-LONGEST = 4096
-"""Characters in a text setting."""
-
-SHOWN = 80
-"""Characters of a wrong value in an error."""
-
-NEAR = 0.5
-"""Similarity of two names from which on one is suggested for the other."""
+LONGEST = 4096  # characters in a text setting
+SHOWN = 80  # characters of a wrong value in an error
+NEAR = 0.5  # similarity of two names from which on one is suggested for the other
 
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 

@@ -28,8 +28,7 @@ METADATA = f"{TABLE}.metadata_server"
 SCHEMES = ("etcd", "redis")
 """Services that elect masters. Mooncake's client takes the addresses as they are."""
 
-HANDSHAKE = "P2PHANDSHAKE"
-"""In place of a metadata server: clients ask each other."""
+HANDSHAKE = "P2PHANDSHAKE"  # in place of a metadata server: clients ask each other
 
 SYNONYMS = {"device_name": "rdma_devices", "master_server_addr": "master_server_address"}
 """Names that sample files of Mooncake and FastDeploy use."""

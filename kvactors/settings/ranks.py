@@ -15,11 +15,8 @@ from kvactors.settings.check import LAST_PORT, RankCount, Seconds, Variable, hos
 SECRET_VARIABLE = "KVACTORS_RANKS_SECRET"  # noqa: S105  (the name of a variable)
 """Environment variable with the secret, used where `ranks.secret` is not set."""
 
-SECRET_CHARACTERS = 16
-"""Characters of a secret at least."""
-
-PATH_BYTES = 107
-"""Bytes of a unix socket's path at most (Linux: 108 with the closing zero)."""
+SECRET_CHARACTERS = 16  # characters of a secret at least
+PATH_BYTES = 107  # bytes of a unix socket's path at most (Linux: 108 with the closing zero)
 
 
 class Secret:

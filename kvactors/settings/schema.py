@@ -21,8 +21,7 @@ ENTRY = re.compile(r"    ([a-z_][a-z_, ]*): (.*)")
 """The first line of an entry of a docstring's section, as `inspect.cleandoc` gives it."""
 
 
-CLASS_PATTERN = "^[^:]+:[^:]+$"
-"""A class of another package, as `kind` of a sink."""
+CLASS_PATTERN = "^[^:]+:[^:]+$"  # a class of another package, as `kind` of a sink
 
 
 def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:

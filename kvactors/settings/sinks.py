@@ -29,14 +29,9 @@ from kvactors.settings.check import (
     host_and_port,
 )
 
-TOPIC_FIELDS = ("model", "host", "dp_rank")
-"""Names that a topic may contain in braces."""
-
-LEAST_RESYNC_S = 0.1
-"""Seconds between two resyncs at least."""
-
-MAX_HIGH_WATER_MARK = (1 << 31) - 1
-"""ZMQ's socket option is a C int."""
+TOPIC_FIELDS = ("model", "host", "dp_rank")  # names that a topic may contain in braces
+LEAST_RESYNC_S = 0.1  # seconds between two resyncs at least
+MAX_HIGH_WATER_MARK = (1 << 31) - 1  # ZMQ's socket option is a C int
 
 TierName = Literal["device", "host", "storage"]
 

@@ -83,8 +83,7 @@ _HEADS, _LATENT, _INDEXED = _of_layout("gqa"), _of_layout("mla", "dsa"), _of_lay
 _BY_SLOTS = _of_store("none", "memory", "file", "mooncake")
 _BOUNDED, _FILE = _of_store("memory", "file"), _of_store("file")
 
-ROUNDING = 1e-5
-"""A share of blocks that differs from a whole number by less counts as that number."""
+ROUNDING = 1e-5  # a share of blocks that differs from a whole number by less counts as that number
 
 
 class SaltQuota(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -231,11 +230,9 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
         Literal["float32", "float16", "bfloat16", "uint8", "int8"], _of_layout("gqa", "mla")
     ] = "float16"
     quantization: Annotated[Literal["none", "block_wise_fp8"], _HEADS] = "none"
-    scale_dtype: Annotated[
-        Literal["float32", "float16", "bfloat16"],
-        _HEADS,
-        _QUANTIZED,
-    ] = "float32"
+    scale_dtype: Annotated[Literal["float32", "float16", "bfloat16"], _HEADS, _QUANTIZED] = (
+        "float32"
+    )
     kv_lora_rank: Annotated[SmallCount, _LATENT] = 512
     qk_rope_head_dim: Annotated[Dimension, _LATENT] = 64
     index_head_dim: Annotated[Dimension, _INDEXED] = 128

@@ -21,12 +21,7 @@ from kvactors.tier_cache.answers import (
     TierHealth,
     TierStatistics,
 )
-from kvactors.tier_cache.checks import (
-    checked_flag,
-    checked_key,
-    checked_keys,
-    checked_parents,
-)
+from kvactors.tier_cache.checks import checked_flag, checked_key, checked_keys, checked_parents
 from kvactors.tier_cache.owner import CLOSED, Owner, RoomWaits, StepPace
 from kvactors.tier_cache.paths import EventLog
 from kvactors.tier_cache.settings import TierConfig, checked_config
@@ -41,8 +36,7 @@ if TYPE_CHECKING:
     from kvactors.tier_cache.copies import LoopThread
     from kvactors.tier_cache.sink_service import SinkService
 
-LOADS = 3
-"""Quarters of the host slots that stores leave to look-ups that wait for slots."""
+LOADS = 3  # quarters of the host slots that stores leave to look-ups that wait for slots
 
 
 class TierCache:

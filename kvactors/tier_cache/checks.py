@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-LONGEST = 1e9
-"""Seconds of a wait at most: timers of threads and loops take no much larger numbers."""
+LONGEST = 1e9  # seconds of a wait at most: timers of threads and loops take no much larger numbers
 
 
 def checked_keys(keys: Iterable[bytes]) -> list[bytes]:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 KEPT: list[object] = []
 """Tensors and host memory that copies which never ended may still use. Never freed."""
 
-INLINE_BYTES = 256 << 10
-"""A copy of so many bytes takes less time than its hand-off to a thread."""
+INLINE_BYTES = 256 << 10  # a copy of so many bytes takes less time than its hand-off to a thread
 
 
 class CopyResult(NamedTuple):

@@ -6,8 +6,7 @@ from typing import Literal, NamedTuple
 
 from kvactors.tier_cache.answers import TierHealth, TierStatistics
 
-PREFIX = "kvactors:kv_offload_"
-"""vLLM's metrics begin with `vllm:kv_offload_`."""
+PREFIX = "kvactors:kv_offload_"  # vLLM's metrics begin with `vllm:kv_offload_`
 
 
 class TierMetric(NamedTuple):

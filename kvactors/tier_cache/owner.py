@@ -14,8 +14,7 @@ from kvactors.errors import CacheClosed, WrongThread
 log = logging.getLogger("kvactors")
 
 NONE: int = 0
-CLOSED: int = -1
-"""In the place of the owner's thread: before the first call, and after the last."""
+CLOSED: int = -1  # in the place of the owner's thread: before the first call, and after the last
 
 
 class Owner:
@@ -101,11 +100,8 @@ class Owner:
 # -- Pauses between the empty steps of an engine whose requests all wait for storage.
 
 
-EMPTY_STEP = 0.001
-"""Seconds. A step that computes something takes longer."""
-
-PAUSE = 0.0002
-"""Seconds after an empty step."""
+EMPTY_STEP = 0.001  # seconds: a step that computes something takes longer
+PAUSE = 0.0002  # seconds after an empty step
 
 
 class StepPace:
@@ -130,8 +126,7 @@ class StepPace:
 # -- Keys that wait for a host slot, to be fetched or to be stored. Pure state.
 
 
-AGAIN = 5.0
-"""Seconds for which a key that has waited in vain is a MISS."""
+AGAIN = 5.0  # seconds for which a key that has waited in vain is a MISS
 
 WAITING = 65_536
 """Keys at most that wait, or have waited in vain. Beyond that the oldest is forgotten."""

@@ -34,7 +34,7 @@ FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
 UNSUPPORTED = {
     "attention_store": (
         "moves device blocks that its SDK finds by tokens: it has no objects under an engine's keys"
-    ),
+    )
 }
 """Back ends of `StorageConfig` that a `TierCache` does not take, and why."""
 

@@ -22,15 +22,11 @@ from kvactors.settings.tables import FlushConfig
 from kvactors.substitutes import NoNotifier
 from kvactors.tier_cache.paths import SinkFeed, StateSent
 
-BOUND = 1024
-"""Messages in FlushNotifier's channel."""
-
-WATCH = 0.5
-"""Seconds between two looks at the health of the sinks."""
+BOUND = 1024  # messages in FlushNotifier's channel
+WATCH = 0.5  # seconds between two looks at the health of the sinks
 
 
-RESTART = 0.02
-"""Seconds between a failure of FlushNotifier and the next call."""
+RESTART = 0.02  # seconds between a failure of FlushNotifier and the next call
 
 
 class SinkService:

@@ -99,8 +99,7 @@ def _names(tiers: Iterable[Tier]) -> set[str]:
 # -- The sinks of a `TierCache`, as an engine uses them.
 
 
-PAUSE = 0.005
-"""Seconds between two looks whether the owner has sent its state."""
+PAUSE = 0.005  # seconds between two looks whether the owner has sent its state
 
 
 class CacheSinks:

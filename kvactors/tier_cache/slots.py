@@ -20,8 +20,7 @@ from kvactors.tier_cache.answers import CopiesInFlight, Lookup, StoreSlots
 
 MISS, PENDING, HIT = Lookup
 
-UNKNOWN = b""
-"""The parent of a block whose parent is not known. Keys are never empty."""
+UNKNOWN = b""  # the parent of a block whose parent is not known. Keys are never empty.
 
 
 class SlotTable:
@@ -317,8 +316,7 @@ def children_first(blocks: Iterable[HostBlock]) -> list[bytes]:
 
 PAGE = 4096
 
-KEPT: list[memoryview] = []
-"""Memory that threads may access until the process ends."""
+KEPT: list[memoryview] = []  # memory that threads may access until the process ends
 
 
 class SlotMemory:
@@ -478,8 +476,7 @@ def shared_memory(path: str | Path, size: int, *, create: bool) -> mmap.mmap:
 # -- Which blocks of the host tier are written to storage, and when. Pure state.
 
 
-AHEAD = 8
-"""One of so many host slots is saved ahead of its eviction, with write_back."""
+AHEAD = 8  # one of so many host slots is saved ahead of its eviction, with write_back
 
 
 class SaveQueue:

@@ -158,8 +158,7 @@ class StorageJob:
 # -- Storage addressed by keys, from any thread.
 
 
-CLOSING = 3.0
-"""Seconds beyond its limit that `close` may take."""
+CLOSING = 3.0  # seconds beyond its limit that `close` may take
 
 
 class StorageTier:
@@ -543,11 +542,8 @@ def open_storage(
 # -- Keys that a store is asked about, because it does not list what it holds. Pure state.
 
 
-ABSENT = 1.0
-"""Seconds for which the answer that a store lacks a key is used again."""
-
-KEYS = 65_536
-"""Answers kept at most. Beyond that the oldest is forgotten."""
+ABSENT = 1.0  # seconds for which the answer that a store lacks a key is used again
+KEYS = 65_536  # answers kept at most. Beyond that the oldest is forgotten.
 
 
 class StoreQueries:

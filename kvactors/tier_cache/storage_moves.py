@@ -17,14 +17,9 @@ from kvactors.tier_cache.slots import MISS, PENDING, SaveQueue, SlotMemory, Slot
 from kvactors.tier_cache.storage import StorageResult, StorageTier, StoreQueries
 from kvactors.types import Reason, Tier
 
-BATCH = 32
-"""Blocks of a job at most."""
-
-QUERY = 128
-"""Keys of a look-up at most."""
-
-SAVING = 4
-"""One of so many host slots may be pinned by saves."""
+BATCH = 32  # blocks of a job at most
+QUERY = 128  # keys of a look-up at most
+SAVING = 4  # one of so many host slots may be pinned by saves
 
 AWAITED = 1.0
 """Seconds that a fetched block waits for the engine to ask again before it can be evicted."""
@@ -32,8 +27,7 @@ AWAITED = 1.0
 RETRY = 5.0
 """Seconds after which a store that does not work, or a key whose fetch failed, is tried again."""
 
-FAILED = 4096
-"""Keys at most whose last fetch failed."""
+FAILED = 4096  # keys at most whose last fetch failed
 
 
 class StorageMoves:
