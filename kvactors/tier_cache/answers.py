@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import IntEnum
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvactors.types import Reason, Tier
+
+if TYPE_CHECKING:
+    from kvactors.tier_cache.paths import SinkFeed
 
 
 class Lookup(IntEnum):
@@ -123,9 +127,6 @@ class TierHealth(NamedTuple):
     reasons: tuple[str, ...]
 
 
-# -- Counters of a `TierCache`. Pure state.
-
-
 class TierCounters:
     """Events since the start. See `TierStatistics`."""
 
@@ -134,3 +135,30 @@ class TierCounters:
         self.evicted = self.refused_stores = self.unsaved = 0
         self.fetched = self.failed_fetches = self.fetched_bytes = 0
         self.saved = self.failed_saves = self.saved_bytes = 0
+
+
+class EventLog:
+    """Changes of some tiers that an engine's publisher has not taken yet, in order.
+
+    Args:
+        feed: takes the changes of other tiers, for sinks.
+    """
+
+    def __init__(self, tiers: Iterable[Tier], feed: SinkFeed | None = None) -> None:
+        self.tiers = frozenset(tiers)
+        self.feed = feed
+        self._events: list[TierEvent] = []
+
+    def record(self, tier: Tier, stored: bool, keys: Iterable[bytes], reason: Reason) -> None:
+        if tier in self.tiers:
+            if found := tuple(keys):
+                self._events.append(TierEvent(tier, stored, found, reason))
+        elif self.feed is not None and tier in self.feed.tiers and (found := tuple(keys)):
+            self.feed.record(tier, stored, found, reason)
+
+    def wants(self, tier: Tier) -> bool:
+        return tier in self.tiers or (self.feed is not None and tier in self.feed.tiers)
+
+    def take(self) -> list[TierEvent]:
+        events, self._events = self._events, []
+        return events

@@ -14,6 +14,7 @@ from kvactors.errors import ConfigError
 from kvactors.fork import SYSTEMS
 from kvactors.tier_cache.answers import (
     CopiesInFlight,
+    EventLog,
     Lookup,
     StoreSlots,
     TierCounters,
@@ -23,7 +24,6 @@ from kvactors.tier_cache.answers import (
 )
 from kvactors.tier_cache.checks import checked_flag, checked_key, checked_keys, checked_parents
 from kvactors.tier_cache.owner import CLOSED, Owner, RoomWaits, StepPace
-from kvactors.tier_cache.paths import EventLog
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.sinks import CacheSinks, make_sinks
 from kvactors.tier_cache.slots import HIT, MISS, SaveQueue, SlotMemory, SlotTable

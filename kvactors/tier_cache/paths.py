@@ -1,20 +1,24 @@
-"""Paths of blocks, as an engine describes them for sinks. Pure state, used by one thread."""
+"""Changes of the tiers on their way to sinks, and the paths of blocks as an engine describes them.
+Pure state, used by the thread that owns the `TierCache`."""
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from kvactors.identity import CacheScope
-from kvactors.tier_cache.answers import TierEvent
+from kvactors.flush_notifier.messages import (
+    BlocksAdded,
+    BlocksRemoved,
+    PathCached,
+    PathPart,
+    PathsFound,
+    Report,
+    TierCleared,
+)
+from kvactors.identity import CacheScope, RequestScope
 from kvactors.types import Reason, Tier
-
-if TYPE_CHECKING:
-    from kvactors.flush_notifier.messages import PathCached, PathPart, Report
-    from kvactors.identity import RequestScope
 
 NAME_BYTES = 32
 NAME_DOMAIN = b"kvactors.tiers.block.v1"
@@ -56,115 +60,6 @@ class DescribedPath(NamedTuple):
     lora: str | None
     salt: str | None
     extra_keys: dict[int, bytes]
-
-
-def checked_path(
-    keys: list[bytes],
-    tokens: Any,
-    block_size: int,
-    parent: bytes | None,
-    lora: str | None,
-    salt: str | None,
-    extra_keys: Iterable[tuple[Any, Any]],
-) -> DescribedPath:
-    """A path as an engine describes it."""
-    try:
-        packed = array("I", tokens)
-        extra: dict[Any, Any] = dict(extra_keys)
-    except (TypeError, OverflowError, ValueError) as error:
-        raise ValueError(
-            "tokens must be integers from 0 to 2**32 - 1, and extra keys pairs of an index and "
-            f"bytes: {error}"
-        ) from None
-    if len(packed) != len(keys) * block_size:
-        raise ValueError(f"{len(packed)} tokens of {len(keys)} blocks of {block_size} tokens")
-    for i, extra_key in extra.items():
-        if not isinstance(i, int) or not isinstance(extra_key, bytes) or not 0 <= i < len(keys):
-            raise ValueError(f"({i!r}, {extra_key!r}) is no extra key of {len(keys)} blocks")
-    for name, value in (("lora", lora), ("salt", salt)):
-        if not isinstance(value, str | None):
-            raise ValueError(f"{name} must be a string or None, not {value!r}")
-    return DescribedPath(keys, packed.tobytes(), parent, lora, salt, extra)
-
-
-class PathBook:
-    """The described blocks: all that a tier holds, and some that none holds.
-
-    Args:
-        idle_limit: blocks kept that no tier holds. Beyond that the oldest is forgotten.
-    """
-
-    def __init__(self, idle_limit: int) -> None:
-        self._idle_limit = idle_limit
-        self._held: dict[bytes, DescribedBlock] = {}
-        self._idle: dict[bytes, DescribedBlock] = {}
-
-    def add(self, blocks: Mapping[bytes, DescribedBlock], is_held: Iterable[bool]) -> list[bytes]:
-        """An engine described blocks.
-
-        Returns:
-            The held ones that were not described before.
-        """
-        new = []
-        for (name, block), held in zip(blocks.items(), is_held, strict=True):
-            if held and name not in self._held:
-                self._held[name] = block
-                new.append(name)
-            elif not held:
-                self._idle.pop(name, None)
-                self._idle[name] = block
-        while len(self._idle) > self._idle_limit:
-            del self._idle[next(iter(self._idle))]
-        return new
-
-    def hold(self, names: Iterable[bytes]) -> None:
-        for name in names:
-            block = self._idle.pop(name, None)
-            if block is not None:
-                self._held[name] = block
-
-    def release(self, names: Iterable[bytes]) -> None:
-        gone = {name: self._held.pop(name) for name in names if name in self._held}
-        self.add(gone, [False] * len(gone))
-
-    def parts(self, names: Sequence[bytes] | None = None) -> tuple[PathPart, ...]:
-        """Runs of described blocks that a tier holds.
-
-        Args:
-            names: which. None: all.
-        """
-        from kvactors.flush_notifier.messages import PathPart
-
-        found: list[tuple[DescribedBlock, list[bytes], list[DescribedBlock]]] = []
-        last = b""
-        for name in list(self._held) if names is None else names:
-            block = self._held.get(name)
-            if block is None:
-                continue
-            if found and block.parent == last and block.scope == found[-1][0].scope:
-                found[-1][1].append(name)
-                found[-1][2].append(block)
-            else:
-                found.append((block, [name], [block]))
-            last = name
-        return tuple(
-            PathPart(
-                first.parent,
-                b"".join(run),
-                b"".join(block.tokens for block in blocks),
-                first.scope,
-                tuple((i, block.extra_key) for i, block in enumerate(blocks) if block.extra_key),
-            )
-            for first, run, blocks in found
-        )
-
-    def roots(self, names: Sequence[bytes] | None = None) -> frozenset[bytes]:
-        """The roots of these blocks' paths. None: of all."""
-        blocks = (self._held.get(name) for name in (list(self._held) if names is None else names))
-        return frozenset(block.parent for block in blocks if block is not None and block.first)
-
-
-# -- Changes of the tiers on their way to sinks. Used by the thread that owns the `TierCache`.
 
 
 OUTBOX = 16_384
@@ -214,34 +109,34 @@ class SinkFeed:
         self._scope = scope
         self._fingerprint = fingerprint
         self._held: dict[Tier, dict[bytes, None]] = {tier: {} for tier in self.tiers}
-        self._book = PathBook(self.idle_limit)
+        self._described: dict[bytes, DescribedBlock] = {}  # blocks that a tier holds
+        self._idle: dict[bytes, DescribedBlock] = {}  # and some that none holds
 
     def _is_held(self, name: bytes) -> bool:
         return any(name in held for held in self._held.values())
 
     def record(self, tier: Tier, stored: bool, keys: Sequence[bytes], reason: Reason) -> None:
-        from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved
-
         names = [block_name(key) for key in keys]
         if stored:
             self._held[tier].update(dict.fromkeys(names))
-            self._book.hold(names)
+            for name in names:
+                if (block := self._idle.pop(name, None)) is not None:
+                    self._described[name] = block
             self._put(BlocksAdded(b"".join(names), tier, reason))
             self._name(names)
             return
         for name in names:
             self._held[tier].pop(name, None)
         self._put(BlocksRemoved(b"".join(names), tier, reason))
-        self._book.release(name for name in names if not self._is_held(name))
+        gone = [name for name in names if name in self._described and not self._is_held(name)]
+        self._set_idle({name: self._described.pop(name) for name in gone})
 
     def announce(self, path: PathCached) -> None:
-        """A request has computed or finished a path, for sinks that tell the two apart. The blocks
+        """A request has computed or finished a path, for sinks that tell the two apart. Its blocks
         are recorded and described as well."""
         self._put(path)
 
     def describe(self, path: DescribedPath) -> None:
-        from kvactors.identity import RequestScope
-
         size = 4 * self.block_size
         scope = RequestScope(path.lora, path.salt)
         above = (
@@ -260,19 +155,46 @@ class SinkFeed:
                 path.parent is None and i == 0,
             )
             above = name
-        self._name(self._book.add(blocks, map(self._is_held, blocks)))
+        held = {name: block for name, block in blocks.items() if self._is_held(name)}
+        new = [name for name in held if name not in self._described]
+        self._described.update((name, held[name]) for name in new)
+        self._set_idle({name: block for name, block in blocks.items() if name not in held})
+        self._name(new)
 
-    def _name(self, names: Sequence[bytes] | None) -> None:
-        """Send the paths of held blocks. None: of all."""
-        from kvactors.flush_notifier.messages import PathsFound
+    def _set_idle(self, blocks: Mapping[bytes, DescribedBlock]) -> None:
+        for name, block in blocks.items():
+            self._idle.pop(name, None)
+            self._idle[name] = block
+        while len(self._idle) > self.idle_limit:
+            del self._idle[next(iter(self._idle))]
 
-        parts = self._book.parts(names)
-        if parts:
-            found = PathsFound(parts, self._book.roots(names))
-            if names is None:
-                self.outbox.append(found)
+    def _name(self, names: Iterable[bytes]) -> None:
+        """Send the paths of those blocks that a tier holds and that are described, in runs."""
+        runs: list[list[tuple[bytes, DescribedBlock]]] = []
+        last = b""
+        for name in names:
+            block = self._described.get(name)
+            if block is None:
+                continue
+            if runs and block.parent == last and block.scope == runs[-1][0][1].scope:
+                runs[-1].append((name, block))
             else:
-                self._put(found)
+                runs.append([(name, block)])
+            last = name
+        if not runs:
+            return
+        parts = tuple(
+            PathPart(
+                run[0][1].parent,
+                b"".join(name for name, _ in run),
+                b"".join(block.tokens for _, block in run),
+                run[0][1].scope,
+                tuple((i, block.extra_key) for i, (_, block) in enumerate(run) if block.extra_key),
+            )
+            for run in runs
+        )
+        roots = frozenset(block.parent for run in runs for _, block in run if block.first)
+        self._put(PathsFound(parts, roots))
 
     def _put(self, message: Report) -> None:
         if len(self.outbox) >= OUTBOX:
@@ -287,8 +209,6 @@ class SinkFeed:
             self.wake()
 
     def _send_everything(self) -> None:
-        from kvactors.flush_notifier.messages import BlocksAdded, TierCleared
-
         incarnation = self.wanted
         self.resend = False
         self.outbox.clear()
@@ -296,35 +216,5 @@ class SinkFeed:
             self.outbox.append(TierCleared(tier, Reason.RESTART))
             if held:
                 self.outbox.append(BlocksAdded(b"".join(held), tier, Reason.RESTART))
-        self._name(None)
+        self._name(self._described)
         self.outbox.append(StateSent(incarnation))
-
-
-# -- Changes of the tiers that an engine's publisher has not taken yet. Pure state.
-
-
-class EventLog:
-    """Collects changes of some tiers, in order.
-
-    Args:
-        feed: takes the changes of other tiers, for sinks.
-    """
-
-    def __init__(self, tiers: Iterable[Tier], feed: SinkFeed | None = None) -> None:
-        self.tiers = frozenset(tiers)
-        self.feed = feed
-        self._events: list[TierEvent] = []
-
-    def record(self, tier: Tier, stored: bool, keys: Iterable[bytes], reason: Reason) -> None:
-        if tier in self.tiers:
-            if found := tuple(keys):
-                self._events.append(TierEvent(tier, stored, found, reason))
-        elif self.feed is not None and tier in self.feed.tiers and (found := tuple(keys)):
-            self.feed.record(tier, stored, found, reason)
-
-    def wants(self, tier: Tier) -> bool:
-        return tier in self.tiers or (self.feed is not None and tier in self.feed.tiers)
-
-    def take(self) -> list[TierEvent]:
-        events, self._events = self._events, []
-        return events

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -12,7 +13,6 @@ from kvactors.errors import ConfigError
 from kvactors.identity import CacheScope
 from kvactors.settings.check import convert
 from kvactors.tier_cache.checks import checked_keys, checked_limit
-from kvactors.tier_cache.paths import SinkFeed, checked_path
 from kvactors.types import Tier
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ def make_sinks(config: TierConfig, given: Sequence[Sink]) -> SinkService | None:
     if not config.sinks and not given:
         return None
     from kvactors.flush_notifier.sinks.base import Sink
+    from kvactors.tier_cache.paths import SinkFeed
     from kvactors.tier_cache.sink_service import SinkService
 
     for sink in given:
@@ -146,11 +147,28 @@ class CacheSinks:
             ValueError: a key is no bytes, the tokens do not fit, or another argument is of a wrong
                 type.
         """
-        named = checked_keys(keys)
+        from kvactors.tier_cache.paths import DescribedPath
+
+        keys, size = checked_keys(keys), self._feed.block_size
         if parent is not None:
             checked_keys([parent])
-        size = self._feed.block_size
-        path = checked_path(named, tokens, size, parent, lora, salt, extra_keys)
+        try:
+            packed = array("I", tokens)
+            extra: dict[Any, Any] = dict(extra_keys)
+        except (TypeError, OverflowError, ValueError) as error:
+            raise ValueError(
+                "tokens must be integers from 0 to 2**32 - 1, and extra keys pairs of an index and "
+                f"bytes: {error}"
+            ) from None
+        if len(packed) != len(keys) * size:
+            raise ValueError(f"{len(packed)} tokens of {len(keys)} blocks of {size} tokens")
+        for i, extra_key in extra.items():
+            if not isinstance(i, int) or not isinstance(extra_key, bytes) or not 0 <= i < len(keys):
+                raise ValueError(f"({i!r}, {extra_key!r}) is no extra key of {len(keys)} blocks")
+        for name, value in (("lora", lora), ("salt", salt)):
+            if not isinstance(value, str | None):
+                raise ValueError(f"{name} must be a string or None, not {value!r}")
+        path = DescribedPath(keys, packed.tobytes(), parent, lora, salt, extra)
         self._call(partial(self._feed.describe, path))
 
     def wait_flushed(self, limit: float) -> bool:

@@ -10,9 +10,8 @@ from contextlib import suppress
 
 from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.errors import CacheClosed
-from kvactors.tier_cache.answers import Lookup, TierCounters
+from kvactors.tier_cache.answers import EventLog, Lookup, TierCounters
 from kvactors.tier_cache.owner import RoomWaits
-from kvactors.tier_cache.paths import EventLog
 from kvactors.tier_cache.slots import MISS, PENDING, SaveQueue, SlotMemory, SlotTable
 from kvactors.tier_cache.storage import StorageResult, StorageTier, StoreQueries
 from kvactors.types import Reason, Tier
