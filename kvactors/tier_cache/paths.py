@@ -123,7 +123,7 @@ class SinkFeed:
                 if (block := self._idle.pop(name, None)) is not None:
                     self._described[name] = block
             self._put(BlocksAdded(b"".join(names), tier, reason))
-            self._name(names)
+            self._name(names, self._put)
             return
         for name in names:
             self._held[tier].pop(name, None)
@@ -159,7 +159,7 @@ class SinkFeed:
         new = [name for name in held if name not in self._described]
         self._described.update((name, held[name]) for name in new)
         self._set_idle({name: block for name, block in blocks.items() if name not in held})
-        self._name(new)
+        self._name(new, self._put)
 
     def _set_idle(self, blocks: Mapping[bytes, DescribedBlock]) -> None:
         for name, block in blocks.items():
@@ -168,7 +168,7 @@ class SinkFeed:
         while len(self._idle) > self.idle_limit:
             del self._idle[next(iter(self._idle))]
 
-    def _name(self, names: Iterable[bytes]) -> None:
+    def _name(self, names: Iterable[bytes], put: Callable[[Report], None]) -> None:
         """Send the paths of those blocks that a tier holds and that are described, in runs."""
         runs: list[list[tuple[bytes, DescribedBlock]]] = []
         last = b""
@@ -194,7 +194,7 @@ class SinkFeed:
             for run in runs
         )
         roots = frozenset(block.parent for run in runs for _, block in run if block.first)
-        self._put(PathsFound(parts, roots))
+        put(PathsFound(parts, roots))
 
     def _put(self, message: Report) -> None:
         if len(self.outbox) >= OUTBOX:
@@ -216,5 +216,5 @@ class SinkFeed:
             self.outbox.append(TierCleared(tier, Reason.RESTART))
             if held:
                 self.outbox.append(BlocksAdded(b"".join(held), tier, Reason.RESTART))
-        self._name(self._described)
+        self._name(self._described, self.outbox.append)
         self.outbox.append(StateSent(incarnation))
