@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
-import msgspec
-
 from kvactors.errors import CacheClosed, ConfigError, StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.settings.check import convert
 from kvactors.tier_cache.answers import Lookup
 from kvactors.tier_cache.checks import checked_key, checked_keys, checked_limit, checked_views
+from kvactors.tier_cache.owner import trim
 from kvactors.tier_cache.settings import TierConfig, checked_config
 
 if TYPE_CHECKING:
@@ -370,7 +369,7 @@ class StorageTier:
     @property
     def trouble(self) -> str:
         """Why no object can be loaded now, empty if objects can be."""
-        if any(job.began < self.clock() - self.timeout - 1.0 for job in list(self._jobs)):
+        if any(job.deadline < self.clock() - 1.0 for job in list(self._jobs)):
             return "a call to the store does not return"
         store = self._store
         if store is None:
@@ -450,18 +449,6 @@ class StorageTier:
 # -- Storage tiers from settings.
 
 
-OWN = {
-    "write_policy",
-    "min_hits",
-    "on_full",
-    "on_full_wait_s",
-    "slot_timeout_s",
-    "open_timeout_s",
-    "close_timeout_s",
-}
-"""Settings of `TierStorage` that a back end does not need."""
-
-
 def make_storage(
     config: TierConfig,
     *,
@@ -481,23 +468,20 @@ def make_storage(
     identity = StoreIdentity(
         config.model, storage.namespace, config.fingerprint, storage.rank, storage.ranks
     )
-    fields = {
-        name: value for name, value in msgspec.structs.asdict(storage).items() if name not in OWN
-    }
-    is_pool = storage.backend == "mooncake"
-    if is_pool:  # a wrong setting is found here, not in the store's thread
+    pool: dict[str, Any] = {}
+    if storage.backend == "mooncake":  # a wrong setting is found here, not in the store's thread
         from kvactors.settings.mooncake import MooncakeConfig, resolve
 
-        pool = convert(storage.mooncake, MooncakeConfig, "storage.mooncake")
-        fields["mooncake"] = resolve(pool, os.environ if environ is None else environ)
-    else:
-        del fields["mooncake"]
+        given = convert(storage.mooncake, MooncakeConfig, "storage.mooncake")
+        pool = {"mooncake": resolve(given, os.environ if environ is None else environ)}
 
     def make() -> Backend:
         from kvactors.settings.tables import StorageConfig
         from kvactors.storage.factory import make_backend
 
-        settings = StorageConfig(**fields, keep_tokens=False)
+        shared = {*StorageConfig.__struct_fields__}.intersection(storage.__struct_fields__)
+        fields = {name: getattr(storage, name) for name in shared - {"mooncake"}}
+        settings = StorageConfig(**fields, **pool, keep_tokens=False)
         made = make_backend(settings, config.model, config.fingerprint, config.block_bytes)
         if made is None:
             raise ConfigError(f"storage.backend {storage.backend!r} makes no store")
@@ -509,7 +493,7 @@ def make_storage(
         config.block_bytes,
         storage.timeout_s,
         event_fd=event_fd,
-        memory=memory if is_pool else None,
+        memory=memory if pool else None,
         clock=clock,
     )
 
@@ -543,7 +527,6 @@ def open_storage(
 
 
 ABSENT = 1.0  # seconds for which the answer that a store lacks a key is used again
-KEYS = 65_536  # answers kept at most. Beyond that the oldest is forgotten.
 
 
 class StoreQueries:
@@ -566,14 +549,13 @@ class StoreQueries:
 
     def lookup(self, key: bytes, now: float) -> Lookup:
         """Where a key is that is not known to be stored."""
-        if key in self._queued:
-            return Lookup.PENDING
-        asked = self._asked.get(key)
-        if asked is not None:
-            return Lookup.PENDING if now - asked < self._timeout + 1.0 else Lookup.MISS
-        if now < self._absent.get(key, now):
-            return Lookup.MISS
-        self._queued[key] = None
+        if key not in self._queued:
+            asked = self._asked.get(key)
+            if asked is not None:
+                return Lookup.PENDING if now - asked < self._timeout + 1.0 else Lookup.MISS
+            if now < self._absent.get(key, now):
+                return Lookup.MISS
+            self._queued[key] = None
         return Lookup.PENDING
 
     def take(self, now: float) -> list[bytes]:
@@ -588,8 +570,7 @@ class StoreQueries:
             self._absent.pop(key, None)
             if not present:
                 self._absent[key] = now + ABSENT
-        while len(self._absent) > KEYS:
-            del self._absent[next(iter(self._absent))]
+        trim(self._absent)
 
     def stored(self, keys: Iterable[bytes]) -> None:
         for key in keys:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.errors import CacheClosed
 from kvactors.tier_cache.answers import EventLog, Lookup, TierCounters
-from kvactors.tier_cache.owner import RoomWaits
+from kvactors.tier_cache.owner import RoomWaits, trim
 from kvactors.tier_cache.slots import MISS, PENDING, SaveQueue, SlotMemory, SlotTable
 from kvactors.tier_cache.storage import StorageResult, StorageTier, StoreQueries
 from kvactors.types import Reason, Tier
@@ -25,8 +25,6 @@ AWAITED = 1.0
 
 RETRY = 5.0
 """Seconds after which a store that does not work, or a key whose fetch failed, is tried again."""
-
-FAILED = 4096  # keys at most whose last fetch failed
 
 
 class StorageMoves:
@@ -241,8 +239,7 @@ class StorageMoves:
             self._failed.pop(key, None)
             if not ok:
                 self._failed[key] = again
-        while len(self._failed) > FAILED:
-            del self._failed[next(iter(self._failed))]
+        trim(self._failed)
 
     def _saved(self, result: StorageResult, blocks: list[HostBlock]) -> None:
         self._saving -= len(blocks)
