@@ -171,11 +171,11 @@ def _without_use(config: Config, data: Mapping[str, Any]) -> Iterator[str]:
 
 def unused(config: Config) -> dict[str, UsedIf]:
     """The settings (`table.name`) that have no use in a config, with the condition that fails."""
+    of_tables = settings_of(Config)
     return {
         f"{table}.{name}": rule
-        for table, entry in settings_of(Config).items()
-        for name, setting in settings_of(_table_of(table)).items()
-        for rule in reversed(_marks(setting, UsedIf) or _marks(entry, UsedIf))
+        for table, name, setting in _all_settings()
+        for rule in reversed(_marks(setting, UsedIf) or _marks(of_tables[table], UsedIf))
         if not rule.holds(config)
     }
 
@@ -184,11 +184,16 @@ def replaced(config: Config) -> dict[str, str]:
     """The sizes in blocks (`table.name`) in whose place one in bytes is given."""
     return {
         f"{table}.{mark.blocks}": f"{table}.{name}"
-        for table in settings_of(Config)
-        for name, setting in settings_of(_table_of(table)).items()
+        for table, name, setting in _all_settings()
         for mark in _marks(setting, InPlaceOf)
         if getattr(getattr(config, table), name) is not None
     }
+
+
+def _all_settings() -> list[tuple[str, str, Setting]]:
+    """Table, name and description of every setting."""
+    tables = {table: settings_of(_table_of(table)) for table in settings_of(Config)}
+    return [(table, name, one) for table, some in tables.items() for name, one in some.items()]
 
 
 def changed_in(table: msgspec.Struct) -> set[str]:
@@ -274,11 +279,8 @@ def _check_model(config: Config) -> None:
         return
     storage = "none" if config.flush.flush_only else config.storage.backend
     users = [f"storage.backend = {storage!r}"] if storage not in ("none", "memory") else []
-    users += [
-        f"flush.sinks {sink.label!r}"
-        for sink in config.flush.sinks
-        if sink.kind == "attention_store"
-    ]
+    indexes = [sink for sink in config.flush.sinks if sink.kind == "attention_store"]
+    users += [f"flush.sinks {sink.label!r}" for sink in indexes]
     if users:
         raise ConfigError(
             f"cache.model is needed with {users[0]}, which outlives this process or is shared with "
@@ -298,29 +300,6 @@ def _table_of(name: str) -> type[msgspec.Struct]:
 
 
 # -- environment variables: FastDeploy's, Mooncake's and our own
-
-NOT_HONOURED = (
-    "ENABLE_V1_KVCACHE_SCHEDULER",
-    "ENABLE_V1_KVCACHE_MANAGER",
-    "FD_ENABLE_V1_UPDATE_WEIGHTS",
-    "FD_ENABLE_SWAP_SPACE_CLEARING",
-    "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST",
-    "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
-    "FD_ENC_DEC_BLOCK_NUM",
-    "FD_CACHE_PROC_EXIT_TIMEOUT",
-    "FD_CACHE_PROC_ERROR_COUNT",
-    "FD_WORKER_ALIVE_TIMEOUT",
-    "FD_ENGINE_TASK_QUEUE_WITH_SHM",
-    "FD_LOG_DIR",
-    "FD_ATTENTION_BACKEND",
-    "USE_KVCACHE_LOCK",
-    "FD_USE_KVCACHE_LOCK",
-    "DISABLE_PREFIX_CACHE_MM_MODEL",
-    "MC_MAX_MR_SIZE",
-    "MC_TCP_BIND_ADDRESS",
-)
-"""FastDeploy's variables about its KV cache that set nothing here. docs/how-to/fastdeploy.md has
-the reason for each."""
 
 OURS = ("KVACTORS_", "FD_", "AS_")
 """Prefixes of names that may be misspelt names of variables that are honoured."""
@@ -346,12 +325,8 @@ def variables_of(setting: str) -> tuple[str, ...]:
 @lru_cache
 def honoured() -> frozenset[str]:
     """The variables that set something, beside Mooncake's."""
-    return frozenset(
-        variable
-        for table in settings_of(Config)
-        for name in _table_of(table).__struct_fields__
-        for variable in variables_of(f"{table}.{name}")
-    )
+    names = [f"{table}.{name}" for table, name, _ in _all_settings()]
+    return frozenset(variable for name in names for variable in variables_of(name))
 
 
 def _filled(config: C, environ: Mapping[str, str]) -> C:
@@ -450,7 +425,7 @@ def _log_misspelt(environ: Mapping[str, str]) -> None:
     """Log names that look like one of those that are honoured, and are none."""
     known = honoured()
     for name in environ:
-        if name in known or name in NOT_HONOURED or name in _logged or not name.startswith(OURS):
+        if name in known or name in _logged or not name.startswith(OURS):
             continue
         near = difflib.get_close_matches(name, known, n=1, cutoff=SIMILAR)
         if near or name.startswith(OURS[0]):

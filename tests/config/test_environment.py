@@ -12,10 +12,33 @@ import structlog
 import kvactors
 from kvactors.errors import ConfigError
 from kvactors.settings import Config, load
-from kvactors.settings.load import NOT_HONOURED, honoured
+from kvactors.settings.load import honoured
 
 STORE = {"backend": "attention_store", "write_policy": "write_through"}
 BASE = {"cache": {"model": "m"}, "storage": STORE}
+
+NOT_HONOURED = (
+    "ENABLE_V1_KVCACHE_SCHEDULER",
+    "ENABLE_V1_KVCACHE_MANAGER",
+    "FD_ENABLE_V1_UPDATE_WEIGHTS",
+    "FD_ENABLE_SWAP_SPACE_CLEARING",
+    "FD_SAVE_OUTPUT_CACHE_FOR_PREEMPTED_REQUEST",
+    "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL",
+    "FD_ENC_DEC_BLOCK_NUM",
+    "FD_CACHE_PROC_EXIT_TIMEOUT",
+    "FD_CACHE_PROC_ERROR_COUNT",
+    "FD_WORKER_ALIVE_TIMEOUT",
+    "FD_ENGINE_TASK_QUEUE_WITH_SHM",
+    "FD_LOG_DIR",
+    "FD_ATTENTION_BACKEND",
+    "USE_KVCACHE_LOCK",
+    "FD_USE_KVCACHE_LOCK",
+    "DISABLE_PREFIX_CACHE_MM_MODEL",
+    "MC_MAX_MR_SIZE",
+    "MC_TCP_BIND_ADDRESS",
+)
+"""FastDeploy's variables about its KV cache that set nothing here. docs/how-to/fastdeploy.md has
+the reason for each."""
 
 
 @pytest.fixture(autouse=True)
