@@ -1,5 +1,4 @@
-"""Sizes of tiers and quotas in blocks, from settings in bytes too, and the bytes of a block in each
-tier."""
+"""Sizes of tiers and quotas in blocks, and the bytes of a block in each tier."""
 
 from __future__ import annotations
 

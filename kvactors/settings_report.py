@@ -113,8 +113,7 @@ class Shown(msgspec.Struct):
     """An effective setting.
 
     Attributes:
-        origin: default, file, or the variable that it comes from. Empty for a setting that has no
-            use beside the others.
+        origin: default, file, or a variable. Empty for a setting without use beside the others.
     """
 
     name: str
@@ -259,8 +258,7 @@ class SizeReport(msgspec.Struct):
 
 
 def _read_source(source: Path, asked: Mapping[str, Any]) -> tuple[Config, str, tuple[str, ...]]:
-    """The settings of a file, or those of a model with a file store, with the name of the model and
-    remarks about it."""
+    """The settings of a file or of a model, the model's name, and remarks about it."""
     if source.suffix != ".toml":
         found = read_model(source, **{name: one for name, one in asked.items() if one is not None})
         storage = StorageConfig(backend="file")
@@ -355,8 +353,7 @@ config = App(name="config", help="Check, show and describe the settings of a cac
 @config.command(name="check")
 def config_check(*files: Path, json: Output | None = None) -> int:
     """Check files of settings, scenarios or replays, with the environment variables that a cache
-    reads. Every fault is printed, with the allowed range or the choices. The exit status is 1 if
-    there is one.
+    reads. Every fault is printed with what is allowed. The exit status is 1 if there is one.
 
     Parameters
     ----------

@@ -55,8 +55,7 @@ def bind(address: int, size: int, node: int, setting: str = "host.numa_node") ->
 
 @contextmanager
 def pages_from(node: int | None, setting: str) -> Iterator[None]:
-    """Let the pages that this thread touches first come from one node. For memory that other code
-    makes and touches at once.
+    """Let the pages that this thread touches first, in other code, come from one node.
 
     Args:
         node: number of the node, None for the system's choice.
@@ -187,14 +186,6 @@ def slot_stride(block_bytes: int, trailer: int) -> int:
     return -(-(block_bytes + trailer) // PAGE) * PAGE
 
 
-def _new_map(size: int, num_slots: int) -> mmap.mmap:
-    # Private: shared memory gets huge pages from a setting that is off by default.
-    try:
-        return mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:
-        raise DeviceError(f"{size} bytes of memory for {num_slots} host slots: {error}") from error
-
-
 class HostSlots:
     """Host slots by number, in the memory of this process or of others.
 
@@ -203,8 +194,7 @@ class HostSlots:
             return), with the number of such jobs. Such slots are not handed out.
         kept: whether the memory must stay mapped after `close`.
         trouble: why the memory is not as the settings ask for, empty if it is.
-        small_pages: why the memory has pages of 4 KiB, empty if it has huge ones, or belongs to
-            other processes.
+        small_pages: why this process's memory has pages of 4 KiB, empty if it has huge ones.
     """
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
@@ -265,7 +255,13 @@ class Arena(HostSlots):
         self.pinned = pinned
         self._locked = False  # whether a piece is
         size = max(1, num_slots) * self.stride
-        self._map = _new_map(size + (HUGE if size >= HUGE else 0), num_slots)
+        mapped = size + (HUGE if size >= HUGE else 0)
+        try:  # private: shared memory gets huge pages from a setting that is off by default
+            self._map = mmap.mmap(-1, mapped, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as error:
+            raise DeviceError(
+                f"{mapped} bytes of memory for {num_slots} host slots: {error}"
+            ) from error
         whole = np.frombuffer(self._map, np.uint8)
         start = -int(whole.ctypes.data) % HUGE if size >= HUGE else 0
         self._bytes = whole[start : start + size]
@@ -329,8 +325,7 @@ class Arena(HostSlots):
             log.warning("the arena could not be pinned", bytes=self.nbytes, errno=number)
 
     def give_back(self) -> None:
-        """Return the memory of every slot to the system. The addresses stay: `touch` brings memory
-        of zeros in again."""
+        """Return the memory of every slot to the system. `touch` brings zeros in again."""
         if self._locked:
             libc = ctypes.CDLL(None, use_errno=True)
             libc.munlock(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes))

@@ -18,8 +18,7 @@ class DeviceBlocks:
     """Device blocks by number, in the memory of this process or of others.
 
     Attributes:
-        kind: location of the memory: `host` (this process can address it), `cuda`, or `ranks` (in
-            other processes).
+        kind: location of the memory: `host`, `cuda`, or `ranks` (in other processes).
         layout: of one process's share of a block.
     """
 
@@ -87,8 +86,7 @@ class Device(DeviceBlocks, ABC):
         """
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks to other blocks, by way of host memory. A device that can copy within its
-        memory overrides this.
+        """Copy blocks to other blocks, by way of host memory unless a device overrides this.
 
         Args:
             sources: device blocks.

@@ -35,8 +35,7 @@ def import_paddle() -> Any:
     so that a clean shutdown stays possible.
 
     Raises:
-        DeviceError: Paddle is not installed, too old, or cannot be imported. The text names the
-            version and what is needed.
+        DeviceError: Paddle cannot be imported or is too old. The text says what is needed.
     """
     try:
         with warnings.catch_warnings():

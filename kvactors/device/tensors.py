@@ -1,5 +1,4 @@
-"""A device whose regions are tensors of a framework in host memory: Paddle, torch, numpy, or any
-other that supports DLPack.
+"""A device whose regions are tensors of a framework in host memory, by DLPack or by address.
 
 The device accesses the memory by address and copies nothing through the framework. It keeps
 references to the tensors. Before every batch of copies it checks that their addresses are
@@ -27,8 +26,7 @@ from kvactors.layout.base import Layout
 
 
 HOST_DEVICES = {1, 3, 11}
-"""DLPack's device types whose memory the host can address: CPU, pinned for CUDA, pinned for
-ROCm."""
+"""DLPack's device types that the host can address: CPU, pinned for CUDA, pinned for ROCm."""
 
 CUDA_DEVICES = {2, 13}  # DLPack's device types of CUDA: a GPU's memory, and managed memory
 
@@ -52,8 +50,7 @@ TYPESTRS = {
     "<i1": "int8",
     "|V1": "uint8",
 }
-"""The CUDA array interface's types. It has none for bfloat16, nor for eight-bit floats: they come
-as opaque bytes."""
+"""The CUDA array interface's types. Bfloat16 and eight-bit floats come as opaque bytes."""
 
 
 class _DLTensor(ctypes.Structure):

@@ -107,8 +107,7 @@ class Layout(ABC):
 
     @abstractmethod
     def make_roles(self) -> Sequence[Role]:
-        """The roles of every layer, in any order. The constructor calls it once, so a subclass sets
-        its fields first."""
+        """The roles of every layer, in any order. The constructor calls it: set fields first."""
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
@@ -239,9 +238,7 @@ class Layout(ABC):
 
 
 def heads_on_rank(num_kv_heads: int, ranks: int) -> int:
-    """KV heads on each of `ranks` tensor-parallel ranks: they are split, or, if there are fewer
-    heads than ranks, repeated.
-    """
+    """KV heads on each of `ranks` ranks: they are split, or repeated where ranks are more."""
     if ranks < 1 or num_kv_heads < 1 or (num_kv_heads % ranks and ranks % num_kv_heads):
         raise LayoutError(f"{num_kv_heads} KV heads cannot be shared among {ranks} ranks")
     return max(1, num_kv_heads // ranks)

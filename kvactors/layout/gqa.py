@@ -1,5 +1,4 @@
-"""Grouped-query (and multi-head) attention: a key and a value of shape [kv heads, block size, head
-dim] in every layer."""
+"""Grouped-query (and multi-head) attention: a key and a value for each head in every layer."""
 
 from __future__ import annotations
 
@@ -54,8 +53,7 @@ class GQALayout(Layout):
         return "gqa" if self.quantization == "none" else f"gqa-{self.quantization}"
 
     def make_roles(self) -> Sequence[Role]:
-        """Key and value of [num_kv_heads, block_size, head_dim], and with quantization scales of
-        [num_kv_heads, block_size]."""
+        """Key and value of [num_kv_heads, block_size, head_dim], and scales without head_dim."""
         shape = (self.num_kv_heads, self._block_size, self.head_dim)
         roles = [Role("key", shape, self.dtype), Role("value", shape, self.dtype)]
         if self.quantization != "none":

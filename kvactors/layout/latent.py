@@ -1,5 +1,4 @@
-"""Layouts with one latent per token instead of keys and values per head: MLA, and DSA with its
-indexer.
+"""Layouts with one latent per token instead of keys and values per head: MLA, and DSA.
 
 Source of the sizes: DeepSeek-V2 (multi-head latent attention) and DeepSeek-V3.2 (sparse attention),
 as FastDeploy stores them. The latent is the same on every tensor-parallel rank, so it is not split.

@@ -1,5 +1,4 @@
-"""Settings of a cache: their tables with ranges and rules, and `Config`, which reads and checks
-them."""
+"""Settings of a cache: their tables with ranges and rules, read and checked by `Config`."""
 
 from kvactors.settings.check import convert, read_toml
 from kvactors.settings.load import Config

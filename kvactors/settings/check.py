@@ -494,8 +494,7 @@ def class_at(
 
 
 def logger() -> Any:
-    """The logger. An engine's process reads the settings of its tiers without the runtime, whose
-    import takes long."""
+    """The logger. Imported late: an engine reads settings of its tiers without the runtime."""
     from kvactors.actor.log import get_logger
 
     return get_logger()

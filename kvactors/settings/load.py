@@ -111,8 +111,7 @@ class Config(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         (0 or 1). The file back end adds FILE_BACKEND_STORAGE_DIR. The mooncake back end adds
         MOONCAKE_CONFIG_PATH and MOONCAKE_*. Ranks add KVACTORS_RANKS_SECRET. Unset or empty
         variables change nothing. A variable that differs from the value in the base is logged and
-        not used, as is a name that resembles a variable of this list. docs/how-to/fastdeploy.md has
-        FastDeploy's others.
+        not used, as is a name that resembles one of this list (docs/how-to/fastdeploy.md).
 
         Args:
             environ: the variables, the process's environment if None.

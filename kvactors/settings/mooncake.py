@@ -98,8 +98,7 @@ def largest_registration(environ: Mapping[str, str]) -> int | None:
 
 
 def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfig:
-    """The settings, with values that TOML leaves at their defaults taken from the file and the
-    variables.
+    """The settings, with values of the file and the variables in place of defaults.
 
     Raises:
         ConfigError: a value cannot be, or the client's own buffer, which it registers in one piece

@@ -1,5 +1,4 @@
-"""Descriptions of the settings, from the docstrings of their tables, and the JSON schema that has
-them."""
+"""Descriptions of the settings, from their docstrings, and the JSON schema that has them."""
 
 from __future__ import annotations
 
@@ -25,8 +24,7 @@ CLASS_PATTERN = "^[^:]+:[^:]+$"  # a class of another package, as `kind` of a si
 
 
 def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
-    """The description of each field of a table, from the section Attributes of its docstring and of
-    its bases."""
+    """The description of each field of a table, from its docstring and those of its bases."""
     found: dict[str, str] = {}
     for owner in reversed(struct.__mro__):
         if issubclass(owner, msgspec.Struct) and owner.__doc__:

@@ -109,8 +109,7 @@ class ClassSinkConfig(SinkConfig, frozen=True, tag=CLASS_KIND):
     """A sink of another package: `kind = "package.module:Class"` in TOML.
 
     Attributes:
-        class_path: `package.module:Class`, a subclass of `Sink`. It is called with these settings
-            and the tokens of a block.
+        class_path: `package.module:Class`, a `Sink`, called with this and the tokens of a block.
         options: settings of the sink itself.
     """
 
@@ -249,8 +248,7 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             )
 
     def for_model(self, model: str) -> KvEventsSinkConfig:
-        """The same with topics that name the model, the machine and the rank. ConfigError if they
-        do not go together."""
+        """The same with topics that name model, machine and rank, or ConfigError."""
         values = {"model": model, "host": socket.gethostname(), "dp_rank": self.dp_rank}
         topics = {name: getattr(self, name).format(**values) for name in ("topic", "detail_topic")}
         resolved = msgspec.structs.replace(self, **topics)
@@ -341,8 +339,7 @@ class AttentionStoreConfig(
     Attributes:
         sdk: the package to import.
         namespace, pod_name, model_version: as FastDeploy passes them.
-        shard_id: tensor-parallel rank, derived from `[ranks]` or `layout.tensor_parallel`. Rank 0
-            alone reports to the index.
+        shard_id: tensor-parallel rank, from `[ranks]` or the layout. Rank 0 alone reports.
         shard_num: number of ranks, derived in the same way.
         layer_num: taken from the layout if 0.
         bytes_per_shard_layer_per_block: taken from the layout if 0.
@@ -355,8 +352,7 @@ class AttentionStoreConfig(
         ready_interval_s: seconds between the attempts.
         write_slice_blocks: as storage, blocks of one write (100).
         write_slice_timeout_s: as storage, seconds of one write (10).
-        write_total_timeout_s: seconds of all writes of a request (0: the rest of
-            `storage.timeout_s`).
+        write_total_timeout_s: seconds of a request's writes (0: the rest of `storage.timeout_s`).
     """
 
     sdk: str = "attentionstore_sdk"
@@ -409,8 +405,7 @@ TRANSPORTS = ("tcp", "ipc", "inproc")
 
 
 class Endpoint(NamedTuple):
-    """host: without brackets. Of ipc and inproc the path or name. port: 0 lets the system choose,
-    -1 without tcp."""
+    """host: without brackets, or a path or name. port: 0 lets the system choose, -1 without tcp."""
 
     transport: str
     host: str
@@ -441,8 +436,7 @@ class Endpoint(NamedTuple):
 
     @property
     def _address(self) -> IPv4Address | IPv6Address | None:
-        """The host as an address, in any notation. None for a name. An IPv4 address in IPv6
-        notation is returned as IPv4."""
+        """The host as an address (IPv4 in IPv6 notation as IPv4), None for a name."""
         try:
             address = ip_address(self.host)
         except ValueError:
@@ -456,8 +450,7 @@ class Endpoint(NamedTuple):
 
     @property
     def own(self) -> bool:
-        """Whether a publisher listens there (this machine's addresses, ipc, inproc) rather than
-        connecting to it."""
+        """Whether a publisher listens there, at this machine, rather than connecting to it."""
         address = self._address
         named = self.host == "localhost" or self.host.startswith(
             "127."

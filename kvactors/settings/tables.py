@@ -135,12 +135,9 @@ class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
     Attributes:
         block_size: tokens a block.
-        model: the model's name and version. Blocks of different models never mix, in any tier or
-            store.
-        namespace: requests of different namespaces never share blocks. An example is a weight
-            version.
-        recompute_last_token: on a hit of the whole prompt give the last block back, so that there
-            is a token to compute.
+        model: the model's name and version. Blocks of different models never mix.
+        namespace: requests of different ones, for instance weight versions, never share blocks.
+        recompute_last_token: on a hit of the whole prompt give the last block back, to compute.
         split_media: whether a media item may be cached in part. Without it `cached_tokens` ends
             before an item that would be split.
         default_deadline_s: seconds an operation may take unless its caller gives a deadline.
@@ -169,8 +166,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
         high_watermark: the used fraction of `num_blocks` above which blocks are evicted ahead of
             need (both 0: on demand only).
         layerwise: load layer by layer (`Lease.wait_layer`).
-        policy: order of eviction: retain, which learns from past requests which blocks are used
-            again, or lru.
+        policy: order of eviction: retain, which learns which blocks are used again, or lru.
     """
 
     kind: Literal["host", "paddle", "cuda"] = "host"
@@ -184,8 +180,7 @@ class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     policy: Literal["lru", "retain"] = "retain"
 
     def free_blocks(self, blocks: int) -> tuple[int, int]:
-        """The watermarks as numbers of free blocks: below the first, evict until there are the
-        second.
+        """The watermarks as free blocks: below the first, evict until there are the second.
 
         Args:
             blocks: device blocks.
@@ -208,8 +203,7 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
         num_kv_heads: KV heads of all ranks together.
         head_dim: elements of a head.
         dtype: of an element. uint8 for fp8.
-        quantization: block_wise_fp8 keeps a byte an element, and a scale for each token of each
-            head.
+        quantization: block_wise_fp8 keeps bytes, and a scale for each token of each head.
         scale_dtype: of these scales.
         kv_lora_rank: elements of the latent.
         qk_rope_head_dim: elements with rotary positions.
@@ -259,8 +253,7 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         high_watermark: the used fraction of `slots` above which blocks are evicted ahead of need
             (both 0: on demand only).
         pinned: try to lock the arena's pages (a CUDA device's are locked in any case).
-        numa_node: the NUMA node that the arena's memory comes from, None for the system's choice
-            (Linux).
+        numa_node: the NUMA node of the arena's memory (Linux), None for the system's choice.
         copy_threads: threads that move bytes between device and arena.
         dma_min_bytes: for a CUDA device, the size in bytes from which on a piece goes by the copy
             engines instead of kvactors' kernel. Measured at start if not set.
@@ -326,8 +319,7 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         free_space_floor: bytes of the file system that the file store leaves free.
         durability: an object of the file store counts as stored when the system has it (written)
             or the device has it (synced).
-        read_only: the file store is a view beside the process that writes, and follows it. Nothing
-            is saved to it.
+        read_only: the file store is a view beside the process that writes. Nothing is saved to it.
         io_depth: the file store's reads at once.
         io_write_depth: its writes at once, as many as reads if unset.
         keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are
@@ -347,8 +339,7 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
             slots, or are shed (not written, and counted). A store that falls behind is not waited
             for until half of the slots are free again.
         on_full_wait_s: seconds that an eviction waits for slots, and the request that needs its
-            device blocks with it. The blocks of a finished request, which no request waits for,
-            wait up to timeout_s.
+            device blocks with it. The blocks of a finished request wait up to timeout_s.
         mooncake: settings of that back end.
     """
 

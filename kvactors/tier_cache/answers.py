@@ -61,8 +61,7 @@ class TierEvent(NamedTuple):
     """A change of the keys in one tier, for the publisher of an engine.
 
     Attributes:
-        keys: parents before children if stored, children before parents if not, as far as the
-            parents are known.
+        keys: parents before children if stored, else children first, as far as parents are known.
     """
 
     tier: Tier
@@ -118,8 +117,7 @@ class TierHealth(NamedTuple):
     """Whether every tier works.
 
     Attributes:
-        status: `ok`, `degraded` (look-ups and stores go on, without the parts in `reasons`) or
-            `closed`.
+        status: `ok`, `degraded` (the cache works without the parts in `reasons`) or `closed`.
         reasons: why the status is `degraded`.
     """
 

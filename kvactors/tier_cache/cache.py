@@ -122,8 +122,7 @@ class TierCache:
     # -- threads
 
     def start(self) -> None:
-        """Open storage and sinks, and own the cache from now on. The first other call does the
-        same.
+        """Open storage and sinks, and own the cache from now on, as any other first call does.
 
         Raises:
             StoreError: storage cannot be used (an OSError).
@@ -254,8 +253,7 @@ class TierCache:
             The keys to copy and their slots, and the keys that wait for slots.
 
         Raises:
-            ValueError: a key is no bytes or empty, a parent is no bytes, or there are not as many
-                parents as keys.
+            ValueError: a key or a parent is not bytes, or there are not as many parents as keys.
             WrongThread: another thread owns the cache.
             CacheClosed: the cache is shut down.
         """
@@ -322,8 +320,7 @@ class TierCache:
             success: whether the bytes are in the slots. If not, the slots are free again.
 
         Raises:
-            ValueError: no store of a key is in flight, or an argument is of a wrong type. Nothing
-                changed.
+            ValueError: no store of a key is in flight, or a wrong type. Nothing changed.
         """
         keys, success = checked_keys(keys), checked_flag("success", success)
         if self._owner.hands_over(partial(self.complete_store, keys, success)):
@@ -372,8 +369,7 @@ class TierCache:
             self._moves.from_storage.difference_update(keys)
 
     def copies_in_flight(self) -> CopiesInFlight:
-        """The stores and loads that were begun and not completed: at a `reset`, those to complete
-        when their copies have ended."""
+        """Stores and loads that were begun and not completed. They outlast a `reset`."""
         self._enter()
         return self._slots.copies_in_flight()
 
@@ -445,8 +441,7 @@ class TierCache:
         """Write what is queued for storage, inform the sinks, close all and let go of the memory.
 
         Takes `storage.close_timeout_s` seconds at most, and a few more if the disk hangs. Works
-        from any thread, any number of times. Later calls that answer raise CacheClosed, the others
-        do nothing.
+        from any thread, any number of times. Later calls raise CacheClosed or do nothing.
         """
         if get_ident() == self._owner.thread:
             self._enter()

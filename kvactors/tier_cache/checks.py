@@ -11,9 +11,7 @@ LONGEST = 1e9  # seconds of a wait at most: timers of threads and loops take no 
 
 def checked_keys(keys: Iterable[bytes]) -> list[bytes]:
     """Keys as a list."""
-    if not isinstance(keys, Iterable):
-        raise ValueError(f"keys must be a sequence of bytes, not {keys!r:.80}")
-    found: list[Any] = list(keys)
+    found = _listed("keys", "bytes", keys)
     for key in found:
         if not isinstance(key, bytes) or not key:
             raise ValueError(f"a key must be bytes, and not empty: {key!r:.80}")
@@ -35,9 +33,7 @@ def checked_parents(
     """The parents of `count` keys as a list, None if none is known."""
     if parents is None:
         return None
-    if not isinstance(parents, Iterable):
-        raise ValueError(f"parents must be a sequence of bytes and None, not {parents!r:.80}")
-    found: list[Any] = list(parents)
+    found = _listed("parents", "bytes and None", parents)
     if len(found) != count:
         raise ValueError(f"{len(found)} parents of {count} keys")
     for parent in found:
@@ -48,12 +44,16 @@ def checked_parents(
 
 def checked_views(views: Any, count: int) -> list[Any]:
     """The memory of `count` objects, as a list."""
-    if not isinstance(views, Iterable):
-        raise ValueError(f"views must be a sequence of views, not {views!r:.80}")
-    found = list(views)
+    found = _listed("views", "views", views)
     if len(found) != count:
         raise ValueError(f"{len(found)} views of {count} keys")
     return found
+
+
+def _listed(name: str, kind: str, values: Any) -> list[Any]:
+    if not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a sequence of {kind}, not {values!r:.80}")
+    return list(values)
 
 
 def checked_flag(name: str, value: Any) -> bool:

@@ -46,8 +46,7 @@ class CopyResult(NamedTuple):
 
 
 class CopyWorker:
-    """Copies device blocks to host slots and back: on the CPU in native threads, on an NVIDIA GPU
-    on separate streams.
+    """Copies device blocks to host slots and back, in native threads or on streams of a GPU.
 
     A block's bytes in a slot are those of its rows in every tensor, one after another. Calls come
     from any thread, one at a time (`wait` excepted). On the CPU, threads start with the first copy
@@ -58,8 +57,7 @@ class CopyWorker:
         tensors: the engine's tensors, all in host memory or all on one GPU (numpy, torch, paddle
             and others with DLPack, the CUDA array interface or `data_ptr()`). Block b is row b of
             each: first axis, of the same length in all.
-        offset: bytes from the start of a slot's row to this worker's share, for several ranks that
-            share rows.
+        offset: bytes from the start of a slot's row to this worker's share, for ranks that share.
         blocks_per_slot: device blocks in a slot. Slots of `submit_store` and `submit_load` are then
             counted in device blocks: slot * blocks_per_slot + index.
         threads: copying threads on the CPU, 1 to 64.
@@ -131,8 +129,7 @@ class CopyWorker:
 
     @property
     def fd(self) -> int | None:
-        """File descriptor for `select`, None without `event_fd`. Read its 8 bytes before
-        `get_finished`."""
+        """For `select`, None without `event_fd`. Read its 8 bytes before `get_finished`."""
         found = -1 if self._queue is None else self._queue.event_fd
         return None if found < 0 else found
 
@@ -174,8 +171,7 @@ class CopyWorker:
         stream: int | None = None,
         event: int | None = None,
     ) -> None:
-        """Copy host slots to device blocks, after the engine's work that reads or writes the
-        blocks. See `submit_store`."""
+        """Copy host slots to device blocks, after the engine's work on them: see `submit_store`."""
         self._submit(job, False, blocks, slots, stream, event)
 
     def _submit(

@@ -71,23 +71,19 @@ class Owner:
     def catch_up(self) -> None:
         """Make the calls that other threads have handed over, one after another.
 
-        Each of them is a call of the owner and comes here again: it makes none of the others, which
-        would end before it.
+        Each of them is a call of the owner and comes here again: it makes none of the others.
         """
         if self._catching_up:
             return
         self._catching_up = True
         try:
             while self.handed:
-                self._make(self.handed.popleft())
+                try:
+                    self.handed.popleft()()
+                except ValueError as error:  # a fault of the other thread, whose call has returned
+                    log.error("call of another thread refused: %s", error)
         finally:
             self._catching_up = False
-
-    def _make(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except ValueError as error:  # a fault of the other thread, whose call has returned
-            log.error("call of another thread refused: %s", error)
 
     def close(self, because: str = "") -> bool:
         """No thread owns the cache any more. Returns whether this was the first call."""
@@ -171,8 +167,7 @@ class RoomWaits:
             self._until.pop(key, None)
 
     def forget_before(self, now: float) -> int:
-        """Forget keys that the engine has not asked for since they were to be refused. Returns how
-        many."""
+        """Forget keys that the engine has stopped asking for. Returns how many."""
         before = len(self._since)
         while self._since:
             key, since = next(iter(self._since.items()))

@@ -41,8 +41,7 @@ class DescribedBlock(NamedTuple):
 
 
 def block_name(key: bytes) -> bytes:
-    """The 32-byte name under which sinks are sent a key: the key itself if it has that length, else
-    its SHA-256."""
+    """The 32-byte name of a key for sinks: the key itself if it fits, else its SHA-256."""
     return key if len(key) == NAME_BYTES else sha256(NAME_DOMAIN + key).digest()
 
 
@@ -86,8 +85,7 @@ class SinkFeed:
     Attributes:
         resend: the state is to be sent again: FlushNotifier lost it, or messages were dropped.
         wanted: the incarnation of FlushNotifier that is to have the state. Set by the event loop.
-        token_root: root hash of the scope whose blocks go to sinks that identify blocks by tokens
-            alone. Empty: none.
+        token_root: root hash of the scope for sinks that identify blocks by tokens, empty for none.
     """
 
     def __init__(

@@ -31,13 +31,6 @@ from kvactors.tier_cache.slots import PAGE
 
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
 
-UNSUPPORTED = {
-    "attention_store": (
-        "moves device blocks that its SDK finds by tokens: it has no objects under an engine's keys"
-    )
-}
-"""Back ends of `StorageConfig` that a `TierCache` does not take, and why."""
-
 
 class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Storage below the host tier. Sizes may be written "4GB".
@@ -94,14 +87,12 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         model: name of the model. Blocks of different models never mix.
         block_bytes: bytes of a block, that is of a host slot and of a stored object.
         num_slots: host slots.
-        capacity_bytes: bytes of the host slots ("8 GiB"), in place of num_slots. A slot takes whole
-            pages of 4 KiB.
+        capacity_bytes: bytes of the slots ("8 GiB"), in place of num_slots, in pages of 4 KiB each.
         identity: everything else that blocks must share to be interchangeable: layout, dtype,
             tokens a block, the engine's hash algorithm and seed, parallel sizes.
         policy: order of eviction from the host tier.
         storage: the tier below.
-        events: the tiers whose changes `TierCache.take_events` returns, for the publisher of the
-            engine.
+        events: the tiers whose changes `TierCache.take_events` returns, for the engine's publisher.
         sinks: indexes that kvactors informs itself, as tables of `flush.sinks` (docs/kv_events.md).
             A tier is in `events` or in the `tiers` of sinks, not in both.
         tokens_per_block: needed with sinks.
@@ -163,8 +154,11 @@ def _with_slots(config: TierConfig, capacity: int | str) -> TierConfig:
 
 
 def _check_storage(storage: TierStorage) -> None:
-    if storage.backend in UNSUPPORTED:
-        raise ConfigError(f"storage.backend {storage.backend!r} {UNSUPPORTED[storage.backend]}")
+    if storage.backend == "attention_store":
+        raise ConfigError(
+            "storage.backend 'attention_store' moves device blocks that its SDK finds by tokens: "
+            "it has no objects under an engine's keys"
+        )
     if storage.backend == "file" and not storage.directory:
         raise ConfigError("storage.directory is needed with storage.backend = 'file'")
     if storage.mooncake and storage.backend != "mooncake":

@@ -144,8 +144,7 @@ class CacheSinks:
             extra_keys: (index in `keys`, extra key) of blocks with media.
 
         Raises:
-            ValueError: a key is no bytes, the tokens do not fit, or another argument is of a wrong
-                type.
+            ValueError: the tokens do not fit, or an argument is of a wrong type.
         """
         from kvactors.tier_cache.paths import DescribedPath
 

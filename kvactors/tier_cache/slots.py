@@ -92,8 +92,7 @@ class SlotTable:
         """Take slots for the first keys that have none, as many as can be had.
 
         Args:
-            parents: of each key, None where unknown; None if none is known. Keys that have a slot
-                learn theirs too.
+            parents: None where unknown. Keys that have a slot learn theirs too.
             spare: slots that others wait for.
             stay: other keys that are not evicted.
 
@@ -154,8 +153,7 @@ class SlotTable:
             spare: slots that stay beside them, free or of blocks that can be evicted.
 
         Returns:
-            The slots that can be had, at most `count`, and the evicted keys, children before
-            parents.
+            The slots that can be had, and the evicted keys, children before parents.
         """
         free = self.tier.free
         lacking = count + spare - free
@@ -174,8 +172,7 @@ class SlotTable:
         return found, [block.hash for block in victims]
 
     def take_slot(self, key: bytes) -> tuple[HostBlock, list[bytes]] | None:
-        """A slot for a key whose bytes come from storage, and the keys that were evicted for it.
-        None if no slot can be had."""
+        """A slot for a key whose bytes come from storage, and the keys evicted for it, or None."""
         found, evicted = self._make_room(1)
         if not found:
             return None
@@ -449,8 +446,7 @@ def shared_memory(path: str | Path, size: int, *, create: bool) -> mmap.mmap:
     """Map a file (in /dev/shm, for instance) that several processes share.
 
     Args:
-        create: make the file, of mode 0600. It must not exist yet. Otherwise it must exist and
-            have at least `size` bytes.
+        create: make the file, of mode 0600. Otherwise it must have at least `size` bytes.
 
     Raises:
         OSError: the file cannot be made or opened.

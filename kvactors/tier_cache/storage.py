@@ -113,8 +113,7 @@ class StorageResult(NamedTuple):
 
     Attributes:
         ok: one bool a key: stored now or before, loaded and verified, or found.
-        removed: keys that left the store during the job, of this job or others, as far as this
-            process has used them.
+        removed: keys that left the store meanwhile, as far as this process has used them.
         nbytes: bytes of the keys that are ok. 0 for a look-up.
         seconds: from the submission to the end.
     """
@@ -178,8 +177,7 @@ class StorageTier:
         beside: other services that run on the same event loop, before `open`.
         results: ended jobs that `poll` has not returned.
         fd: file descriptor for `select`, None without `event_fd`. Read its 8 bytes before `poll`.
-        stuck: whether a call to the store still ran when `close` returned. The memory of its job
-            must then stay mapped.
+        stuck: whether a call still ran when `close` returned. Its memory must then stay mapped.
     """
 
     def __init__(
@@ -242,8 +240,7 @@ class StorageTier:
         return LoopThread(services)
 
     def close(self, limit: float = 5.0) -> None:
-        """Let the jobs in flight end, for `limit` seconds at most, then close the store. Jobs that
-        did not begin by then fail."""
+        """Let jobs end, for `limit` seconds at most, and fail the others. Close the store."""
         limit = checked_limit("limit", limit)
         thread, self._thread, self._closed = self._thread, None, True
         if thread is None:
@@ -283,8 +280,7 @@ class StorageTier:
 
     @property
     def lists(self) -> bool:
-        """Whether the store lists its objects, so that `contains` is exact. If not, `submit_lookup`
-        asks it."""
+        """Whether the store lists its objects: `contains` is exact. Else `submit_lookup` asks."""
         return self.known.lists
 
     def submit_store(
@@ -506,8 +502,7 @@ def open_storage(
     Args:
         config: settings. `num_slots`, `policy`, `events` and `storage.write_policy` are not used.
         event_fd: whether `StorageTier.fd` becomes readable when there are results.
-        memory: the engine's memory that the views of all jobs are in. A Mooncake pool over RDMA
-            registers it.
+        memory: the engine's memory with the views of all jobs. A pool over RDMA registers it.
 
     Raises:
         ConfigError: a setting is unknown, malformed or out of range.

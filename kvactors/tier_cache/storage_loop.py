@@ -20,8 +20,7 @@ class StorageLoop:
     """Runs jobs against a store. A `Service`: every method is called on the loop.
 
     Attributes:
-        known: the objects known since the last clear that has begun. Jobs of before or after are
-            not done.
+        known: the objects known since the last clear that has begun. Other jobs are not done.
     """
 
     def __init__(self, tier: StorageTier) -> None:
@@ -115,14 +114,10 @@ class StorageLoop:
             ok[i] = outcome == Outcome.OK or (save and outcome == Outcome.EXISTS)
             if ok[i] and not save:
                 one.scatter()
-        return [*removed, *self._removed_meanwhile(store)]
-
-    @staticmethod
-    def _removed_meanwhile(store: GuardedBackend) -> list[bytes]:
-        removed = store.take_removed()
-        if removed:
-            store.acknowledge_removed(removed)
-        return removed
+        meanwhile = store.take_removed()  # lost outside of batches
+        if meanwhile:
+            store.acknowledge_removed(meanwhile)
+        return [*removed, *meanwhile]
 
     def remove(self, names: Sequence[bytes]) -> None:
         if self.store is not None:
