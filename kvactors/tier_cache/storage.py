@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from kvactors.errors import CacheClosed, ConfigError, StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.settings.check import convert
-from kvactors.tier_cache.answers import Lookup
 from kvactors.tier_cache.checks import checked_key, checked_keys, checked_limit, checked_views
-from kvactors.tier_cache.owner import trim
 from kvactors.tier_cache.settings import TierConfig, checked_config
 
 if TYPE_CHECKING:
@@ -516,61 +514,3 @@ def open_storage(
     tier = make_storage(checked, event_fd=event_fd, memory=memory)
     tier.open(checked.storage.open_timeout_s)
     return tier
-
-
-# -- Keys that a store is asked about, because it does not list what it holds. Pure state.
-
-
-ABSENT = 1.0  # seconds for which the answer that a store lacks a key is used again
-
-
-class StoreQueries:
-    """Look-ups of a store that several nodes share, or that keeps no list of its objects.
-
-    A key is PENDING while the store is asked. An answer that does not come is a MISS.
-    """
-
-    def __init__(self, timeout: float) -> None:
-        self._timeout = timeout
-        self._queued: dict[bytes, None] = {}
-        self._asked: dict[bytes, float] = {}  # in flight, and when they were submitted
-        self._absent: dict[bytes, float] = {}  # up to when the answer is used
-
-    def __len__(self) -> int:
-        return len(self._queued) + len(self._asked)
-
-    def is_queued(self, key: bytes) -> bool:
-        return key in self._queued
-
-    def lookup(self, key: bytes, now: float) -> Lookup:
-        """Where a key is that is not known to be stored."""
-        if key not in self._queued:
-            asked = self._asked.get(key)
-            if asked is not None:
-                return Lookup.PENDING if now - asked < self._timeout + 1.0 else Lookup.MISS
-            if now < self._absent.get(key, now):
-                return Lookup.MISS
-            self._queued[key] = None
-        return Lookup.PENDING
-
-    def take(self, now: float) -> list[bytes]:
-        keys = list(self._queued)
-        self._queued.clear()
-        self._asked.update(dict.fromkeys(keys, now))
-        return keys
-
-    def answered(self, keys: Sequence[bytes], found: Iterable[bool], now: float) -> None:
-        for key, present in zip(keys, found, strict=True):
-            self._asked.pop(key, None)
-            self._absent.pop(key, None)
-            if not present:
-                self._absent[key] = now + ABSENT
-        trim(self._absent)
-
-    def stored(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._absent.pop(key, None)
-
-    def clear(self) -> None:
-        self._queued.clear()
-        self._absent.clear()

@@ -13,12 +13,14 @@ from kvactors.errors import CacheClosed
 from kvactors.tier_cache.answers import EventLog, Lookup, TierCounters
 from kvactors.tier_cache.owner import RoomWaits, trim
 from kvactors.tier_cache.slots import MISS, PENDING, SaveQueue, SlotMemory, SlotTable
-from kvactors.tier_cache.storage import StorageResult, StorageTier, StoreQueries
+from kvactors.tier_cache.storage import StorageResult, StorageTier
 from kvactors.types import Reason, Tier
 
 BATCH = 32  # blocks of a job at most
 QUERY = 128  # keys of a look-up at most
 SAVING = 4  # one of so many host slots may be pinned by saves
+
+ABSENT = 1.0  # seconds for which the answer that a store lacks a key is used again
 
 AWAITED = 1.0
 """Seconds that a fetched block waits for the engine to ask again before it can be evicted."""
@@ -48,7 +50,6 @@ class StorageMoves:
         self.saves = saves
         self.from_storage: set[bytes] = set()  # fetched, and not loaded since
         self.waits = RoomWaits(patience)
-        self.queries = StoreQueries(storage.timeout)
         self._slots = slots
         self._memory = memory
         self._events = events
@@ -60,6 +61,11 @@ class StorageMoves:
         self._late: set[bytes] = set()  # keys whose fetch takes longer than the store's timeout
         self._failed: dict[bytes, float] = {}  # fetches that failed, and when to try again
         self._started: dict[Hashable, float] = {}  # of fetches
+        # keys of a store that does not list its objects: to be asked about, asked about and when,
+        # and absent until when
+        self._unasked: dict[bytes, None] = {}
+        self._asked: dict[bytes, float] = {}
+        self._absent: dict[bytes, float] = {}
         self._announced: set[bytes] = set()  # stored keys that an event named
         self._job = 0
         self._saving = 0  # blocks
@@ -101,11 +107,17 @@ class StorageMoves:
         """Where a key is that a store without a list of its objects may have."""
         if self._slots.is_taken(key) or not self._works(key):
             return MISS
-        again = self.queries.is_queued(key)
-        found = self.queries.lookup(key, self.storage.clock())
-        if again:  # the engine asks again, and has not ended its step
+        now = self.storage.clock()
+        asked = self._asked.get(key)
+        if key in self._unasked:  # the engine asks again, and has not ended its step
             self._submit_queries()
-        return found
+        elif asked is not None:
+            return PENDING if now - asked < self.storage.timeout + 1.0 else MISS
+        elif now < self._absent.get(key, now):
+            return MISS
+        else:
+            self._unasked[key] = None
+        return PENDING
 
     def pending(self, key: bytes) -> Lookup:
         """Where a key is whose bytes are on their way into its slot."""
@@ -153,7 +165,9 @@ class StorageMoves:
             self.waits.forget_before(self.storage.clock())
 
     def _submit_queries(self) -> None:
-        keys = self.queries.take(self.storage.clock()) if self.queries else []
+        keys = list(self._unasked)
+        self._unasked.clear()
+        self._asked.update(dict.fromkeys(keys, self.storage.clock()))
         for start in range(0, len(keys), QUERY):
             self._begin([])
             with suppress(CacheClosed):  # another thread shuts the cache down
@@ -207,13 +221,22 @@ class StorageMoves:
         for result in self.storage.poll():
             blocks = self._in_flight.pop(result.job, [])  # none: the job of another caller
             if result.kind == "lookup":
-                self.queries.answered(result.keys, result.ok, self.storage.clock())
+                self._answered(result)
             elif result.kind == "store":
                 self._saved(result, blocks)
             else:
                 self._fetched(result, blocks)
         if self.saves:
             self._submit_saves()
+
+    def _answered(self, result: StorageResult) -> None:
+        until = self.storage.clock() + ABSENT
+        for key, present in zip(result.keys, result.ok, strict=True):
+            self._asked.pop(key, None)
+            self._absent.pop(key, None)
+            if not present:
+                self._absent[key] = until
+        trim(self._absent)
 
     def _fetched(self, result: StorageResult, blocks: list[HostBlock]) -> None:
         self._started.pop(result.job, None)
@@ -247,7 +270,7 @@ class StorageMoves:
         saved = [key for key, ok in zip(result.keys, result.ok, strict=True) if ok]
         for key in saved:
             self._failed.pop(key, None)
-        self.queries.stored(saved)
+            self._absent.pop(key, None)
         self._counters.saved += len(saved)
         self._counters.failed_saves += len(result.keys) - len(saved)
         self._counters.saved_bytes += result.nbytes
@@ -275,7 +298,8 @@ class StorageMoves:
         self._slots.tier.land(queued, frozenset(range(len(queued))))
         self.saves.clear()
         self.waits.clear()
-        self.queries.clear()
+        self._unasked.clear()
+        self._absent.clear()
         self.from_storage.clear()
         if storage:
             self._record_removed(self.storage.clear(), Reason.CLEAR)
@@ -288,5 +312,5 @@ class StorageMoves:
     @property
     def pending_work(self) -> int:
         """Blocks that wait for storage, and jobs and clears in flight."""
-        waiting = len(self._queued) + len(self.saves) + len(self.queries)
+        waiting = len(self._queued) + len(self.saves) + len(self._unasked) + len(self._asked)
         return waiting + len(self._in_flight) + self.storage.clearing
