@@ -28,15 +28,8 @@ from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.shipped import find_toml
 from kvactors.scenario.spec import Scenario
 from kvactors.settings import Config, StorageConfig, read_toml
-from kvactors.settings.check import human, in_bytes, read, settings_of
-from kvactors.settings.load import (
-    changed_in,
-    check_setting,
-    contradictions,
-    replaced,
-    unused,
-    variables_of,
-)
+from kvactors.settings.check import changed_in, human, in_bytes, read, settings_of
+from kvactors.settings.load import check_setting, contradictions, replaced, unused, variables_of
 from kvactors.settings.model import read_model
 from kvactors.settings.schema import json_schema
 from kvactors.settings.sinks import ClassSinkConfig

@@ -17,7 +17,7 @@ from kvactors.errors import ConfigError, DeviceError, StoreError
 from kvactors.layout.base import Layout
 from kvactors.lifecycle import Opening
 from kvactors.settings import Config, DeviceConfig, HostConfig, StorageConfig
-from kvactors.settings.load import changed_in
+from kvactors.settings.check import changed_in
 from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.factory import make_backend, make_device_store

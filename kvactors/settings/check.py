@@ -129,6 +129,14 @@ def settings_of(table: type[msgspec.Struct]) -> dict[str, Setting]:
     return found
 
 
+def changed_in(table: msgspec.Struct) -> set[str]:
+    """Names of the settings of a table that differ from their defaults."""
+    default = type(table)()
+    return {
+        name for name in table.__struct_fields__ if getattr(table, name) != getattr(default, name)
+    }
+
+
 # -- sizes in bytes, or in blocks and bytes: a number, or a text with a unit
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}

@@ -23,6 +23,7 @@ from kvactors.settings.check import (
     Setting,
     UsedIf,
     Variable,
+    changed_in,
     checked_value,
     convert,
     describe,
@@ -193,14 +194,6 @@ def _all_settings() -> list[tuple[str, str, Setting]]:
     """Table, name and description of every setting."""
     tables = {table: settings_of(_table_of(table)) for table in settings_of(Config)}
     return [(table, name, one) for table, some in tables.items() for name, one in some.items()]
-
-
-def changed_in(table: msgspec.Struct) -> set[str]:
-    """Names of the settings of a table that differ from their defaults."""
-    default = type(table)()
-    return {
-        name for name in table.__struct_fields__ if getattr(table, name) != getattr(default, name)
-    }
 
 
 def _marks(setting: Setting, kind: type[M]) -> list[M]:

@@ -14,6 +14,7 @@ from kvactors.settings.check import (
     ByteSize,
     Seconds,
     Variable,
+    changed_in,
     convert,
     in_bytes,
     logger,
@@ -111,13 +112,8 @@ def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfi
         if environ.get(variable.name)
     }
     found |= _from_file(environ.get("MOONCAKE_CONFIG_PATH", ""))
-    defaults = MooncakeConfig()
-    chosen = {
-        name: value
-        for name, value in found.items()
-        if getattr(config, name) == getattr(defaults, name)
-    }
-    resolved = convert({**msgspec.to_builtins(config), **chosen}, MooncakeConfig, TABLE)
+    given = {name: getattr(config, name) for name in changed_in(config)}
+    resolved = convert({**found, **given}, MooncakeConfig, TABLE)
     resolved.check()
     largest = largest_registration(environ)
     size = in_bytes(resolved.local_buffer_size, "local_buffer_size")
@@ -144,9 +140,7 @@ def _from_file(path: str) -> dict[str, Any]:
         logger().warning(
             "settings of a Mooncake file that mean nothing here", path=path, names=strange
         )
-    return {
-        name: value for name, value in named.items() if name in MooncakeConfig.__struct_fields__
-    }
+    return {name: value for name, value in named.items() if name not in strange}
 
 
 # -- addresses of servers

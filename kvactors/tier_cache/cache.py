@@ -466,7 +466,7 @@ class TierCache:
 
     def check(self) -> None:
         """AssertionError if the cache's own facts disagree, for tests."""
-        self._slots.check()
+        self._tier.check()
 
 
 OK = TierHealth("ok", ())

@@ -49,7 +49,7 @@ class SlotTable:
         self._blocks = tier.blocks
         self._named: set[bytes] = set()  # parents of the blocks, and of some that have left
         self._stores: dict[bytes, HostBlock] = {}  # copies to the host, in the order of begin
-        self._loads: dict[bytes, tuple[HostBlock, int]] = {}  # block, and loads of it in flight
+        self._loads: dict[bytes, list[HostBlock]] = {}  # the block of each load in flight
         self._steps = 0
         self._touches = 0
         self._planned: list[HostBlock] = []  # the next victims, the first one last
@@ -226,36 +226,31 @@ class SlotTable:
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int]:
         """Pin the slots of keys that were answered HIT."""
-        blocks = [self._blocks.get(key) for key in keys]
-        slots: list[int] = []
-        for key, block in zip(keys, blocks, strict=True):
-            if block is None or block.arriving:
+        blocks: list[HostBlock] = []
+        for key in keys:
+            block = self.tier.readable(key)
+            if block is None:
                 raise ValueError(
                     f"key {key.hex()} has no readable host slot: load only keys that lookup "
                     "answered HIT in this step"
                 )
-            slots.append(block.slot)
-        for key in keys:
-            block = self._blocks[key]
+            blocks.append(block)
+        for key, block in zip(keys, blocks, strict=True):
             self.tier.pin(block)
-            self._loads[key] = (block, self._loads.get(key, (block, 0))[1] + 1)
-        return slots
+            self._loads.setdefault(key, []).append(block)
+        return [block.slot for block in blocks]
 
     def complete_load(self, keys: Iterable[bytes]) -> None:
         """Loads have ended, well or not: unpin their slots."""
         ended = Counter(keys)
         self._check_in_flight(ended, self._loads, "load")
         for key, ends in ended.items():
-            if ends > self._loads[key][1]:
+            if ends > len(self._loads[key]):
                 raise ValueError(f"{ends} loads of key {key.hex()} end, and fewer are in flight")
-        for key, ends in ended.items():
-            block, count = self._loads[key]
-            if count == ends:
+        for key in ended.elements():
+            self.tier.unpin(self._loads[key].pop())
+            if not self._loads[key]:
                 del self._loads[key]
-            else:
-                self._loads[key] = (block, count - ends)
-            for _ in range(ends):
-                self.tier.unpin(block)
 
     @staticmethod
     def _check_in_flight(keys: Iterable[bytes], in_flight: Container[bytes], what: str) -> None:
@@ -282,15 +277,12 @@ class SlotTable:
         return removed
 
     def copies_in_flight(self) -> CopiesInFlight:
-        loads = [key for key, (_, count) in self._loads.items() for _ in range(count)]
+        loads = [key for key, blocks in self._loads.items() for _ in blocks]
         return CopiesInFlight(tuple(self._stores), tuple(loads))
 
     @property
     def in_flight(self) -> int:
         return len(self._stores) + len(self._loads)
-
-    def check(self) -> None:
-        self.tier.check()
 
 
 def children_first(blocks: Iterable[HostBlock]) -> list[bytes]:
@@ -536,7 +528,8 @@ class SaveQueue:
         unsaved = 0
         for key in keys:
             queued = self._waiting.pop(key, None) is not None
-            unsaved += queued or self._wants(key)
+            wanted = self.policy == "write_back" or key in self._failed
+            unsaved += queued or (wanted and not self._is_saved(key))
             self._failed.discard(key)
             self._touches.pop(key, None)
         return unsaved
@@ -556,11 +549,6 @@ class SaveQueue:
         self._failed.clear()
         self._writing.clear()
         self._touches.clear()
-
-    def _wants(self, key: bytes) -> bool:
-        if self.policy == "write_back":
-            return not self._is_saved(key)
-        return key in self._failed and not self._is_saved(key)
 
     def keeps(self, block: HostBlock) -> bool:
         """Whether a block that is chosen to be evicted is saved first. It is pinned then."""

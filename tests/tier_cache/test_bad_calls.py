@@ -536,7 +536,7 @@ def test_victims_that_are_found_together_are_those_that_are_found_one_by_one(see
                     table.complete_store([key], success=True)
             elif act == "step":
                 table.end_step(clock)
-            table.check()
+            table.tier.check()
         clock += 0.25
         if act == "fetch" and answers and answers[0] is not None:
             fetching.append(key)

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 
 from kvactors.errors import ConfigError
 from kvactors.settings import Config
-from kvactors.settings.check import CopyThreads, Count, DeviceNumber, Seconds, convert
-from kvactors.settings.load import changed_in, unused
+from kvactors.settings.check import CopyThreads, Count, DeviceNumber, Seconds, changed_in, convert
+from kvactors.settings.load import unused
 from kvactors.tier_cache import TierStorage
 
 # -- The version of the model's weights, as FastDeploy reads it for the names of stored blocks.
