@@ -104,19 +104,26 @@ class CopyWorker:
         self._held = memory.hold()  # copies need it until they have ended
         self._on_gpu = rows[0].gpu and not rows[0].host
         self._queue: CopyQueue | CudaCopyQueue | None
+        places = memory.num_slots * blocks_per_slot
         try:
-            if self._on_gpu:
-                self._queue = _gpu_queue(rows, memory, offset, blocks_per_slot, driver, event_fd)
+            if self._on_gpu:  # a process without a GPU imports no part of its queue
+                from kvactors.data_plane.cuda.copy_queue import CudaCopyQueue, HostSlotPlan
+                from kvactors.data_plane.cuda.driver import load_driver
+
+                sizes = (memory.nbytes, offset, memory.stride, blocks_per_slot, places)
+                plan = HostSlotPlan(memory.address, *sizes)
+                driver = driver or load_driver()
+                self._queue = CudaCopyQueue(rows, plan, driver=driver, event_fd=event_fd)
             else:
                 self._queue = CopyQueue(
-                    _ints([one.address for one in rows]),
+                    _ints(self._addresses),
                     _ints([one.nbytes for one in rows]),
                     _ints([one.stride for one in rows]),
                     self.num_blocks,
                     memory.address + offset,
                     memory.stride,
                     blocks_per_slot,
-                    memory.num_slots * blocks_per_slot,
+                    places,
                     threads,
                     inline_bytes,
                     event_fd,
@@ -269,29 +276,6 @@ def _block_bytes(rows: Sequence[Rows]) -> int:
     if not all(one.nbytes for one in rows):
         raise LayoutError("a tensor has empty rows")
     return sum(one.nbytes for one in rows)
-
-
-def _gpu_queue(
-    rows: Sequence[Rows],
-    memory: SlotMemory,
-    offset: int,
-    blocks_per_slot: int,
-    driver: CudaDriver | None,
-    event_fd: bool,
-) -> CudaCopyQueue:
-    """The queue of a GPU. A process without one imports no part of it."""
-    from kvactors.data_plane.cuda.copy_queue import CudaCopyQueue, HostSlotPlan
-    from kvactors.data_plane.cuda.driver import load_driver
-
-    plan = HostSlotPlan(
-        memory.address,
-        memory.nbytes,
-        offset,
-        memory.stride,
-        blocks_per_slot,
-        memory.num_slots * blocks_per_slot,
-    )
-    return CudaCopyQueue(rows, plan, driver=driver or load_driver(), event_fd=event_fd)
 
 
 def _ints(numbers: Sequence[int]) -> NDArray[np.int64]:
