@@ -6,7 +6,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import ip_address
 from string import Formatter
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -236,13 +236,10 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         yield from self._detail_faults()
 
     def _detail_faults(self) -> Iterator[str]:
-        if (
-            self.detail_topic
-            and not self.detail_endpoint
-            and self.detail_topic.startswith(self.topic)
-        ):
+        detail = "" if self.detail_endpoint else self.detail_topic
+        if detail and detail.startswith(self.topic):
             yield (
-                f"a reader of topic {self.topic!r} would get {self.detail_topic!r} as well, and it "
+                f"a reader of topic {self.topic!r} would get {detail!r} as well, and it "
                 "may not bear that: give the details a topic that does not begin like the events', "
                 "or a detail_endpoint of their own"
             )
@@ -429,20 +426,15 @@ class Endpoint(NamedTuple):
     @property
     def any_host(self) -> bool:
         """Whether it stands for every interface of this machine."""
-        address = self._address
-        return self.transport == "tcp" and (
-            self.host == "*" or (address is not None and address.is_unspecified)
-        )
+        return self.transport == "tcp" and (self.host == "*" or self._is("is_unspecified"))
 
-    @property
-    def _address(self) -> IPv4Address | IPv6Address | None:
-        """The host as an address (IPv4 in IPv6 notation as IPv4), None for a name."""
+    def _is(self, trait: str) -> bool:
+        """Whether the host is an address (IPv4 in IPv6 notation as IPv4) with this property."""
         try:
             address = ip_address(self.host)
-        except ValueError:
-            return None
-        mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-        return mapped or address
+        except ValueError:  # a name
+            return False
+        return bool(getattr(getattr(address, "ipv4_mapped", None) or address, trait))
 
     @property
     def ipv6(self) -> bool:
@@ -451,23 +443,15 @@ class Endpoint(NamedTuple):
     @property
     def own(self) -> bool:
         """Whether a publisher listens there, at this machine, rather than connecting to it."""
-        address = self._address
-        named = self.host == "localhost" or self.host.startswith(
-            "127."
-        )  # also in short forms, as 127.1
-        return (
-            self.transport != "tcp"
-            or self.any_host
-            or named
-            or (address is not None and address.is_loopback)
-        )
+        if self.transport != "tcp":
+            return True
+        named = self.host == "localhost" or self.host.startswith("127.")  # 127.1 is a short form
+        return named or self.any_host or self._is("is_loopback")
 
     def clashes(self, other: Endpoint) -> bool:
         """Whether two sockets cannot both listen there."""
-        if self.transport != other.transport:
-            return False
-        if self.transport != "tcp":
-            return self.host == other.host
+        if self.transport != "tcp" or other.transport != "tcp":
+            return self[:2] == other[:2]
         same_host = self.host == other.host or self.any_host or other.any_host
         return self.port == other.port != 0 and same_host
 
