@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from msgspec.structs import replace
@@ -14,6 +15,7 @@ from kvactors.quotas import Quota, Quotas
 from kvactors.settings import Config, QuotaConfig, SaltQuota, StorageConfig
 from kvactors.settings.check import human, in_bytes
 from kvactors.settings.check import in_blocks as size_in_blocks
+from kvactors.settings.load import replaced
 from kvactors.storage.backend import Backend
 from kvactors.storage.factory import object_bytes, slot_trailer_bytes
 
@@ -27,13 +29,11 @@ class BlockBytes(NamedTuple):
         device: in the device's regions, those of extra layers included.
         host: a slot of the arena, whole pages.
         storage: an object of the store, whole pages in a file store.
-        trailer: bytes behind each slot that the store needs.
     """
 
     device: float
     host: int
     storage: int
-    trailer: int
 
 
 def block_bytes(
@@ -50,7 +50,6 @@ def block_bytes(
         layout.device_bytes(blocks) / blocks,
         slot_stride(layout.block_bytes, trailer),
         object_bytes(storage, layout.block_bytes),
-        trailer,
     )
 
 
@@ -58,32 +57,19 @@ def in_blocks(
     config: C, layout: Layout, storage: StorageConfig, backend: Backend | None = None
 ) -> C:
     """The config with the sizes of device and host in blocks."""
-    device, host = config.device, config.host
-    if device.capacity_bytes is not None:
-        size = in_bytes(device.capacity_bytes, "device.capacity_bytes")
-        blocks = layout.blocks_in(size)
-        _check_one("device.capacity_bytes", blocks, size, layout.device_bytes(1))
-        device = replace(device, num_blocks=blocks, capacity_bytes=None)
-    if host.capacity_bytes is not None or host.transit_bytes is not None:
-        slot = block_bytes(layout, storage, backend).host
-        if host.capacity_bytes is not None:
-            slots = _slots("host.capacity_bytes", host.capacity_bytes, slot)
-            host = replace(host, slots=slots, capacity_bytes=None)
-        if host.transit_bytes is not None:
-            slots = _slots("host.transit_bytes", host.transit_bytes, slot)
-            host = replace(host, transit_slots=slots, transit_bytes=None)
-    return replace(config, device=device, host=host)
-
-
-def _slots(name: str, size: int | str, slot: int) -> int:
-    found = in_bytes(size, name)
-    _check_one(name, found // slot, found, slot)
-    return found // slot
-
-
-def _check_one(name: str, blocks: int, size: int, least: int) -> None:
-    if not blocks:
-        raise ConfigError(f"{name} is {human(size)}, and one block takes {human(least)}")
+    for counted, given in replaced(config).items():
+        table, name = counted.split(".")
+        size = in_bytes(attrgetter(given)(config), given)
+        if table == "device":
+            blocks, least = layout.blocks_in(size), layout.device_bytes(1)
+        else:
+            least = block_bytes(layout, storage, backend).host
+            blocks = size // least
+        if not blocks:
+            raise ConfigError(f"{given} is {human(size)}, and one block takes {human(least)}")
+        changed = {name: blocks, given.partition(".")[2]: None}
+        config = replace(config, **{table: replace(getattr(config, table), **changed)})
+    return config
 
 
 def quota_in_blocks(

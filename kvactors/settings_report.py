@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 from cyclopts import App
@@ -27,15 +27,13 @@ from kvactors.scenario.output import (
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.shipped import find_toml
 from kvactors.scenario.spec import Scenario
-from kvactors.settings import Config, StorageConfig, read_toml
+from kvactors.settings import CacheConfig, Config, StorageConfig, convert, read_toml
 from kvactors.settings.check import changed_in, human, in_bytes, read, settings_of
-from kvactors.settings.load import check_setting, contradictions, replaced, unused, variables_of
+from kvactors.settings.load import contradictions, replaced, unused, variables_of
 from kvactors.settings.model import read_model
 from kvactors.settings.schema import json_schema
 from kvactors.settings.sinks import ClassSinkConfig
 from kvactors.storage.factory import capacity_of
-
-C = TypeVar("C", bound=Config)
 
 HIDDEN = "<set>"  # shown in place of a secret
 
@@ -447,8 +445,8 @@ def size(
     asked = {"dtype": dtype, "tensor_parallel": tensor_parallel, "extra_layers": extra_layers}
     config, model, notes = _read_source(source, asked)
     if block_size is not None:
-        check_setting("cache.block_size", block_size)
-        cache = msgspec.structs.replace(config.cache, block_size=block_size)
+        checked = convert({"block_size": block_size}, CacheConfig, "cache")
+        cache = msgspec.structs.replace(config.cache, block_size=checked.block_size)
         config = msgspec.structs.replace(config, cache=cache)
     layout = make_layout(config.layout, config.cache.block_size)
     each = block_bytes(layout, StorageConfig(backend="file"))

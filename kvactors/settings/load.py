@@ -281,12 +281,6 @@ def _check_model(config: Config) -> None:
         )
 
 
-def check_setting(name: str, value: Any) -> None:
-    """Raise ConfigError for the value of a setting (`table.name`) that is not allowed."""
-    table, _, field = name.partition(".")
-    checked_value(name, value, settings_of(_table_of(table))[field].hint)
-
-
 def _table_of(name: str) -> type[msgspec.Struct]:
     return structs_of(settings_of(Config)[name].hint)[0]
 

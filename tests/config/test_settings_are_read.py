@@ -11,6 +11,7 @@ import msgspec
 
 import kvactors
 from kvactors.settings import Config
+from kvactors.settings.check import InPlaceOf, settings_of
 
 PACKAGE = Path(kvactors.__file__).parent
 CHECKS = {PACKAGE / "settings" / "load.py", PACKAGE / "settings" / "check.py"}
@@ -19,6 +20,8 @@ CHECKS = {PACKAGE / "settings" / "load.py", PACKAGE / "settings" / "check.py"}
 def settings(kind: type[msgspec.Struct], where: str = "") -> Iterator[str]:
     for field in msgspec.structs.fields(kind):
         name = f"{where}{field.name}"
+        if any(isinstance(mark, InPlaceOf) for mark in settings_of(kind)[field.name].marks):
+            continue  # `capacity.in_blocks` reads it by its mark
         yield name
         for outer in (field.type, *typing.get_args(field.type)):
             for inner in (outer, *typing.get_args(outer)):
