@@ -303,11 +303,12 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         return self.slots + self.transit_slots if self.slots or stored else 0
 
 
-class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The storage tier. Sizes may be written "4GB".
+class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Settings of a store, below a cache or below the host slots of an engine.
 
     Attributes:
         backend: none, memory, file, mooncake, attention_store, or package.module:Class.
+        directory: of the file store.
         capacity_blocks: objects it may hold. With neither this nor capacity_bytes a file store
             follows 80 % of the space that its file system can give, and the other back ends set no
             limit.
@@ -315,13 +316,36 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         namespace: a part of the store's identity. Objects of different namespaces never mix.
         rank: number of the tensor-parallel rank whose share of each block this process stores.
         ranks: number of these ranks. Objects of different ranks, or numbers of ranks, never mix.
-        directory: of the file store.
         free_space_floor: bytes of the file system that the file store leaves free.
         durability: an object of the file store counts as stored when the system has it (written)
             or the device has it (synced).
-        read_only: the file store is a view beside the process that writes. Nothing is saved to it.
         io_depth: the file store's reads at once.
-        io_write_depth: its writes at once, as many as reads if unset.
+        min_hits: uses of a block from which on write_through_selective writes it.
+        timeout_s: seconds one batch may take.
+    """
+
+    backend: str = "none"
+    directory: Annotated[str, Variable("FILE_BACKEND_STORAGE_DIR"), _FILE] = ""
+    capacity_blocks: Annotated[ObjectCount | None, _BOUNDED] = None
+    capacity_bytes: Annotated[ByteSize | None, _BOUNDED] = None
+    namespace: Annotated[str, _BY_SLOTS] = "default"
+    rank: Annotated[Number, _BY_SLOTS] = 0
+    ranks: Annotated[Count, _BY_SLOTS] = 1
+    free_space_floor: Annotated[ByteSize, _FILE] = "64MB"
+    durability: Annotated[Literal["written", "synced"], _FILE] = "written"
+    io_depth: Annotated[Depth, _FILE] = 16
+    min_hits: Count = 2
+    timeout_s: Seconds = 10.0
+    on_full: Annotated[Literal["wait", "shed"], _BY_SLOTS] = "wait"
+    on_full_wait_s: Annotated[Seconds, _BY_SLOTS] = 1.0
+
+
+class StorageConfig(StoreSettings, frozen=True):
+    """The storage tier. Sizes may be written "4GB".
+
+    Attributes:
+        io_write_depth: the file store's writes at once, as many as reads if unset.
+        read_only: the file store is a view beside the process that writes. Nothing is saved to it.
         keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are
             announced to the sinks after a restart (not those under a salt).
         scrub_rate: bytes a second that the file store reads to find damaged objects, 0 for none.
@@ -329,12 +353,10 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         write_policy: none, write_through (at request finish), write_through_selective (at finish,
             blocks used at least `min_hits` times), write_back (when the host tier evicts). If it is
             left out, write_through for attention_store and write_back for the others.
-        min_hits: uses of a block from which on write_through_selective writes it.
         fetch: whether acquire looks in storage beyond the blocks in the index.
         min_fetch_blocks: blocks at least that a fetch must find. Fewer are not fetched.
         readers: actors that read, each with one batch at a time.
         writers: actors that write, each with one batch at a time.
-        timeout_s: seconds one batch may take.
         on_full: whether blocks that are to be written wait while writes in flight use all transit
             slots, or are shed (not written, and counted). A store that falls behind is not waited
             for until half of the slots are free again.
@@ -343,30 +365,16 @@ class StorageConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         mooncake: settings of that back end.
     """
 
-    backend: str = "none"
-    directory: Annotated[str, Variable("FILE_BACKEND_STORAGE_DIR"), _FILE] = ""
-    capacity_blocks: Annotated[ObjectCount | None, _BOUNDED] = None
-    namespace: Annotated[str, _BY_SLOTS] = "default"
-    rank: Annotated[Number, _BY_SLOTS] = 0
-    ranks: Annotated[Count, _BY_SLOTS] = 1
-    capacity_bytes: Annotated[ByteSize | None, _BOUNDED] = None
-    free_space_floor: Annotated[ByteSize, _FILE] = "64MB"
-    durability: Annotated[Literal["written", "synced"], _FILE] = "written"
-    read_only: Annotated[bool, _FILE] = False
-    io_depth: Annotated[Depth, _FILE] = 16
     io_write_depth: Annotated[Depth | None, _FILE] = None
-    exclusive: bool = False  # another error than that of a setting without use: has_device_store
+    read_only: Annotated[bool, _FILE] = False
     keep_tokens: Annotated[bool, _FILE] = True
     scrub_rate: Annotated[ByteSize, _FILE] = 0
+    exclusive: bool = False  # another error than that of a setting without use: has_device_store
     write_policy: WritePolicy | None = None
-    min_hits: Count = 2
     fetch: bool = True
     min_fetch_blocks: Annotated[Count, _BY_SLOTS] = 1
     readers: Annotated[Threads, _BY_SLOTS] = 2
     writers: Annotated[Threads, _BY_SLOTS] = 2
-    timeout_s: Seconds = 10.0
-    on_full: Annotated[Literal["wait", "shed"], _BY_SLOTS] = "wait"
-    on_full_wait_s: Annotated[Seconds, _BY_SLOTS] = 1.0
     mooncake: Annotated[MooncakeConfig, _of_store("mooncake")] = MooncakeConfig()
 
     @property

@@ -15,11 +15,7 @@ from kvactors.errors import ConfigError
 from kvactors.settings.check import (
     MOST_BYTES,
     ByteSize,
-    Count,
-    Depth,
     DeviceNumber,
-    Number,
-    ObjectCount,
     Seconds,
     SecondsOrZero,
     WritePolicy,
@@ -27,25 +23,17 @@ from kvactors.settings.check import (
     human,
     in_bytes,
 )
+from kvactors.settings.tables import StoreSettings
 from kvactors.tier_cache.slots import PAGE
 
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
 
 
-class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Storage below the host tier. Sizes may be written "4GB".
+class TierStorage(StoreSettings, frozen=True):
+    """Storage below the host tier. Sizes may be written "4GB". The settings without a description
+    here (backend, directory, namespace, capacities, io_depth, ...) are those of `[storage]`.
 
     Attributes:
-        backend: none, memory, file, mooncake, or package.module:Class.
-        directory: of the file store.
-        namespace, rank, ranks: objects of different ones never mix.
-        capacity_blocks, capacity_bytes: objects and bytes it may hold (the smaller counts). With
-            neither a file store takes 80 % of the space that its file system can give, and the
-            other back ends set no limit.
-        free_space_floor: bytes of the file system that the file store leaves free.
-        durability: an object of the file store counts as stored when the system has it (written)
-            or the device has it (synced).
-        io_depth: the file store's reads and writes at once.
         write_policy: none, write_through (once stored on the host), write_through_selective (once
             touched `min_hits` times), write_back (ahead of eviction from the host).
         mooncake: settings of that back end (`storage.mooncake` of a cache).
@@ -59,22 +47,8 @@ class TierStorage(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         open_timeout_s, close_timeout_s: seconds that opening and closing may take.
     """
 
-    backend: str = "none"
-    directory: str = ""
-    namespace: str = "default"
-    rank: Number = 0
-    ranks: Count = 1
-    capacity_blocks: ObjectCount | None = None
-    capacity_bytes: ByteSize | None = None
-    free_space_floor: ByteSize = "64MB"
-    durability: Literal["written", "synced"] = "written"
-    io_depth: Depth = 16
     write_policy: WritePolicy = "write_through"
-    min_hits: Count = 2
     mooncake: Mapping[str, Any] = {}
-    on_full: Literal["wait", "shed"] = "wait"
-    on_full_wait_s: Seconds = 1.0
-    timeout_s: Seconds = 10.0
     slot_timeout_s: SecondsOrZero = 1.0
     open_timeout_s: Seconds = 60.0
     close_timeout_s: Seconds = 5.0

@@ -470,11 +470,10 @@ def make_storage(
         pool = {"mooncake": resolve(given, os.environ if environ is None else environ)}
 
     def make() -> Backend:
-        from kvactors.settings.tables import StorageConfig
+        from kvactors.settings.tables import StorageConfig, StoreSettings
         from kvactors.storage.factory import make_backend
 
-        shared = {*StorageConfig.__struct_fields__}.intersection(storage.__struct_fields__)
-        fields = {name: getattr(storage, name) for name in shared - {"mooncake"}}
+        fields = {name: getattr(storage, name) for name in StoreSettings.__struct_fields__}
         settings = StorageConfig(**fields, **pool, keep_tokens=False)
         made = make_backend(settings, config.model, config.fingerprint, config.block_bytes)
         if made is None:
