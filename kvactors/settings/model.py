@@ -85,23 +85,15 @@ class _Reader:
                 f"--extra-layers {mtp}"
             )
         if self.data.get("kv_lora_rank"):
-            return self._made({**common, **self._latent(dtype)})
-        heads, kv_heads = self._count(HEADS), self._kv_heads()
-        if heads % kv_heads:
-            raise self._fault(f"{heads} attention heads are no multiple of {kv_heads} KV heads")
-        return self._made(
-            {
-                **common,
-                "kind": "gqa",
-                "num_kv_heads": kv_heads,
-                "head_dim": self._head_dim(heads),
-                "dtype": self._dtype(dtype),
-            }
-        )
-
-    def _made(self, fields: dict[str, Any]) -> ModelLayout:
+            fields = self._latent(dtype)
+        else:
+            heads, kv_heads = self._count(HEADS), self._kv_heads()
+            if heads % kv_heads:
+                raise self._fault(f"{heads} attention heads are no multiple of {kv_heads} KV heads")
+            sizes = {"num_kv_heads": kv_heads, "head_dim": self._head_dim(heads)}
+            fields = {"kind": "gqa", **sizes, "dtype": self._dtype(dtype)}
         with located(self.place):
-            layout = convert(fields, LayoutConfig)
+            layout = convert({**common, **fields}, LayoutConfig)
         return ModelLayout(self.name, layout, tuple(self.notes))
 
     def _latent(self, dtype: str | None) -> dict[str, Any]:

@@ -119,28 +119,24 @@ def split_endpoint(endpoint: str) -> tuple[str, str, int]:
     if found and scheme == "memory" and rest:
         return scheme, rest, 0
     if found and scheme == "unix" and rest:
-        return scheme, _socket_path(endpoint, rest), 0
-    if found and scheme == "tcp" and rest:
-        return "tcp", *_host_and_port(endpoint)
-    raise ConfigError(f"ranks.endpoint must be unix:///path or tcp://host:port, not {endpoint!r}")
-
-
-def _socket_path(endpoint: str, path: str) -> str:
-    if not path.startswith("/") or "\0" in path:
-        raise ConfigError(f"ranks.endpoint needs an absolute path (unix:///path), not {endpoint!r}")
-    if len(os.fsencode(path)) > PATH_BYTES:
+        if not rest.startswith("/") or "\0" in rest:
+            raise ConfigError(
+                f"ranks.endpoint needs an absolute path (unix:///path), not {endpoint!r}"
+            )
+        if len(os.fsencode(rest)) > PATH_BYTES:
+            raise ConfigError(
+                f"ranks.endpoint: the path of a unix socket has at most {PATH_BYTES} bytes, "
+                f"{rest!r} has more"
+            )
+        return scheme, rest, 0
+    if not found or scheme != "tcp" or not rest:
         raise ConfigError(
-            f"ranks.endpoint: the path of a unix socket has at most {PATH_BYTES} bytes, {path!r} "
-            "has more"
+            f"ranks.endpoint must be unix:///path or tcp://host:port, not {endpoint!r}"
         )
-    return path
-
-
-def _host_and_port(endpoint: str) -> tuple[str, int]:
     try:
         host, port = host_and_port(endpoint)
     except ValueError as error:
         raise ConfigError(f"ranks.endpoint {error}") from None
     if not port:
         raise ConfigError(f"ranks.endpoint needs a port from 1 to {LAST_PORT}, not {endpoint!r}")
-    return host, port
+    return "tcp", host, port
