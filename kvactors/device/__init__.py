@@ -23,10 +23,10 @@ def layout_for(config: Config, device: Device | None) -> Layout:
             f"the device's blocks hold {device.layout.block_size} tokens, cache.block_size is "
             f"{size}"
         )
-    if (
-        config.layout != LayoutConfig()
-        and make_layout(config.layout, size).fingerprint != device.layout.fingerprint
-    ):
+    described = (
+        device.layout if config.layout == LayoutConfig() else make_layout(config.layout, size)
+    )
+    if described.fingerprint != device.layout.fingerprint:
         raise LayoutError(
             "[layout] describes another layout than the given device has: leave it out, or make "
             "them agree"

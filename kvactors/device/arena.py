@@ -14,7 +14,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -103,16 +102,6 @@ PIECE = 64 << 20  # bytes touched between two checks for a stop
 MOST_THREADS = 16  # threads at most: the system clears pages no faster with more
 
 
-class Fresh(Protocol):
-    """An owner of memory that was not used yet."""
-
-    def touch(self) -> None:
-        """Fault in every page. Several threads may call this at once, and share the work."""
-
-    def stop_touching(self) -> None:
-        """Make every `touch` return after its current piece."""
-
-
 class FreshMemory:
     """Ranges of memory in pieces, each of which one thread touches."""
 
@@ -150,7 +139,27 @@ class FreshMemory:
             self._threads.discard(thread)
 
 
-async def bring_in(owner: Fresh, *, inline: bool) -> None:
+class Fresh:
+    """An owner of memory that is brought in before its first use, unless it is a caller's.
+
+    Attributes:
+        fresh: the memory that was not used yet, None for memory of others.
+    """
+
+    fresh: FreshMemory | None = None
+
+    def touch(self) -> None:
+        """Fault in every page. Blocks for about a second a gigabyte. Several threads share it."""
+        if self.fresh is not None:
+            self.fresh.touch()
+
+    def stop_touching(self) -> None:
+        """Make every `touch` return after its current piece."""
+        if self.fresh is not None:
+            self.fresh.stop_touching()
+
+
+async def bring_in(owner: Fresh | FreshMemory, *, inline: bool) -> None:
     """Touch an owner's memory in threads of low priority, one for each core. A cancellation ends
     this after the current pieces. inline: in the loop's thread, for loops of virtual time."""
     if inline:
@@ -186,7 +195,7 @@ def slot_stride(block_bytes: int, trailer: int) -> int:
     return -(-(block_bytes + trailer) // PAGE) * PAGE
 
 
-class HostSlots:
+class HostSlots(Fresh):
     """Host slots by number, in the memory of this process or of others.
 
     Attributes:
@@ -240,6 +249,8 @@ class Arena(HostSlots):
         DeviceError: the system does not give so much memory.
     """
 
+    fresh: FreshMemory
+
     def __init__(
         self,
         num_slots: int,
@@ -270,7 +281,7 @@ class Arena(HostSlots):
         if numa_node is not None:
             bind(self.address, size, numa_node)
         self.small_pages = self._ask_for_huge_pages(start, size)
-        self._fresh = self._all_fresh()
+        self.fresh = self._all_fresh()
         atexit_close(self)
 
     def _all_fresh(self) -> FreshMemory:
@@ -298,17 +309,9 @@ class Arena(HostSlots):
     def end(self, limit: float) -> None:
         """Stop a thread that touches, at the interpreter's exit. See `threads.Ending`."""
         until = time.monotonic() + limit
-        self._fresh.stopped = True
-        while self._fresh.busy and time.monotonic() < until:
+        self.fresh.stopped = True
+        while self.fresh.busy and time.monotonic() < until:
             time.sleep(0.001)
-
-    def touch(self) -> None:
-        """Fault in every page, and lock it if the arena is pinned. Blocks for about a second a
-        gigabyte, so it belongs in threads (`bring_in`)."""
-        self._fresh.touch()
-
-    def stop_touching(self) -> None:
-        self._fresh.stop_touching()
 
     def _touch(self, address: int, size: int) -> None:
         touch(address, size)
@@ -331,7 +334,7 @@ class Arena(HostSlots):
             libc.munlock(ctypes.c_void_p(self.address), ctypes.c_size_t(self.nbytes))
             self._locked = False
         self._map.madvise(mmap.MADV_DONTNEED)
-        self._fresh = self._all_fresh()
+        self.fresh = self._all_fresh()
 
     def view(self, slot: int) -> memoryview:
         if not 0 <= slot < self.num_slots:
@@ -356,8 +359,8 @@ class Arena(HostSlots):
 
     def close(self) -> None:
         """Free the memory with its last view. It stays mapped if a thread touches it now."""
-        self._fresh.stopped = True
-        if self._fresh.busy:
+        self.fresh.stopped = True
+        if self.fresh.busy:
             self.keep()
         self._bytes = np.empty(0, np.uint8)
         self._view = self._bytes.data

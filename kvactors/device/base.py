@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.device.arena import Arena
+from kvactors.device.arena import Arena, Fresh
 from kvactors.layout.base import Layout
 from kvactors.native import check_blocks, fill_blocks, gather, scatter
 
 
-class DeviceBlocks:
+class DeviceBlocks(Fresh):
     """Device blocks by number, in the memory of this process or of others.
 
     Attributes:
@@ -28,13 +28,6 @@ class DeviceBlocks:
         self.kind = kind
         self.layout = layout
         self.num_blocks = num_blocks
-
-    def touch(self) -> None:
-        """Bring in the memory that the device has allocated, if that is host memory. See `Fresh`:
-        called before the first use, and not for the memory of a caller."""
-
-    def stop_touching(self) -> None:
-        """See `Fresh`."""
 
     def close(self) -> None:
         """Free memory that the device has allocated. Every copy must have ended."""

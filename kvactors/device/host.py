@@ -40,15 +40,9 @@ class HostDevice(AddressedDevice):
         except (MemoryError, ValueError) as error:  # ValueError: more than addresses reach
             raise DeviceError(f"memory for {num_blocks} device blocks: {error}") from error
         ranges = [(region.ctypes.data, region.nbytes) for region in self._memory]
-        self._fresh = FreshMemory(ranges, touch)
+        self.fresh = FreshMemory(ranges, touch)
         self.regions = np.array([address for address, _ in ranges], np.int64)
         self.piece_bytes = np.array([piece.nbytes for piece in layout.pieces], np.int64)
-
-    def touch(self) -> None:
-        self._fresh.touch()
-
-    def stop_touching(self) -> None:
-        self._fresh.stop_touching()
 
     def region(self, layer: int, role: str) -> NDArray[np.uint8]:
         """The memory of one `layer` and `role`, uint8 [num_blocks, piece bytes].

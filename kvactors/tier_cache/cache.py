@@ -103,15 +103,8 @@ class TierCache:
             saves = SaveQueue(policy, settings.min_hits, self._tier, known, waits)
             self._streams = policy in ("write_through", "write_back")
             self._slots = SlotTable(self._tier, saves.keeps)
-            self._moves = StorageMoves(
-                self._slots,
-                memory,
-                storage,
-                saves,
-                self._events,
-                self._counters,
-                settings.slot_timeout_s,
-            )
+            parts = (self._slots, memory, storage, saves, self._events, self._counters)
+            self._moves = StorageMoves(*parts, settings.slot_timeout_s)
         self._pace = StepPace()
         self._results: deque[Any] = deque() if storage is None else storage.results
         self._owner = Owner(self._open)
@@ -156,12 +149,7 @@ class TierCache:
             work()
 
     def _enter(self) -> None:
-        """Begin a call of the owner.
-
-        Raises:
-            WrongThread: another thread owns the cache.
-            CacheClosed: the cache is shut down.
-        """
+        """Begin a call of the owner."""
         if get_ident() != self._owner.thread:
             self._owner.check()
         if self._owner.handed:

@@ -54,7 +54,12 @@ class SinkService:
             InFlight(), closed=lambda: CacheClosed("the cache is shut down")
         )
         self._notifier = supervisor.make_ref(FlushNotifier, BOUND)
-        spec = ActorSpec(FlushNotifier, self._make, self._notifier, self._make_substitute)
+        spec = ActorSpec(
+            FlushNotifier,
+            self._make,
+            self._notifier,
+            lambda ref: NoNotifier(ref, block_size=self.feed.block_size, config=self._config),
+        )
         try:
             for sink in self._sinks:
                 self._stack.push_async_callback(close_sink, sink, self._config.timeout_s)
@@ -78,9 +83,6 @@ class SinkService:
             idle_limit=self.feed.idle_limit,
             token_root=self.feed.token_root,
         )
-
-    def _make_substitute(self, ref: ActorRef) -> NoNotifier:
-        return NoNotifier(ref, block_size=self.feed.block_size, config=self._config)
 
     @property
     def actor(self) -> Any:
