@@ -138,16 +138,12 @@ def _shown(
             continue
         origin = "default"
         if value != getattr(before, name):
-            origin = _variable(full, environ)
+            given = [one for one in variables_of(full) if environ.get(one)]
+            origin = given[0] if given else "derived"
         elif name in written:
             origin = "file"
         plain = msgspec.to_builtins(value)
         yield Shown(full, HIDDEN if full in SECRETS and plain else plain, origin)
-
-
-def _variable(setting: str, environ: Mapping[str, str]) -> str:
-    names = [name for name in variables_of(setting) if environ.get(name)]
-    return names[0] if names else "derived"
 
 
 def as_toml(settings: list[Shown]) -> str:
