@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, Self, TypeVar
@@ -191,14 +192,8 @@ class Layout(ABC):
 
     def blocks_in(self, nbytes: int) -> int:
         """The most blocks whose regions take at most `nbytes`, 0 if not one fits."""
-        least, most = 0, nbytes // self.block_bytes  # extra layers have at least as many blocks
-        while least < most:
-            middle = (least + most + 1) // 2
-            if self.device_bytes(middle) <= nbytes:
-                least = middle
-            else:
-                most = middle - 1
-        return least
+        most = nbytes // self.block_bytes  # extra layers have at least as many blocks
+        return max(0, bisect_right(range(most + 1), nbytes, key=self.device_bytes) - 1)
 
     def allocate(self, make: Callable[[tuple[int, ...], str], T], num_blocks: int) -> list[T]:
         """Allocate all regions in contract order.

@@ -66,16 +66,6 @@ OUTBOX = 16_384
 is sent when the loop works again."""
 
 
-class StateSent(NamedTuple):
-    """Mark in the outbox: the messages before it are the whole state.
-
-    Attributes:
-        incarnation: of FlushNotifier, for which the state was sent.
-    """
-
-    incarnation: int
-
-
 class SinkFeed:
     """Turns changes into messages to FlushNotifier, and keeps the state that they add up to.
 
@@ -99,7 +89,8 @@ class SinkFeed:
         self.tiers = frozenset(tiers)
         self.block_size = block_size
         self.idle_limit = 4 * num_slots + 1024
-        self.outbox: deque[Report | StateSent] = deque()
+        # An incarnation of FlushNotifier marks that the messages before it are the whole state.
+        self.outbox: deque[Report | int] = deque()
         self.resend = False
         self.wanted = 0
         self.wake: Callable[[], object] = lambda: None
@@ -215,4 +206,4 @@ class SinkFeed:
             if held:
                 self.outbox.append(BlocksAdded(b"".join(held), tier, Reason.RESTART))
         self._name(self._described, self.outbox.append)
-        self.outbox.append(StateSent(incarnation))
+        self.outbox.append(incarnation)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
@@ -20,7 +19,7 @@ from kvactors.flush_notifier.messages import Report, WaitFlushed
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.settings.tables import FlushConfig
 from kvactors.substitutes import NoNotifier
-from kvactors.tier_cache.paths import SinkFeed, StateSent
+from kvactors.tier_cache.paths import SinkFeed
 
 BOUND = 1024  # messages in FlushNotifier's channel
 WATCH = 0.5  # seconds between two looks at the health of the sinks
@@ -98,15 +97,15 @@ class SinkService:
 
     async def _send(self) -> None:
         assert self._notifier is not None
-        outbox: deque[Report | StateSent] = self.feed.outbox
+        outbox = self.feed.outbox
         with suppress(KVActorsError):  # the system stops
             while outbox:
                 with suppress(IndexError):  # the owner has dropped everything
                     message = outbox.popleft()
-                    if not isinstance(message, StateSent):
+                    if not isinstance(message, int):
                         await self._notifier.tell(message)
-                    elif message.incarnation == self._notifier.incarnation:
-                        self._stated = message.incarnation
+                    elif message == self._notifier.incarnation:
+                        self._stated = message
 
     async def _look(self) -> None:
         while True:

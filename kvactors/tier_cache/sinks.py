@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -84,17 +84,13 @@ def _checked(sink: Sink, config: TierConfig) -> set[Tier]:
             f"sink {sink.name!r}: granularity must be 'per_tier' and report_gains_at 'commit': the "
             "engine reports no device blocks and no ends of requests"
         )
-    both = _names(tiers).intersection(config.events)
+    both = [name for name in config.events if Tier[name.upper()] in tiers]
     if both:
         raise ConfigError(
             f"tier {min(both)!r} is in events and in sink {sink.name!r}: an index that reads both "
             "would count its blocks twice. Name it in one of them"
         )
     return tiers
-
-
-def _names(tiers: Iterable[Tier]) -> set[str]:
-    return {str(tier.name).lower() for tier in tiers}
 
 
 # -- The sinks of a `TierCache`, as an engine uses them.
