@@ -26,7 +26,7 @@ from kvactors.tier_cache.checks import checked_flag, checked_key, checked_keys, 
 from kvactors.tier_cache.owner import CLOSED, Owner, RoomWaits, StepPace
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.sinks import CacheSinks, make_sinks
-from kvactors.tier_cache.slots import HIT, MISS, SaveQueue, SlotMemory, SlotTable
+from kvactors.tier_cache.slots import HIT, MISS, SlotMemory, SlotTable
 from kvactors.tier_cache.storage import StorageTier, make_storage
 from kvactors.tier_cache.storage_moves import StorageMoves
 from kvactors.types import Reason, Tier
@@ -89,22 +89,17 @@ class TierCache:
         self._counters = TierCounters()
         self._clock = clock
         settings = config.storage
-        waits = settings.on_full == "wait"
-        self._full_wait_s = settings.on_full_wait_s if waits else 0.0
+        self._full_wait_s = settings.on_full_wait_s if settings.on_full == "wait" else 0.0
         self._full_since: float | None = None  # no waiting store has got a slot since then
         self._waits = RoomWaits(settings.timeout_s)
         self._streams = False  # whether blocks go on to storage
         self._short = [0, 0]  # stores that found too few slots, in the last step and in this one
         self._moves: StorageMoves | None = None
-        if storage is None:
-            self._slots = SlotTable(self._tier)
-        else:
-            policy, known = settings.write_policy, storage.contains
-            saves = SaveQueue(policy, settings.min_hits, self._tier, known, waits)
-            self._streams = policy in ("write_through", "write_back")
-            self._slots = SlotTable(self._tier, saves.keeps)
-            parts = (self._slots, memory, storage, saves, self._events, self._counters)
-            self._moves = StorageMoves(*parts, settings.slot_timeout_s)
+        self._slots = SlotTable(self._tier)
+        if storage is not None:
+            self._streams = settings.write_policy in ("write_through", "write_back")
+            parts = (self._slots, memory, storage, settings, self._events, self._counters)
+            self._moves = StorageMoves(*parts)
         self._pace = StepPace()
         self._results: deque[Any] = deque() if storage is None else storage.results
         self._owner = Owner(self._open)
@@ -223,7 +218,7 @@ class TierCache:
         self._enter()
         self._slots.touch(keys)
         if self._moves is not None:
-            self._moves.saves.on_touched(keys)
+            self._moves.on_touched(keys)
 
     # -- copies from the device to host slots
 
@@ -256,7 +251,7 @@ class TierCache:
             self._full_since = now
         since = now if self._full_since is None else self._full_since
         late = now - since >= self._full_wait_s  # 0 to shed
-        if late and self._moves is not None and self._moves.saves.release():
+        if late and self._moves is not None and self._moves.release():
             found = self._take_slots(keys, parents)
         return self._wait(found, now, late) if found.waiting else found
 
@@ -271,7 +266,7 @@ class TierCache:
         stay = [] if self._streams or not parents else self._path(parents[0])
         found = self._slots.prepare_store(keys, parents, share, spare, stay)
         if self._moves is not None:
-            self._moves.saves.on_offered(keys)
+            self._moves.on_offered(keys)
             self._moves.on_evicted(found.evicted)
         elif found.evicted:
             self._counters.evicted += len(found.evicted)

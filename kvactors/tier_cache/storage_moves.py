@@ -5,19 +5,23 @@ Used by the thread that owns the `TierCache`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
+from itertools import islice
 
 from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.errors import CacheClosed
 from kvactors.tier_cache.answers import EventLog, Lookup, TierCounters
 from kvactors.tier_cache.owner import RoomWaits, trim
-from kvactors.tier_cache.slots import MISS, PENDING, SaveQueue, SlotMemory, SlotTable
+from kvactors.tier_cache.settings import TierStorage
+from kvactors.tier_cache.slots import MISS, PENDING, SlotMemory, SlotTable
 from kvactors.tier_cache.storage import StorageResult, StorageTier
 from kvactors.types import Reason, Tier
 
 BATCH = 32  # blocks of a job at most
 QUERY = 128  # keys of a look-up at most
+AHEAD = 8  # one of so many host slots is saved ahead of its eviction, with write_back
 SAVING = 4  # one of so many host slots may be pinned by saves
 
 ABSENT = 1.0  # seconds for which the answer that a store lacks a key is used again
@@ -32,8 +36,8 @@ RETRY = 5.0
 class StorageMoves:
     """Moves blocks between the slots and storage.
 
-    Args:
-        patience: seconds for which a stored key may wait for a host slot.
+    A block that waits to be saved is pinned until `release`. One that is evicted before its turn is
+    not saved.
     """
 
     def __init__(
@@ -41,16 +45,16 @@ class StorageMoves:
         slots: SlotTable,
         memory: SlotMemory,
         storage: StorageTier,
-        saves: SaveQueue,
+        settings: TierStorage,
         events: EventLog,
         counters: TierCounters,
-        patience: float,
     ) -> None:
         self.storage = storage
-        self.saves = saves
         self.from_storage: set[bytes] = set()  # fetched, and not loaded since
-        self.waits = RoomWaits(patience)
+        self.waits = RoomWaits(settings.slot_timeout_s)
         self._slots = slots
+        slots.keeps = self.keeps
+        self._tier = tier = slots.tier
         self._memory = memory
         self._events = events
         self._short = [0, 0]  # look-ups that found no slot, in the last step and in this one
@@ -66,6 +70,17 @@ class StorageMoves:
         self._unasked: dict[bytes, None] = {}
         self._asked: dict[bytes, float] = {}
         self._absent: dict[bytes, float] = {}
+        self._policy = settings.write_policy
+        self._min_hits = settings.min_hits
+        self._ahead = -(-tier.capacity // AHEAD)
+        self._pins = settings.on_full == "wait"  # whether waiting blocks are pinned
+        self._behind = False  # pins were released, and the saves of then have not ended
+        self._unsaved: dict[bytes, HostBlock] = {}  # blocks that wait to be saved
+        self._pinned: set[bytes] = set()  # those of them that are pinned
+        self._failed_saves: set[bytes] = set()  # blocks on the host
+        self._writing: set[bytes] = set()
+        self._touches: Counter[bytes] = Counter()
+        self._unscanned = 0  # blocks that came since the last look at the next victims
         self._announced: set[bytes] = set()  # stored keys that an event named
         self._job = 0
         self._saving = 0  # blocks
@@ -141,15 +156,104 @@ class StorageMoves:
     # -- changes of the host tier
 
     def on_stored(self, blocks: list[HostBlock]) -> None:
-        self.saves.on_stored(blocks)
-        if len(self.saves) >= BATCH:
+        self._unscanned += len(blocks)
+        if self._policy == "write_through":
+            self._queue_saves(blocks)
+        if len(self._unsaved) >= BATCH:
             self._submit_saves()
 
+    def on_offered(self, keys: Iterable[bytes]) -> None:
+        """The engine would store keys: writes of blocks on the host that failed are tried again."""
+        again = self._failed_saves.intersection(keys) if self._policy == "write_through" else ()
+        self._failed_saves.difference_update(again)
+        self._queue_saves([self._tier.blocks[key] for key in again])
+
+    def on_touched(self, keys: Iterable[bytes]) -> None:
+        if self._policy != "write_through_selective":
+            return
+        for key in keys:
+            block = self._tier.readable(key)
+            if block is None:
+                continue
+            self._touches[key] += 1
+            if self._touches[key] >= self._min_hits:
+                self._queue_saves([block])
+
     def on_evicted(self, keys: list[bytes] | tuple[bytes, ...]) -> None:
+        for key in keys:
+            queued = self._unsaved.pop(key, None) is not None
+            wanted = self._policy == "write_back" or key in self._failed_saves
+            self._counters.unsaved += queued or (wanted and not self.storage.contains(key))
+            self._failed_saves.discard(key)
+            self._touches.pop(key, None)
         self._counters.evicted += len(keys)
-        self._counters.unsaved += self.saves.on_evicted(keys)
         self._events.record(Tier.HOST, False, keys, Reason.CPU_EVICTION)
         self.from_storage.difference_update(keys)
+
+    # -- which blocks are saved, and when
+
+    def keeps(self, block: HostBlock) -> bool:
+        """Whether a block that is chosen to be evicted is saved first. It is pinned then."""
+        failed = block.hash in self._failed_saves
+        if self._policy != "write_back" or failed or not self._pins_now():
+            return False
+        self._queue_saves([block])
+        return block.hash in self._pinned
+
+    def _queue_saves(self, blocks: Iterable[HostBlock]) -> None:
+        pins = self._pins_now()
+        for block in blocks:
+            key = block.hash
+            if key in self._unsaved or key in self._writing or self.storage.contains(key):
+                continue
+            self._unsaved[key] = block
+            if pins and key not in self._failed_saves:
+                self._tier.pin(block)
+                self._pinned.add(key)
+
+    def _pins_now(self) -> bool:
+        self._behind = self._behind and bool(self._unsaved or self._writing)
+        return self._pins and not self._behind
+
+    def release(self) -> bool:
+        """Others have waited for slots for too long: unpin the waiting blocks, and pin none until
+        the saves have caught up. Returns whether a block was pinned."""
+        found = bool(self._pinned)
+        self._unpin()
+        self._behind = True
+        return found
+
+    def _unpin(self) -> None:
+        for key in self._pinned:
+            self._tier.unpin(self._unsaved[key])
+        self._pinned.clear()
+
+    def _scan(self) -> None:
+        """Queue the next victims, if enough blocks came and there is little space left."""
+        step = max(1, self._ahead // 4)
+        if self._policy != "write_back" or self._unscanned < step:
+            return
+        if self._tier.capacity - self._tier.resident >= self._ahead:
+            return
+        self._unscanned = 0
+        victims = islice(self._tier.policy.candidates(), self._ahead)
+        self._queue_saves([block for block in victims if not block.arriving])
+
+    def _take_saves(self, most: int) -> list[HostBlock]:
+        """Blocks to write now, at most so many. They are pinned until the end of the write."""
+        self._scan()
+        taken: list[HostBlock] = []
+        while self._unsaved and len(taken) < most:
+            block = self._unsaved.pop(next(iter(self._unsaved)))
+            if block.hash not in self._pinned:
+                self._tier.pin(block)
+            self._pinned.discard(block.hash)
+            if self.storage.contains(block.hash):
+                self._tier.unpin(block)
+                continue
+            self._writing.add(block.hash)
+            taken.append(block)
+        return taken
 
     # -- jobs
 
@@ -184,15 +288,15 @@ class StorageMoves:
                 self.storage.submit_load(self._job, *self._memory_of(some))
 
     def _submit_saves(self) -> None:
-        self._write(max(1, self._slots.tier.capacity // SAVING))
+        self._write(max(1, self._tier.capacity // SAVING))
 
     def write_all(self) -> None:
-        self._write(self._saving + len(self.saves))
+        self._write(self._saving + len(self._unsaved))
 
     def _write(self, most: int) -> None:
         """Begin saves until so many blocks are written."""
         while self._saving < most:
-            some = self.saves.take(min(BATCH, most - self._saving))
+            some = self._take_saves(min(BATCH, most - self._saving))
             if not some:
                 return
             self._saving += len(some)
@@ -221,30 +325,23 @@ class StorageMoves:
         for result in self.storage.poll():
             blocks = self._in_flight.pop(result.job, [])  # none: the job of another caller
             if result.kind == "lookup":
-                self._answered(result)
+                for key in result.keys:
+                    self._asked.pop(key, None)
+                self._note_failures(self._absent, result, ABSENT)
             elif result.kind == "store":
                 self._saved(result, blocks)
             else:
                 self._fetched(result, blocks)
-        if self.saves:
+        if self._unsaved:
             self._submit_saves()
-
-    def _answered(self, result: StorageResult) -> None:
-        until = self.storage.clock() + ABSENT
-        for key, present in zip(result.keys, result.ok, strict=True):
-            self._asked.pop(key, None)
-            self._absent.pop(key, None)
-            if not present:
-                self._absent[key] = until
-        trim(self._absent)
 
     def _fetched(self, result: StorageResult, blocks: list[HostBlock]) -> None:
         self._started.pop(result.job, None)
         if self._late:
             self._late.difference_update(result.keys)
         failed = frozenset(i for i, ok in enumerate(result.ok) if not ok)
-        self._note_failures(result)
-        landed = [block.hash for block in self._slots.tier.land(blocks, failed)]
+        self._note_failures(self._failed, result, RETRY)
+        landed = [block.hash for block in self._tier.land(blocks, failed)]
         self._counters.fetched += len(landed)
         self._counters.failed_fetches += len(failed)
         self._counters.fetched_bytes += result.nbytes
@@ -255,18 +352,26 @@ class StorageMoves:
         self._record_removed(result.removed, Reason.CORRUPT)
         self._events.record(Tier.HOST, True, landed, Reason.LOAD)
 
-    def _note_failures(self, result: StorageResult) -> None:
-        """A key whose fetch failed is a miss for a while, so that no request waits for it."""
-        again = self.storage.clock() + RETRY
+    def _note_failures(
+        self, times: dict[bytes, float], result: StorageResult, seconds: float
+    ) -> None:
+        """Keys that the store lacks, or whose fetch failed, are misses for a while."""
+        again = self.storage.clock() + seconds
         for key, ok in zip(result.keys, result.ok, strict=True):
-            self._failed.pop(key, None)
+            times.pop(key, None)
             if not ok:
-                self._failed[key] = again
-        trim(self._failed)
+                times[key] = again
+        trim(times)
 
     def _saved(self, result: StorageResult, blocks: list[HostBlock]) -> None:
         self._saving -= len(blocks)
-        self.saves.on_ended(blocks, result.ok)
+        for block, ok in zip(blocks, result.ok, strict=False):
+            self._tier.unpin(block)
+            if block.dropped:  # by a reset: another block may have its key
+                continue
+            self._writing.discard(block.hash)
+            if not ok:
+                self._failed_saves.add(block.hash)
         saved = [key for key, ok in zip(result.keys, result.ok, strict=True) if ok]
         for key in saved:
             self._failed.pop(key, None)
@@ -295,8 +400,10 @@ class StorageMoves:
     def reset(self, *, storage: bool) -> None:
         queued = list(self._queued.values())
         self._queued.clear()
-        self._slots.tier.land(queued, frozenset(range(len(queued))))
-        self.saves.clear()
+        self._tier.land(queued, frozenset(range(len(queued))))
+        self._unpin()
+        for kept in (self._unsaved, self._failed_saves, self._writing, self._touches):
+            kept.clear()
         self.waits.clear()
         self._unasked.clear()
         self._absent.clear()
@@ -307,10 +414,10 @@ class StorageMoves:
     @property
     def saving(self) -> int:
         """Blocks that are written, or wait to be."""
-        return self._saving + len(self.saves)
+        return self._saving + len(self._unsaved)
 
     @property
     def pending_work(self) -> int:
         """Blocks that wait for storage, and jobs and clears in flight."""
-        waiting = len(self._queued) + len(self.saves) + len(self._unasked) + len(self._asked)
+        waiting = len(self._queued) + len(self._unsaved) + len(self._unasked) + len(self._asked)
         return waiting + len(self._in_flight) + self.storage.clearing

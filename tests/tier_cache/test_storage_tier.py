@@ -339,7 +339,7 @@ def test_nothing_grows_while_a_store_hangs_or_fails():
     for key in KEYS:
         store(cache, [key])
         cache.end_step()
-    assert len(moves.saves) <= 8
+    assert len(moves._unsaved) <= 8
     settle(cache)
     assert len(moves.storage.known._keys) == 0
     assert moves.storage.in_flight == 0
