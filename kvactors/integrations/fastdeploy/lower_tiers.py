@@ -19,7 +19,7 @@ from kvactors.errors import CacheClosed, ConfigError, DeviceError, LayoutError
 from kvactors.integrations.fastdeploy.requests import IndexedBlock
 from kvactors.integrations.fastdeploy.settings import ManagerSettings
 from kvactors.layout.base import Layout, Role
-from kvactors.settings.load import changed_in
+from kvactors.settings.check import changed_in
 from kvactors.tier_cache import (
     CopyWorker,
     Lookup,
