@@ -408,11 +408,7 @@ def joined_outputs(words: list[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Entry point. Invalid input gives exit status 2 and one line on standard error.
-
-    Args:
-        arguments: the process's arguments by default.
-    """
+    """Entry point. Invalid input gives exit status 2 and one line on standard error."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     closed_stdout = sys.stdout is None
     with usable_streams():

@@ -64,11 +64,7 @@ def sigterm_ends() -> Iterator[None]:
 
 
 def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run` for a command: SIGTERM cancels `main`, and the process exits with STATUS.
-
-    Raises:
-        SystemExit: SIGTERM has ended `main`.
-    """
+    """`asyncio.run` for a command: SIGTERM cancels `main`, and the process exits with STATUS."""
     if not _is_main_thread():
         return asyncio.run(main)
 

@@ -67,11 +67,7 @@ class BadMetrics(KVActorsError):
 
 
 def parse_url(text: str) -> str:
-    """The URL of the metrics that a user gives as a port of this machine, host:port, or a URL.
-
-    Raises:
-        ConfigError: it is none of them.
-    """
+    """The URL of the metrics that a user gives as a port of this machine, host:port, or a URL."""
     given = f"127.0.0.1:{text}" if text.isascii() and text.isdigit() else text
     given = given if "://" in given else f"http://{given}"
     fault = f"{given!r} is no address: give a port, host:port or http://host:port/metrics"
@@ -113,11 +109,7 @@ def _get(url: str, seconds: float) -> TopAnswer:
 
 
 async def fetch(url: str, seconds: float) -> TopAnswer:
-    """One GET, which may take some seconds in all.
-
-    Raises:
-        Unreachable: no answer in time, one that is too large, or no HTTP.
-    """
+    """One GET, which may take some seconds in all."""
     try:
         with anyio.fail_after(seconds):
             loop = asyncio.get_running_loop()
@@ -139,14 +131,7 @@ Buckets: TypeAlias = list[tuple[float, float]]
 
 
 class Metrics:
-    """The samples of kvactors in an exposition, without those that are not finite.
-
-    Args:
-        text: in Prometheus' text format. Metrics of other programs are passed over.
-
-    Raises:
-        BadMetrics: a line is not of the format, or no metric is of kvactors.
-    """
+    """The samples of kvactors in an exposition, without those that are not finite."""
 
     def __init__(self, text: str) -> None:
         from prometheus_client.parser import text_string_to_metric_families
@@ -411,14 +396,7 @@ def _row(
 
 
 def view_of(both: Interval, url: str, at: float, restarts: int) -> Row:
-    """The values of a frame, as `--json` writes them.
-
-    Args:
-        both: the readings.
-        url: of the metrics.
-        at: Unix time of the last reading.
-        restarts: of the process so far.
-    """
+    """The values of a frame, as `--json` writes them."""
     metrics, health = both.last.metrics, both.last.health or _health_of(both.last.metrics)
     settings = next((labels for labels, _ in metrics.samples.get("cache_config_info", ())), {})
     has_store = settings.get("store", "none") != "none"
@@ -701,17 +679,6 @@ async def watch(
 ) -> Row | None:
     """Read a process and show it, until the user ends it or after the second reading.
 
-    Args:
-        url: of the metrics.
-        show: shows a view.
-        ended: whether the user has ended the command.
-        interval: seconds between two readings.
-        timeout: seconds that a request may take.
-        once: show the second reading alone, and end.
-
-    Returns:
-        The view that was shown with `once`, else None.
-
     Raises:
         Unreachable, BadMetrics: at the first reading, or with `once`.
     """
@@ -738,12 +705,7 @@ async def watch(
 
 
 async def read(url: str, timeout: float) -> Reading:
-    """One reading of a process.
-
-    Raises:
-        Unreachable: it does not answer.
-        BadMetrics: it answers with something else.
-    """
+    """One reading of a process."""
     answer = await fetch(url, timeout)
     if answer.status != 200:
         raise Unreachable(f"{url} answers with status {answer.status}")

@@ -26,11 +26,7 @@ LONGEST_LINE = 1 << 30
 
 
 class Child:
-    """A running child process.
-
-    Attributes:
-        process: anyio's handle of it.
-    """
+    """A running child process."""
 
     def __init__(self, process: Process) -> None:
         if process.stdin is None or process.stdout is None:
@@ -45,26 +41,14 @@ class Child:
         return f"child process {self.process.pid}"
 
     async def send(self, line: str) -> None:
-        """Write one line to its standard input.
-
-        Raises:
-            KVActorsError: the process has ended.
-        """
+        """Write one line to its standard input."""
         try:
             await self._input.send(line.encode() + b"\n")
         except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
             raise KVActorsError(f"{self.name} has ended") from error
 
     async def receive(self, deadline: float = PATIENCE) -> str:
-        """Read one line of its standard output.
-
-        Args:
-            deadline: seconds from now.
-
-        Raises:
-            DeadlineExceeded: there was no line in time.
-            KVActorsError: the process has ended.
-        """
+        """Read one line of its standard output."""
         try:
             with anyio.fail_after(deadline):
                 return (await self._lines.receive_until(b"\n", LONGEST_LINE)).decode()
@@ -114,13 +98,8 @@ async def start_child(
     """Start a Python process. `Child.kill` ends it.
 
     Args:
-        arguments: of the interpreter, for example `-m` and a module.
         folder: the working directory, from which modules are imported as well. By default the
             process imports from where this one does, in any working directory.
-        environment: variables to set in addition to those of this process.
-        python: the interpreter.
-        prefix: a command that runs the interpreter, for example `unshare`.
-        errors: where its standard error goes, None for that of this process.
     """
     isolated = [] if folder else ["-P"]
     return Child(

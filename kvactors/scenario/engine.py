@@ -58,7 +58,6 @@ class ScenarioRequest:
     """A lease, and the contents that its blocks must have.
 
     Attributes:
-        lease: as `KVCache.acquire` returned it.
         known: number of leading blocks that were computed, or whose loads have landed.
         tail: the name of the contents of the block after them, which is not full and has no hash.
             Empty if it has not been computed.
@@ -100,7 +99,6 @@ class ScenarioRequest:
         """Compare known blocks with their contents. Returns the positions of the wrong ones.
 
         Args:
-            start: position of the first one.
             stop: position after the last one, None for all of them and the tail.
         """
         names = self.lease.hashes(start, self.known if stop is None else stop)
@@ -120,19 +118,9 @@ OnError = Callable[[str, KVActorsError], None]
 class Engine:
     """Serves requests on a cache and keeps the totals.
 
-    Attributes:
-        cache: the cache.
-        totals: the counts, and the errors.
-        model: where blocks are computed.
-
     Args:
-        cache: the cache.
-        totals: where to count.
-        model: None for the cache's own device, which is then in this process.
         thorough: verify every cached block, and at the end of a request all of its blocks. If not
             set, the blocks loaded from a lower tier.
-        on_wrong: in addition to counting wrong blocks.
-        on_error: in place of an error in the totals.
     """
 
     def __init__(
@@ -205,19 +193,6 @@ class Engine:
     ) -> Lease:
         """Serve one request from acquire to its end.
 
-        Args:
-            name: of the request.
-            tokens: its prompt.
-            output: tokens that the model decodes.
-            tokens_per_s: speed of the prefill.
-            think: seconds the model takes before the output, or in place of it.
-            end: how the request ends.
-            output_tokens: of the model, if `output` is not all of them.
-            options: of `KVCache.acquire`.
-
-        Returns:
-            Its lease, ended.
-
         Raises:
             NoRoom: the cache has no free blocks for the request.
         """
@@ -256,14 +231,6 @@ class Engine:
     ) -> None:
         """Serve one request, and try again while too few blocks are free. One that the device could
         never hold is rejected. An error goes into the totals.
-
-        Args:
-            name: of the request.
-            tokens: its prompt.
-            output: tokens that the model decodes.
-            retry: seconds between two attempts.
-            patience: seconds after which it is rejected.
-            options: of `serve`.
         """
         totals, cache = self.totals, self.cache
         give_up = anyio.current_time() + patience

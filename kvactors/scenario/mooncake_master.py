@@ -28,16 +28,7 @@ def free_port() -> int:
 
 
 class Master:
-    """A mooncake_master process, bound to 127.0.0.1 since it does not authenticate clients.
-
-    Attributes:
-        port: of its calls.
-        metrics_port: of its HTTP server.
-
-    Args:
-        flags: further flags of mooncake_master.
-        host: the address it listens at, for an isolated network.
-    """
+    """A mooncake_master process, bound to 127.0.0.1 since it does not authenticate clients."""
 
     def __init__(self, *flags: str, host: str = "127.0.0.1") -> None:
         self.port, self.metrics_port = free_port(), free_port()

@@ -38,11 +38,7 @@ StyledRow = tuple[Cells, str | None]
 
 
 def check_output(_kind: Any, path: Path | None) -> None:
-    """Check that a file can be written, before the work whose result it is to hold.
-
-    Raises:
-        ValueError: names what is wrong with the path.
-    """
+    """Check that a file can be written, before the work whose result it is to hold."""
     if path is None or to_stdout(path):
         return
     folder = path.parent
@@ -64,11 +60,7 @@ def to_stdout(path: Path | None) -> bool:
 
 
 def write_output(data: bytes, path: str | Path) -> None:
-    """Write a file, or standard output if the path is `-`.
-
-    Raises:
-        OSError: names the file.
-    """
+    """Write a file, or standard output if the path is `-`."""
     if str(path) == "-":
         sys.stdout.flush()
         binary = getattr(sys.stdout, "buffer", None)
@@ -111,11 +103,7 @@ def in_unicode(name: str) -> str:
 
 
 def check_distinct(inputs: Iterable[Path | None], **outputs: Path | None) -> None:
-    """Check that no output of a command is a file that it reads, or another output.
-
-    Raises:
-        ConfigError: names both.
-    """
+    """Check that no output of a command is a file that it reads, or another output."""
     taken = {path.resolve(): str(path) for path in inputs if path is not None}
     for option, path in outputs.items():
         if path is None or to_stdout(path):
@@ -145,16 +133,7 @@ def print_rows(
     numbers: range,
     wrapped: bool = True,
 ) -> None:
-    """Print a table of rows under headings.
-
-    Args:
-        title: of the table.
-        columns: the headings.
-        rows: the cells of each row and its style, None for the usual one.
-        console: where to print.
-        numbers: the columns that are aligned to the right.
-        wrapped: whether columns but the last one may wrap.
-    """
+    """Print a table of rows under headings."""
     table = Table(title=escape(title))
     for position, heading in enumerate(columns):
         table.add_column(
@@ -196,12 +175,7 @@ def _unseen(text: str, done: int = 0) -> None:
 
 @contextmanager
 def live_line(total: int | None = None) -> Iterator[ShowProgress]:
-    """A line of progress on a terminal's standard error, and nothing elsewhere.
-
-    Args:
-        total: steps in all, for the share done and the time left. None if it is not known.
-
-    """
+    """A line of progress on a terminal's standard error, and nothing elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:  # a disabled Progress of older versions of rich ends with a line
         yield _unseen

@@ -50,14 +50,8 @@ class Chart(NamedTuple):
     """Lines over one axis.
 
     Attributes:
-        title: of the chart.
-        x_label, y_label: with their units.
-        lines: the data.
-        log_x: whether the x axis is logarithmic.
         stacked: whether the lines are drawn as areas on top of each other. All lines then have the
             same x values.
-        steps: whether a value holds from its point to the next.
-        top: the end of the y axis, None for one that fits.
     """
 
     title: str
@@ -147,13 +141,7 @@ def _charts(heading: str, charts: Sequence[Chart], remark: str = "") -> str:
 
 
 def run_page(report: Report, recording: Recording | None, settings: Mapping[str, Any]) -> str:
-    """The page of a run or a replay.
-
-    Args:
-        report: of the run.
-        recording: the course of the run, None if it was not recorded: a run in several processes.
-        settings: of the cache and the run.
-    """
+    """The page of a run or a replay."""
 
     def printed(console: Console) -> None:
         if report.errors or report.corrupt_blocks_served:

@@ -33,14 +33,7 @@ PATIENCE = 300.0
 
 
 class FinalReport(msgspec.Struct):
-    """The output of a process when it is idle.
-
-    Attributes:
-        report: its report.
-        held: hashes by medium.
-        names: block hashes (hex) by tier.
-        sequence: number of event batches it published.
-    """
+    """The output of a process when it is idle."""
 
     report: Report
     held: dict[str, list[int]]

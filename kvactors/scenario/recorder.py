@@ -77,11 +77,7 @@ class Recording(msgspec.Struct):
     """Samples of a run.
 
     Attributes:
-        seconds: of each sample, since the start.
-        series: the values of each counter and gauge by name, one for each sample.
-        device_blocks: size of the device.
         host_slots: size of the host tier, without slots for blocks in transit.
-        histograms: durations of the run's operations and ages of its blocks, None before a run.
     """
 
     seconds: list[float]
@@ -91,11 +87,7 @@ class Recording(msgspec.Struct):
     histograms: Histograms | None = None
 
     def rates(self, name: str) -> tuple[list[float], list[float]]:
-        """Increase of a counter a second, in windows of about equal length.
-
-        Returns:
-            The end of each window in seconds, and the rate in it.
-        """
+        """Increase of a counter a second, in windows of about equal length."""
         count = len(self.seconds)
         ends = _distinct(np.linspace(0, count - 1, min(count, WINDOWS + 1)).astype(np.int64))
         seconds = np.asarray(self.seconds)[ends]
@@ -105,9 +97,6 @@ class Recording(msgspec.Struct):
     def shares(self, name: str, of: str) -> tuple[list[float], list[float]]:
         """Increase of a counter divided by that of another, in windows of about equal increase of
         the other.
-
-        Returns:
-            The end of each window in seconds, and the share in it.
         """
         whole = np.asarray(self.series[of])
         steps = np.linspace(whole[0], whole[-1], min(len(whole), WINDOWS // 2 + 1))
@@ -128,14 +117,7 @@ def _listed(values: NDArray[np.float64]) -> list[float]:
 
 
 class Recorder:
-    """Samples a cache while `observing`.
-
-    Attributes:
-        recording: what was sampled so far.
-
-    Args:
-        interval: seconds between samples at the start.
-    """
+    """Samples a cache while `observing`."""
 
     def __init__(self, interval: float = INTERVAL) -> None:
         self.recording = Recording([], {name: [] for name in (*COUNTERS, *GAUGES)})

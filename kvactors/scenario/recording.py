@@ -52,16 +52,9 @@ class TracedRequest(msgspec.Struct, eq=False):
     """A request of the trace.
 
     Attributes:
-        at: seconds from the start of the trace.
-        input_length: tokens of the prompt.
-        output_length: tokens that the model has produced.
         size: bytes that the request holds while it waits.
         ids: of the prompt's blocks, None while a lease has them.
         ended: the request is complete, or was refused (then without ids).
-        path: of the lease, None without a lease.
-        request_id: of the lease.
-        granted: the lease has its blocks.
-        last: time of the last event.
     """
 
     at: float
@@ -386,13 +379,9 @@ class EventRequests:
     are of the same request: single ones are its output, several the next part of its prompt.
 
     Attributes:
-        order: the requests.
         block_size: tokens of a block, 0 before the first event.
-        requests: number of requests.
-        stored: blocks stored on the device.
         repeated: blocks of `stored` that had been stored before.
         unknown_parents: blocks whose own path was published before the recording, or is lost.
-        left_out: events about other KV cache groups.
         lost: batches that are missing in the sequence.
     """
 
@@ -515,19 +504,7 @@ def record_events(
     seconds: float = math.inf,
     progress: Callable[[int], None] = lambda _: None,
 ) -> EventRequests:
-    """Record the requests of an engine from its KV events, until SIGINT, SIGTERM or `seconds`.
-
-    Args:
-        endpoint: where the engine publishes.
-        path: of the file. One of that name is replaced.
-        topic: prefix of the topics.
-        seconds: length of the recording.
-        progress: called with the number of requests.
-
-    Raises:
-        ConfigError: the endpoint is not valid, or publishes something else.
-        OSError: the file cannot be written.
-    """
+    """Record the requests of an engine from its KV events, until SIGINT, SIGTERM or `seconds`."""
     try:
         import zmq
     except ImportError as error:

@@ -44,7 +44,6 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         mode: sequential (a request ends, and everything it caused, before the next begins) or
             timed (arrivals by their time stamps).
-        coarse, limit: see `read_trace`.
         speed: factor on the trace's clock.
         prefill_tokens_per_s: tokens of prompts that the model computes in a second, in timed mode.
         decode_tokens_per_s: decode steps in a second. Each running request gets a token a step.
@@ -104,17 +103,7 @@ async def replay(
     progress: Progress = lambda _: None,
     observe: Observe = unobserved,
 ) -> Report:
-    """Replay a trace.
-
-    Args:
-        trace: the file.
-        config: of the cache and the replay.
-        progress: called with the totals after each request.
-        observe: entered with the open cache.
-
-    Raises:
-        ConfigError: the trace cannot be read.
-    """
+    """Replay a trace."""
     settings, totals, served = config.replay, Totals(), ServingFigures()
     read = partial(read_trace, trace, coarse=settings.coarse, limit=settings.limit)
     timed = settings.mode == "timed"

@@ -53,26 +53,13 @@ class Report(msgspec.Struct):
     """The result of a run or a replay. corrupt_blocks_served and flush["divergence"] must be 0.
 
     Attributes:
-        hit_rate: share of the blocks looked up, by tier.
         sinks: for each sink the reports it took, those pending, and the number of blocks on which
             it differs from the tiers.
-        loop_lag_ms: how late the event loop is.
         loop_own_lag_ms: the same without the time in which its thread waited for a core, empty
             where the system does not count that time.
         loop_cpu_ms: processor time of its thread within the lag.
-        router: the router process's report, and the number of blocks on which it differs.
-        `lives`: number of starts of the cache's process.
-        storage: the store's counts.
-        serving: of a timed replay, the figures of the serving loop on the cache (`cache`) and on
-            each baseline (see `Figures`).
         hit_rate_lru: of a sequential replay with another policy than LRU, the share that LRU tiers
             of the same sizes hit.
-        blocks_moved: blocks that were copied from the device to the host, or written to storage.
-        fleet: of a fleet, the figures of each placement of its requests, and whether its nodes had
-            network namespaces.
-        tenants: of a flood by a tenant, the share of the blocks looked up that each tenant hits, by
-            policy and case.
-        errors: errors of the run, violated invariants included.
     """
 
     name: str
@@ -112,11 +99,7 @@ def make_report(
     """The report as of now. The cache should be idle.
 
     Args:
-        name: of the run.
-        totals: the driver's counts.
-        cache: the cache of the run.
         lags: the lag of the event loop.
-        wall: seconds the run took.
         sinks: the names of the sinks that count, all if None.
     """
     statistics = cache.statistics()

@@ -41,15 +41,8 @@ def run_scenario(
     """Run the scenario of a file.
 
     Args:
-        data: the file's mapping.
-        seed: in place of the scenario's.
-        virtual: whether it runs on a loop of virtual time.
-        progress: called with the totals a few times a second.
         observe: entered with the open cache of the run that counts. Not called if the run has
             several processes.
-
-    Raises:
-        ConfigError: a setting of the scenario is invalid.
     """
     with temporary_folder() as folder:
         data = with_temporary(data, folder)
@@ -248,9 +241,6 @@ async def contend(
     """Serve rounds of the quiet tenant's prompts, and the flood between them.
 
     Args:
-        engine: serves the requests.
-        work: `sessions` prompts of `user_tokens` each, `turns` rounds of them.
-        seed: of the texts.
         flood: unique prompts of the noisy tenant after each request of the quiet one. Each is
             requested `TIMES` times, so that it looks worth keeping.
     """

@@ -33,17 +33,10 @@ class ServingJob:
     """A request of a trace in the serving loop.
 
     Attributes:
-        number: in order of arrival.
-        arrival: seconds on the trace's clock.
-        ids: of the prompt's blocks.
-        prompt_tokens: tokens of the prompt.
-        output_tokens: tokens that the model decodes, at least one.
         produced: tokens decoded so far. A preempted request keeps them.
         missing: tokens to prefill before the next decode step.
         covered: tokens that its device blocks have place for.
         cached_tokens: tokens that its first admission found in the cache.
-        admitted_at: when it had its blocks for the first time.
-        first_token_at: when its first token was decoded.
     """
 
     def __init__(self, number: int, request: TraceRequest, block_size: int) -> None:
@@ -75,13 +68,7 @@ class ServingJob:
 
 
 class Pace(NamedTuple):
-    """The model's step times.
-
-    Attributes:
-        prefill_tokens_per_s: tokens of prompts computed in a second.
-        decode_s: seconds that a step takes in which requests decode a token each.
-        step_tokens: tokens of prompts in one step at most.
-    """
+    """The model's step times."""
 
     prefill_tokens_per_s: float
     decode_s: float
@@ -89,13 +76,7 @@ class Pace(NamedTuple):
 
 
 class Stride(NamedTuple):
-    """One step with prefill, or several decode steps in a row.
-
-    Attributes:
-        seconds: how long it takes.
-        prefill: requests, and how many tokens of each are computed.
-        decode_steps: tokens that each decoding request gets.
-    """
+    """One step with prefill, or several decode steps in a row."""
 
     seconds: float
     prefill: tuple[tuple[ServingJob, int], ...]
@@ -106,8 +87,6 @@ class RequestOutcome(NamedTuple):
     """Requests after a stride.
 
     Attributes:
-        prefilled: whose prompts are computed now.
-        done: that have all their tokens.
         full: that need another device block before the next step, the earliest first.
     """
 
@@ -117,15 +96,7 @@ class RequestOutcome(NamedTuple):
 
 
 class Scheduler:
-    """Requests that wait, are admitted, prefill and decode.
-
-    Attributes:
-        now: seconds on the trace's clock.
-        waiting: requests without blocks, a heap by arrival.
-        prefilling: requests with missing tokens, in order of admission.
-        decoding: requests that decode.
-        figures: what is measured.
-    """
+    """Requests that wait, are admitted, prefill and decode."""
 
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
@@ -222,16 +193,8 @@ class ServingFigures:
     """Measured times of the requests of one run.
 
     Attributes:
-        first_token_s: seconds from arrival to the first token.
         queue_s: seconds from arrival until a request had its blocks and the cached bytes.
-        total_s: seconds from arrival to the last token.
-        prompt_tokens, output_tokens: of the finished requests.
-        saved_tokens: tokens of prompts that were not computed, as they were cached.
         computed_tokens: tokens that were prefilled, those of preempted requests again.
-        preemptions: requests that gave their blocks up.
-        rejected: requests that the device can never hold, or that waited too long.
-        steps: steps of the model.
-        end: seconds on the trace's clock at the last finish.
     """
 
     def __init__(self) -> None:
@@ -325,17 +288,7 @@ class ThreadModel:
 
 
 class Serving:
-    """Serves a trace on a cache.
-
-    Args:
-        engine: the cache, the totals and the model.
-        requests: of the trace.
-        pace: of the model.
-        speed: factor on the trace's clock.
-        most_running: requests with blocks at most.
-        patience: seconds that the earliest request waits for device blocks.
-        progress: called with the totals a few times a second.
-    """
+    """Serves a trace on a cache."""
 
     def __init__(
         self,
@@ -593,10 +546,7 @@ class Sizes(NamedTuple):
     """Sizes of a modelled cache.
 
     Attributes:
-        block_size: tokens of a block.
-        num_blocks: device blocks.
         cached: blocks in all tiers, 0 for no cache, None for no limit.
-        recompute_last_token: a prompt is never hit as a whole.
     """
 
     block_size: int

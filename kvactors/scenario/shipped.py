@@ -28,15 +28,7 @@ def names_of(kind: str) -> list[str]:
 
 
 def find_file(path: Path, kind: str) -> Path:
-    """A file of the caller, or the one of that name that is part of the package.
-
-    Args:
-        path: of a file, or the name of a file of the package.
-        kind: a key of `SUFFIXES`.
-
-    Raises:
-        ConfigError: there is neither.
-    """
+    """A file of the caller, or the one of that name that is part of the package."""
     if path.exists():
         return path
     suffix, folder = SUFFIXES[kind]
@@ -48,12 +40,7 @@ def find_file(path: Path, kind: str) -> Path:
 
 
 def find_toml(path: Path) -> Path:
-    """A file of the caller, or the scenario or the settings of a replay of that name.
-
-    Args:
-        path: of a file, or the name of a file of the package.
-
-    """
+    """A file of the caller, or the scenario or the settings of a replay of that name."""
     if not path.exists():
         for kind in ("scenario", "settings"):
             if path.stem in names_of(kind):

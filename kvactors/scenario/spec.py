@@ -112,9 +112,6 @@ class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             asks for one if that is 0). Of the store: down (refuses everything), full (refuses
             writes), slow (every call takes `delay` seconds more), bit_rot (a bit of every
             `every`-th slot of a file store is flipped, at once).
-        sink: the sink's name.
-        storage: whether the fault is the store's.
-        at: seconds after the workload began.
         seconds: duration. With 0 the fault lasts until the end, and the run does not wait for
             that sink.
         turn, turns: in place of at and seconds, the turn of a chat (from 1 on) before which the
@@ -166,7 +163,6 @@ class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A process that mirrors this node from its KV events alone.
 
     Attributes:
-        enabled: whether there is one.
         lose: share of the messages that it drops. It asks for a replay after a loss.
         follow: snapshots (it takes one whenever it connects) or numbers (it uses the numbers of
             the batches alone, as Dynamo does: a batch up to the last one is passed over, a higher
@@ -213,12 +209,8 @@ class FleetFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         kind: kill (SIGKILL, started again at the end), pause (SIGSTOP), slow (the node's link has
             `mbit_per_s` only), cut (the link is down), full (the node fills the pool with pinned
             objects, and removes them at the end). slow and cut need network namespaces.
-        target: the pool's master, or a node.
-        node: number of the node.
         after: requests that have ended when the fault begins. Further ones wait until it has.
-        seconds: duration at least.
         requests: how many requests end during it at least.
-        mbit_per_s: of a slow link.
     """
 
     kind: Literal["kill", "pause", "slow", "cut", "full"]
@@ -234,13 +226,11 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet of nodes over one Mooncake pool, each in a process and a network namespace.
 
     Attributes:
-        nodes: number of nodes, 0 for no fleet.
         clients: how many of them, the last ones, give the pool no memory.
         placements: how requests choose their node. The workload runs once for each: random,
             kv_aware (the node with the fewest tokens to compute, by the nodes' KV events and the
             requests in flight) and no_pool (random, without a pool, for comparison).
         twins: every n-th request is served by two nodes at once (0: none).
-        fault: what goes wrong.
     """
 
     nodes: int = 0
@@ -461,11 +451,7 @@ def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def disappointments(expect: dict[str, float | Bound], report: Report) -> list[str]:
-    """Describe the expectations that do not hold.
-
-    Raises:
-        ConfigError: an expectation is about a field that reports do not have.
-    """
+    """Describe the expectations that do not hold."""
     failed = []
     for name, wanted in expect.items():
         try:

@@ -38,7 +38,6 @@ class Paths(NamedTuple):
     Attributes:
         blocks: the blocks of all requests, one request after another, int64 [accesses].
         ends: the end of each request in `blocks`, int64 [requests].
-        distinct: number of distinct blocks.
     """
 
     blocks: Blocks
@@ -57,7 +56,6 @@ class Curve(NamedTuple):
     Attributes:
         hits: blocks hit by a cache of that many blocks, int64 [distinct + 1], rising.
         looked_up: blocks of all requests, those of refused ones included.
-        refused: requests larger than the device.
     """
 
     hits: Blocks
@@ -89,9 +87,6 @@ def read_paths(requests: Iterable[NDArray[np.uint64]]) -> Paths:
     Args:
         requests: the block ids of each request, in the order of arrival. Equal ids are the same
             block after the same prefix.
-
-    Raises:
-        ConfigError: a block appears behind two different blocks, or the trace is too long.
     """
     ids = list(requests)
     ends = np.cumsum([len(one) for one in ids], dtype=np.int64)
@@ -125,9 +120,6 @@ class Known(NamedTuple):
     """A run of blocks of a path that an earlier request used last.
 
     Attributes:
-        low: depth of the first.
-        high: depth after the last.
-        before: the request that used them last.
         distance: stack distance of the first. It rises by 1 a block.
     """
 
@@ -187,15 +179,7 @@ class RecencyStack:
 
 
 class Uses(NamedTuple):
-    """Uses of blocks after an earlier use, in runs of blocks of a path: int64 [runs] each.
-
-    Attributes:
-        request: the number of the request.
-        before: the request that used the blocks last.
-        distance: the stack distance of the first block. It rises by 1 a block.
-        blocks: number of blocks.
-        refused: requests larger than the device.
-    """
+    """Uses of blocks after an earlier use, in runs of blocks of a path: int64 [runs] each."""
 
     request: Blocks
     before: Blocks
@@ -236,8 +220,6 @@ def hit_curve(paths: Paths, device: int | None = None, *, whole: bool = True) ->
     """The hits of LRU caches of every size.
 
     Args:
-        paths: the trace.
-        device: requests of more blocks are refused. None: none is refused.
         whole: whether a request may hit all its blocks (`cache.recompute_last_token` is off). If
             not, a real device of exactly one size may hit less: a prompt that is cached whole takes
             one block more for its last token.
@@ -250,13 +232,6 @@ def tier_rates(curve: Curve, device: int, host: int, storage: int, *, exclusive:
 
     Exclusive tiers hit together like one cache of all their blocks, inclusive ones like one cache
     of the blocks of the largest.
-
-    Args:
-        curve: of this size of the device.
-        device: blocks.
-        host: blocks, 0 without.
-        storage: blocks, 0 without.
-        exclusive: whether a block is in one tier at a time.
     """
     upper = device + host if exclusive else max(device, host)
     every = upper + storage if exclusive else max(upper, storage)
@@ -310,13 +285,7 @@ def sizes_for(curve: Curve, shares: Iterable[float]) -> dict[float, int]:
 
 
 def optimal_hits(uses: Uses, requests: int, size: int) -> int:
-    """Blocks that a cache hits at most.
-
-    Args:
-        uses: of the trace's blocks, after earlier ones.
-        requests: of the trace.
-        size: of the cache, in blocks.
-    """
+    """Blocks that a cache hits at most."""
     begun: list[list[tuple[int, int]]] = [[] for _ in range(requests)]
     columns = (uses.before.tolist(), uses.request.tolist(), uses.blocks.tolist())
     for before, request, blocks in zip(*columns, strict=True):
@@ -357,12 +326,7 @@ RequestsDone = Callable[[int], None]
 
 
 class Arrivals(NamedTuple):
-    """The data of requests that a policy learns from besides their blocks.
-
-    Attributes:
-        times: seconds, float64 [requests].
-        outputs: tokens that the model produced, int64 [requests].
-    """
+    """The data of requests that a policy learns from besides their blocks."""
 
     times: NDArray[np.float64]
     outputs: NDArray[np.int64]
@@ -377,12 +341,7 @@ def arrivals_of(requests: Sequence[TraceRequest]) -> Arrivals:
 
 
 class DeviceTier:
-    """A device of one size whose requests run one after another.
-
-    Args:
-        size: blocks.
-        tables: the statistics of RETAIN. None: the policy is LRU.
-    """
+    """A device of one size whose requests run one after another."""
 
     def __init__(self, size: int, tables: LifeTables | None = None) -> None:
         self.tree = BlockTree(1, 0, False, tables)
@@ -402,10 +361,7 @@ class DeviceTier:
         """Serve one request from its beginning to its end.
 
         Args:
-            ids: its blocks. In the tree each is one token.
-            now: seconds.
             output: tokens that the model produced, -1 if that is not known.
-            ends: a hint, see `BlockTree.touch`.
             returns_in: a hint in seconds, -1 without.
 
         Returns:
@@ -446,15 +402,7 @@ def retain_hits(
     whole: bool = True,
     progress: RequestsDone = lambda _: None,
 ) -> int:
-    """The blocks that a device hits under RETAIN.
-
-    Args:
-        paths: the blocks of the trace.
-        arrivals: its times and output lengths.
-        size: of the device, in blocks.
-        whole: whether a request may hit all its blocks.
-        progress: called with the number of requests that are done, from time to time.
-    """
+    """The blocks that a device hits under RETAIN."""
     device = DeviceTier(size, LifeTables(first=OBSERVED_REQUESTS))
     blocks = paths.blocks.astype(np.uint32)
     times: Sequence[float] = arrivals.times.tolist()

@@ -39,16 +39,7 @@ SweepProgress = Callable[[str, float], None]
 
 
 class SweepPoint(msgspec.Struct):
-    """A device of one size, without other tiers.
-
-    Attributes:
-        blocks: its size.
-        bytes: the same in bytes, None if the size of a block is not known.
-        hit_rate: share of all looked-up blocks that LRU hits.
-        refused: requests larger than it.
-        optimum: share that the offline optimum hits.
-        retain: share that RETAIN hits, None if it was not run.
-    """
+    """A device of one size, without other tiers."""
 
     blocks: int
     bytes: int | None
@@ -62,16 +53,7 @@ class SweepReport(msgspec.Struct):
     """Hit rates of tiers on a trace.
 
     Attributes:
-        trace: the file's name.
-        requests: of the trace.
-        blocks_looked_up: of all requests.
-        distinct_blocks: the most blocks that a cache can hold of the trace.
-        longest_request: in blocks.
-        block_bytes: bytes of a block on all layers, None if not known.
-        most: the hit rate of an unlimited cache.
-        points: devices without other tiers, by size.
         size_for: the blocks that have a share of the most hits, by share.
-        tiers: the hit rates of the LRU tiers of a config, empty without one.
     """
 
     trace: str
@@ -100,17 +82,8 @@ def sweep(
     """Hit rates of a trace by cache size.
 
     Args:
-        trace: the file.
         sizes: of the device, in blocks. Empty: from one block to the whole trace.
-        coarse: see `read_trace`. A config's if there is one.
         limit: see `read_trace`. A config's if there is one and this is 0.
-        block_bytes: bytes of a block on all layers, None if not known.
-        config: of a cache whose tiers are reported too.
-        retain: whether RETAIN is run, once for each size.
-        progress: called with the size that is run and the share that is done, 0 to 1.
-
-    Raises:
-        ConfigError: the trace cannot be read, or a size is not positive.
     """
     if any(size < 1 for size in sizes):
         raise ConfigError(f"a device has at least one block, not {min(sizes)}")

@@ -24,9 +24,6 @@ class TraceRequest(NamedTuple):
     """A request of a trace.
 
     Attributes:
-        timestamp: seconds from the trace's start.
-        output_length: tokens that the model produced.
-        ids: one for each block of the prompt.
         input_length: tokens of the prompt, 0 if the trace lacks it or blocks are coarse.
     """
 
@@ -107,9 +104,7 @@ def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator
     """The requests of a trace in file order.
 
     Args:
-        path: the file, plain or gzip.
         coarse: keep every so many-th id (blocks so many times as large, whole ones only).
-        limit: requests at most, 0 for all.
 
     Raises:
         ConfigError: names the line that cannot be read or contradicts those above, or the file that
@@ -192,7 +187,6 @@ def tokens_of(ids: NDArray[np.uint64], block_size: int) -> NDArray[np.uint32]:
     """Tokens of blocks, uint32 [len(ids) * block_size]: a fixed, one-to-one function of each id.
 
     Args:
-        ids: below 2**64.
         block_size: at least 2 for ids from 2**32 on.
     """
     position = np.arange(block_size, dtype=np.uint32) * np.uint32(2654435761)

@@ -22,19 +22,7 @@ from kvactors.settings import Config
 
 
 class Watching:
-    """Observes a run, and writes what its options ask for.
-
-    Args:
-        json: file for the report, None for none. `-` is standard output, as for the other files.
-        html: file for a page.
-        trace: file for a trace.
-        port: of the endpoint for metrics and health, None for none.
-        host: address that the endpoint listens on.
-        virtual: the run has no real clock.
-
-    Raises:
-        ConfigError: the options do not go together, or a package is missing.
-    """
+    """Observes a run, and writes what its options ask for."""
 
     def __init__(
         self,
@@ -81,11 +69,7 @@ class Watching:
             yield
 
     def write_trace(self) -> None:
-        """Write the trace of the run that has ended.
-
-        Raises:
-            ConfigError: the run could not be observed.
-        """
+        """Write the trace of the run that has ended."""
         if self._asked and not self._seen:
             raise ConfigError(
                 "a scenario that kills its processes cannot be observed by --trace and "

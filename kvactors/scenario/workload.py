@@ -26,14 +26,7 @@ def random_tokens(rng: np.random.Generator, count: int) -> NDArray[np.uint32]:
 
 
 class Speaker(NamedTuple):
-    """The identity of a conversation, as numbers from 0 on.
-
-    Attributes:
-        text: number of its text.
-        tenant: number of its salt.
-        adapter: number of its adapter.
-        images: number of its images.
-    """
+    """The identity of a conversation, as numbers from 0 on."""
 
     text: int
     tenant: int
@@ -71,12 +64,6 @@ async def chat(
     """Run conversations that grow turn by turn. A turn's prompt is the conversation so far and a
     new question. Every conversation has its turn before any has its next, so each comes back when
     the others have pushed it down the tiers.
-
-    Args:
-        engine: serves the requests.
-        work: the settings of the workload.
-        seed: of the texts.
-        before: awaited with the number of each turn (from 1 on) before the turn begins.
     """
     system = random_tokens(np.random.default_rng(seed), work.system_tokens)
     said = [system] * work.sessions

@@ -25,17 +25,7 @@ SILENCE_S, END_S = 600.0, 30.0
 async def run_fleet(
     data: dict[str, Any], seed: int, progress: Callable[[Totals], None], *, isolate: bool = True
 ) -> Report:
-    """Run the scenario of a fleet.
-
-    Args:
-        data: the scenario file's mapping.
-        seed: of everything random.
-        progress: called with the totals.
-        isolate: whether to use network namespaces if they are permitted.
-
-    Raises:
-        ConfigError: a package is missing.
-    """
+    """Run the scenario of a fleet."""
     missing = [name for name in ("mooncake", "zmq") if find_spec(name) is None]
     if missing:
         raise ConfigError(

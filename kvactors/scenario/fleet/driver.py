@@ -127,15 +127,7 @@ class Member:
     """A node as its driver sees it: a process, and a mirror of its blocks.
 
     Attributes:
-        number: of the node.
         in_flight: tokens that its requests must compute or fetch.
-        up: whether its process runs.
-
-    Args:
-        number: of the node.
-        network: of the fleet.
-        data: the scenario of a node.
-        seed: of the texts.
     """
 
     def __init__(self, number: int, network: Network, data: dict[str, Any], seed: int) -> None:
@@ -245,18 +237,7 @@ def choose(
     *,
     aware: bool,
 ) -> tuple[Member, int]:
-    """The node for a prompt, and the tokens that it must compute or fetch, as far as that is known.
-
-    Args:
-        members: the fleet.
-        hashes: of the prompt's blocks.
-        block_size: tokens of a block.
-        draw: decides where nothing else does.
-        aware: whether the nodes' events and the requests in flight decide.
-
-    Raises:
-        KVActorsError: no node runs.
-    """
+    """The node for a prompt, and the tokens that it must compute or fetch, as far as that is known."""
     up = [member for member in members if member.up]
     if not up:
         raise KVActorsError("no node of the fleet runs")

@@ -45,11 +45,7 @@ def isolation() -> list[str]:
 
 
 class Network:
-    """Addresses and links of a fleet's processes. hub: the address of the master.
-
-    Args:
-        isolated: whether this process is in a separate namespace, see `isolation`.
-    """
+    """Addresses and links of a fleet's processes. hub: the address of the master."""
 
     def __init__(self, *, isolated: bool) -> None:
         self.isolated = isolated

@@ -72,14 +72,8 @@ class NodeAnswer(msgspec.Struct):
     """The answer of a node.
 
     Attributes:
-        number: of the order.
-        hits: blocks of the prompt by tier.
         wait_s: seconds from the grant of the lease until the loads had ended and their blocks were
             verified.
-        held: at the end, hashes of resident blocks by medium.
-        sequence: at the end, batches of events that were published.
-        counts: at the end, counters of the node by name.
-        errors: at the end, errors of the node.
     """
 
     number: int
