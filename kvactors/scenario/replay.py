@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -30,9 +29,11 @@ from kvactors.scenario.serving import (
     serve_on_model,
     sizes_of,
 )
+from kvactors.scenario.spec import Positive
 from kvactors.scenario.sweep import lru_rates
-from kvactors.scenario.trace import TraceRequest, check_range, read_trace, tokens_of
+from kvactors.scenario.trace import TraceRequest, read_trace, tokens_of
 from kvactors.settings import Config
+from kvactors.settings.check import Count, Number
 from kvactors.threads import in_thread
 
 Progress = Callable[[Totals], None]
@@ -56,14 +57,14 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     mode: Literal["sequential", "timed"] = "sequential"
-    coarse: int = 1
-    limit: int = 0
-    speed: float = 1.0
-    prefill_tokens_per_s: float = 50_000.0
-    decode_tokens_per_s: float = 50.0
-    step_tokens: int = 8192
-    most_running: int = 256
-    patience: float = 120.0
+    coarse: Count = 1
+    limit: Number = 0
+    speed: Positive = 1.0
+    prefill_tokens_per_s: Positive = 50_000.0
+    decode_tokens_per_s: Positive = 50.0
+    step_tokens: Count = 8192
+    most_running: Count = 256
+    patience: Positive = 120.0
     baselines: tuple[Baseline, ...] = ("none", "lru")
 
 
@@ -76,19 +77,8 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
     def from_mapping(cls, data: Any) -> ReplayConfig:
         """Check a mapping. Raises ConfigError with the reason."""
         config = super().from_mapping(data)
-        for name in ("speed", "prefill_tokens_per_s", "decode_tokens_per_s", "patience"):
-            if not 0 < getattr(config.replay, name) < math.inf:
-                raise ConfigError(
-                    f"replay.{name} must be positive and finite, not {getattr(config.replay, name)}"
-                )
-        for name in ("step_tokens", "most_running"):
-            if getattr(config.replay, name) < 1:
-                raise ConfigError(
-                    f"replay.{name} must be at least 1, not {getattr(config.replay, name)}"
-                )
         if not config.device.num_blocks:
             raise ConfigError("device.num_blocks must be at least 1: a replay sets it nowhere else")
-        check_range(config.replay.coarse, config.replay.limit)
         return config
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
-from itertools import chain
-from typing import Any, Literal, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 
 from kvactors.errors import ConfigError
 from kvactors.scenario.report import Report, lookup
 from kvactors.settings import Config
+from kvactors.settings.check import Count, Number, Seconds, SecondsOrZero
 from kvactors.settings.sinks import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.testing.faults import Fault, Kind
 
@@ -24,7 +23,10 @@ class ScenarioInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
 
-ABOUT_A_REQUEST = ("acquire", "extend", "commit", "finish", "preempt")
+OfRequest = Literal["acquire", "extend", "commit", "finish", "preempt"]
+Do = Literal[OfRequest, "clear", "pause", "resume", "sleep", "wake", "settle"]
+
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
 class MediaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,26 +46,14 @@ class ScenarioStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cached_tokens: tokens that must be cached after the loads of acquire. -1: any number.
     """
 
-    do: Literal[
-        "acquire",
-        "extend",
-        "commit",
-        "finish",
-        "preempt",
-        "clear",
-        "pause",
-        "resume",
-        "sleep",
-        "wake",
-        "settle",
-    ]
+    do: Do
     request: str = ""
-    prompt: int = 0
-    tokens: int = 0
+    prompt: Number = 0
+    tokens: Number = 0
     salt: str | None = None
     lora: str | None = None
     media: tuple[MediaSpec, ...] = ()
-    level: int = 1
+    level: Literal[1, 2] = 1
     expect: Literal["ok", "no_room", "paused", "asleep", "leases_open"] = "ok"
     cached_tokens: int = -1
 
@@ -86,19 +76,19 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     kind: Literal["chat", "script", "tenants"] = "chat"
-    sessions: int = 8
-    turns: int = 4
-    concurrency: int = 4
-    system_tokens: int = 256
-    user_tokens: int = 128
-    output_tokens: int = 64
-    think: float = 0.0
-    tenants: int = 1
-    adapters: int = 1
-    images: int = 1
-    image_tokens: int = 0
+    sessions: Count = 8
+    turns: Count = 4
+    concurrency: Count = 4
+    system_tokens: Number = 256
+    user_tokens: Count = 128
+    output_tokens: Count = 64
+    think: SecondsOrZero = 0.0
+    tenants: Count = 1
+    adapters: Count = 1
+    images: Count = 1
+    image_tokens: Number = 0
     settle: bool = False
-    flood: int = 0
+    flood: Number = 0
     step: tuple[ScenarioStep, ...] = ()
 
 
@@ -123,12 +113,12 @@ class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ]
     sink: str = ""
     storage: bool = False
-    delay: float = 0.1
-    at: float = 0.0
-    seconds: float = 0.0
-    turn: int = 0
-    turns: int = 0
-    every: int = 2
+    delay: SecondsOrZero = 0.1
+    at: SecondsOrZero = 0.0
+    seconds: SecondsOrZero = 0.0
+    turn: Number = 0
+    turns: Number = 0
+    every: Count = 2
 
     @property
     def lasting(self) -> bool:
@@ -184,8 +174,8 @@ class ProcessSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             before the run that counts.
     """
 
-    kills: tuple[float, ...] = ()
-    restarts: int = 0
+    kills: tuple[Seconds, ...] = ()
+    restarts: Number = 0
 
 
 class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -195,8 +185,8 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     enabled: bool = False
     first_node: bool = False
-    down_at: float = 0.0
-    down_for: float = 1.0
+    down_at: SecondsOrZero = 0.0
+    down_for: SecondsOrZero = 1.0
 
 
 Placement = Literal["random", "kv_aware", "no_pool"]
@@ -215,11 +205,11 @@ class FleetFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kind: Literal["kill", "pause", "slow", "cut", "full"]
     target: Literal["master", "node"] = "node"
-    node: int = 0
-    after: int = 0
-    seconds: float = 1.0
-    requests: int = 0
-    mbit_per_s: float = 8.0
+    node: Number = 0
+    after: Number = 0
+    seconds: Seconds = 1.0
+    requests: Number = 0
+    mbit_per_s: Positive = 8.0
 
 
 class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -233,10 +223,10 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         twins: every n-th request is served by two nodes at once (0: none).
     """
 
-    nodes: int = 0
-    clients: int = 0
+    nodes: Number = 0
+    clients: Number = 0
     placements: tuple[Placement, ...] = ("random", "kv_aware")
-    twins: int = 0
+    twins: Number = 0
     fault: tuple[FleetFault, ...] = ()
 
 
@@ -264,49 +254,37 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
         """Check a mapping. Raises ConfigError with the reason."""
         data = {**data, "expect": flatten(data.get("expect", {}))}
         scenario = super().from_mapping(data)
-        checks = (checks_of_workload, checks_of_parts, checks_of_fleet)
-        for is_wrong, complaint in chain.from_iterable(check(scenario) for check in checks):
-            if is_wrong:
-                raise ConfigError(complaint)
+        for about in (about_workload, about_parts, about_fleet):
+            for complaint, applies in about(scenario).items():
+                if applies:
+                    raise ConfigError(complaint)
         for name in scenario.expect:
             if name.partition(".")[0] not in Report.__struct_fields__:
                 raise ConfigError(f"expect.{name}: reports have no such field")
         return scenario
 
 
-Checks: TypeAlias = Iterator[tuple[object, str]]
-"""Whether a value is wrong, and the complaint, in the order in which they are made."""
-
-AT_LEAST = {
-    **dict.fromkeys(("sessions", "turns", "concurrency", "user_tokens", "output_tokens"), 1),
-    **dict.fromkeys(("tenants", "adapters", "images"), 1),
-    **dict.fromkeys(("system_tokens", "image_tokens", "flood"), 0),
-}
+Complaints: TypeAlias = dict[str, object]
+"""Whether each complaint applies, in the order in which they are made."""
 
 
-def checks_of_workload(scenario: Scenario) -> Checks:
-    """Values of a workload that do not make sense."""
+def about_workload(scenario: Scenario) -> Complaints:
+    """Values of a workload that do not make sense together."""
     work = scenario.workload
-    is_script = work.kind == "script"
-    yield (
-        is_script != bool(work.step),
-        "workload.step belongs to kind = 'script', and it needs some",
-    )
-    for name, low in AT_LEAST.items():
-        value = getattr(work, name)
-        yield value < low, f"workload.{name} must be at least {low}, not {value}"
-    yield work.flood and work.kind != "tenants", "workload.flood belongs to kind = 'tenants'"
-    without = work.images > 1 and not work.image_tokens
-    yield without, "workload.images needs image_tokens: without them no prompt has an image"
-    think = work.think
-    yield not 0 <= think < math.inf, f"workload.think must be finite and not negative: {think}"
+    found: Complaints = {
+        "workload.step belongs to kind = 'script', and it needs some": (
+            (work.kind == "script") != bool(work.step)
+        ),
+        "workload.flood belongs to kind = 'tenants'": work.flood and work.kind != "tenants",
+        "workload.images needs image_tokens: without them no prompt has an image": (
+            work.images > 1 and not work.image_tokens
+        ),
+    }
     for number, step in enumerate(work.step, 1):
         where = f"workload.step, step {number} ({step.do})"
-        yield step.do in ABOUT_A_REQUEST and not step.request, f"{where}: request is missing"
-        few = step.tokens < (1 if step.do in ("acquire", "extend") else 0)
-        yield few or step.prompt < 0, f"{where}: too few tokens, or a negative prompt"
-        deep = step.level != 1 and (step.do != "sleep" or step.level != 2)
-        yield deep, f"{where}: level is 1 or 2, of sleep"
+        found[f"{where}: request is missing"] = step.do in get_args(OfRequest) and not step.request
+        found[f"{where}: tokens are missing"] = step.do in ("acquire", "extend") and not step.tokens
+        found[f"{where}: level belongs to sleep"] = step.level == 2 and step.do != "sleep"
         of_acquire = {
             "cached_tokens": step.cached_tokens >= 0,
             "salt": step.salt is not None,
@@ -314,108 +292,87 @@ def checks_of_workload(scenario: Scenario) -> Checks:
             "media": step.media,
         }
         for name, given in of_acquire.items():
-            yield given and step.do != "acquire", f"{where}: {name} belongs to acquire"
+            found[f"{where}: {name} belongs to acquire"] = given and step.do != "acquire"
+    return found
 
 
-def checks_of_parts(scenario: Scenario) -> Checks:
+def about_parts(scenario: Scenario) -> Complaints:
     """Faults, and parts beside the cache, that cannot be in this scenario."""
-    yield (
-        not scenario.device.num_blocks,
-        "device.num_blocks must be at least 1: a scenario sets it nowhere else",
-    )
+    found: Complaints = {
+        "device.num_blocks must be at least 1: a scenario sets it nowhere else": (
+            not scenario.device.num_blocks
+        )
+    }
     for number, fault in enumerate(scenario.fault, 1):
-        for is_wrong, complaint in checks_of_fault(fault, scenario):
-            yield is_wrong, f"fault {number}: {complaint}"
-    lose, restarts = scenario.router.lose, scenario.process.restarts
-    kills, pool = scenario.process.kills, scenario.mooncake
-    yield not 0 <= lose < 1, f"router.lose must be in 0..1, not {lose}"
-    yield (
-        scenario.router.enabled and events_of(scenario) is None,
-        "router needs a sink of kind 'kv_events' with a replay_endpoint",
-    )
-    yield (
-        any(not 0 < seconds < math.inf for seconds in kills),
-        "process.kills must be positive numbers of seconds",
-    )
-    yield restarts < 0, f"process.restarts must be at least 0, not {restarts}"
-    foreign = pool.enabled and scenario.storage.backend != "mooncake"
-    yield foreign, "mooncake needs storage.backend = 'mooncake'"
-    timed = pool.down_at >= 0 and pool.down_for >= 0
-    yield not timed, "mooncake.down_at and down_for must not be negative"
-    chats = scenario.workload.kind == "chat"
-    yield kills and not chats, "process.kills belongs to workload.kind = 'chat'"
+        for complaint, applies in about_fault(fault, scenario).items():
+            found[f"fault {number}: {complaint}"] = applies
+    kills, lose = scenario.process.kills, scenario.router.lose
+    return found | {
+        f"router.lose must be in 0..1, not {lose}": not 0 <= lose < 1,
+        "router needs a sink of kind 'kv_events' with a replay_endpoint": (
+            scenario.router.enabled and events_of(scenario) is None
+        ),
+        "mooncake needs storage.backend = 'mooncake'": (
+            scenario.mooncake.enabled and scenario.storage.backend != "mooncake"
+        ),
+        "process.kills belongs to workload.kind = 'chat'": (
+            kills and scenario.workload.kind != "chat"
+        ),
+    }
 
 
-def checks_of_fault(fault: FaultSpec, scenario: Scenario) -> Checks:
+def about_fault(fault: FaultSpec, scenario: Scenario) -> Complaints:
     """Why a fault cannot be."""
     sinks = {sink.label: sink for sink in scenario.flush.sinks}
     backend, work = scenario.storage.backend, scenario.workload
-    yield fault.storage == bool(fault.sink), "say either which sink, or storage = true"
     kinds, what = (STORAGE_FAULTS, "storage") if fault.storage else (SINK_FAULTS, "a sink")
-    yield fault.kind not in kinds, f"{fault.kind} is no fault of {what}"
-    yield fault.storage and backend == "none", "there is no storage"
     losing = isinstance(sinks.get(fault.sink), MemorySinkConfig | AttentionStoreSinkConfig)
-    yield (
-        fault.kind == "loses_state" and not losing,
-        "loses_state needs a sink of kind memory or attention_store",
-    )
-    yield (
-        fault.kind == "bit_rot" and backend != "file",
-        "bit_rot needs storage.backend = 'file'",
-    )
-    yield (
-        not fault.storage and fault.sink not in sinks,
-        f"there is no sink {fault.sink!r} (sinks: {', '.join(sinks) or 'none'})",
-    )
-    yield (
-        min(fault.turn, fault.turns) < 0
-        or (fault.turns and not fault.turn)
-        or (fault.turn and (fault.at or fault.seconds)),
-        "turn counts from 1; give turn and turns, or at and seconds",
-    )
-    yield fault.turn > 0 and work.kind != "chat", "only a chat has turns"
-    yield (
-        fault.turn > 0 and fault.turn + fault.turns > work.turns,
-        f"it must end before the last of {work.turns} turns of a chat begins",
-    )
-    times = (fault.at, fault.seconds, fault.delay)
-    yield (
-        not all(0 <= one < math.inf for one in times) or fault.every < 1,
-        "at, seconds and delay must not be negative, every at least 1",
-    )
+    return {
+        "say either which sink, or storage = true": fault.storage == bool(fault.sink),
+        f"{fault.kind} is no fault of {what}": fault.kind not in kinds,
+        "there is no storage": fault.storage and backend == "none",
+        "loses_state needs a sink of kind memory or attention_store": (
+            fault.kind == "loses_state" and not losing
+        ),
+        "bit_rot needs storage.backend = 'file'": fault.kind == "bit_rot" and backend != "file",
+        f"there is no sink {fault.sink!r} (sinks: {', '.join(sinks) or 'none'})": (
+            not fault.storage and fault.sink not in sinks
+        ),
+        "turn counts from 1; give turn and turns, or at and seconds": (
+            (fault.at or fault.seconds) if fault.turn else fault.turns
+        ),
+        "only a chat has turns": fault.turn and work.kind != "chat",
+        f"it must end before the last of {work.turns} turns of a chat begins": (
+            fault.turn and fault.turn + fault.turns > work.turns
+        ),
+    }
 
 
-def checks_of_fleet(scenario: Scenario) -> Checks:
+def about_fleet(scenario: Scenario) -> Complaints:
     """A fleet that cannot be."""
     fleet = scenario.fleet
     if not fleet.nodes:
         others = fleet != FleetSpec()
-        yield others, "fleet.nodes is missing: the other settings of [fleet] need it"
-        return
-    yield not 2 <= fleet.nodes <= 64, f"fleet.nodes must be in 2..64, not {fleet.nodes}"
-    yield (
-        scenario.storage.backend != "mooncake" or scenario.workload.kind != "chat",
-        "fleet needs storage.backend = 'mooncake' and workload.kind = 'chat'",
-    )
-    yield (
-        not 0 <= fleet.clients < fleet.nodes,
-        "fleet.clients must be fewer than the nodes: the pool needs memory",
-    )
-    yield (
-        not fleet.placements or len(set(fleet.placements)) < len(fleet.placements),
-        "fleet.placements must name at least one placement, each once",
-    )
-    yield fleet.twins < 0, f"fleet.twins must not be negative: {fleet.twins}"
+        return {"fleet.nodes is missing: the other settings of [fleet] need it": others}
+    found: Complaints = {
+        f"fleet.nodes must be in 2..64, not {fleet.nodes}": not 2 <= fleet.nodes <= 64,
+        "fleet needs storage.backend = 'mooncake' and workload.kind = 'chat'": (
+            scenario.storage.backend != "mooncake" or scenario.workload.kind != "chat"
+        ),
+        "fleet.clients must be fewer than the nodes: the pool needs memory": (
+            fleet.clients >= fleet.nodes
+        ),
+        "fleet.placements must name at least one placement, each once": (
+            not fleet.placements or len(set(fleet.placements)) < len(fleet.placements)
+        ),
+    }
     for number, fault in enumerate(fleet.fault, 1):
         where = f"fleet.fault {number}"
-        of_node = fault.target == "master" and fault.kind not in ("kill", "pause")
-        yield of_node, f"{where}: a master has no fault {fault.kind!r}"
-        yield not 0 <= fault.node < fleet.nodes, f"{where}: there is no node {fault.node}"
-        is_positive = 0 < fault.seconds < math.inf and fault.mbit_per_s > 0
-        yield (
-            min(fault.after, fault.requests) < 0 or not is_positive,
-            f"{where}: after and requests must not be negative, seconds and mbit_per_s above 0",
+        found[f"{where}: a master has no fault {fault.kind!r}"] = (
+            fault.target == "master" and fault.kind not in ("kill", "pause")
         )
+        found[f"{where}: there is no node {fault.node}"] = fault.node >= fleet.nodes
+    return found
 
 
 def events_of(config: Config) -> KvEventsSinkConfig | None:

@@ -53,7 +53,7 @@ def report(**changes):
                     "step": [{"do": "acquire", "request": "a", "tokens": -5}],
                 }
             },
-            "step 1",
+            r"workload\.step\.tokens must be at least 0",
         ),
         ({"workload": {"kind": "script", "step": [{"do": "finish"}]}}, r"step 1.*request"),
         ({"device": {"num_blocks": 0}}, r"device\.num_blocks"),
@@ -67,11 +67,11 @@ def report(**changes):
         ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "at": -1}], **MEMORY},
-            "fault 1: at, seconds and delay",
+            r"fault\.at must be at least 0",
         ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "turn": -1}], **MEMORY},
-            "fault 1: turn counts from 1",
+            r"fault\.turn must be at least 0",
         ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "turns": 1}], **MEMORY},

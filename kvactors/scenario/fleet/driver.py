@@ -237,7 +237,7 @@ def choose(
     *,
     aware: bool,
 ) -> tuple[Member, int]:
-    """The node for a prompt, and the tokens that it must compute or fetch, as far as that is known."""
+    """The node for a prompt, and the tokens that it must compute or fetch, as far as is known."""
     up = [member for member in members if member.up]
     if not up:
         raise KVActorsError("no node of the fleet runs")
