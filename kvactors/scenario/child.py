@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from signal import Signals
-from typing import IO
+from typing import IO, Any
 
 import anyio
 import msgspec
+import structlog
 from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
@@ -46,6 +47,10 @@ class Child:
             await self._input.send(line.encode() + b"\n")
         except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
             raise KVActorsError(f"{self.name} has ended") from error
+
+    async def send_json(self, message: Any) -> None:
+        """Write one line of JSON."""
+        await self.send(msgspec.json.encode(message).decode())
 
     async def receive(self, deadline: float = PATIENCE) -> str:
         """Read one line of its standard output."""
@@ -122,6 +127,19 @@ async def child(*arguments: str, folder: Path | None = None) -> AsyncIterator[Ch
         await started.kill()
 
 
+def say(message: Any) -> None:
+    """In a child process: print one line of JSON."""
+    print(msgspec.json.encode(message).decode(), flush=True)
+
+
+def log_errors_only() -> None:
+    """In a child process: errors alone are logged, to standard error."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(40),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
 # -- the router: a process that mirrors this node from its KV events alone
 
 
@@ -130,40 +148,33 @@ async def routing(
     spec: RouterSpec, endpoint: str, replay: str, topic: str, seed: int
 ) -> AsyncIterator[Child]:
     """A router process, connected."""
-    arguments = (
-        "-m",
-        "kvactors.scenario.mirror",
-        endpoint,
-        replay,
-        "--topic",
-        topic,
-        "--lose",
-        str(spec.lose),
-    )
-    async with child(*arguments, "--follow", spec.follow, "--seed", str(seed)) as router:
+    ends = ("-m", "kvactors.scenario.mirror", endpoint, replay, "--topic", topic)
+    options = ("--lose", str(spec.lose), "--follow", spec.follow, "--seed", str(seed))
+    async with child(*ends, *options) as router:
         await router.receive()
         yield router
 
 
-async def compare(router: Child, sequence: int, truth: Mapping[str, set[int]]) -> dict[str, int]:
+def differing(view: Mapping[str, Collection[Any]], truth: Mapping[str, Collection[Any]]) -> int:
+    """Blocks on which a reader's view differs from the truth, both by medium."""
+    media = view.keys() | truth.keys()
+    return sum(len(set(view.get(one, ())) ^ set(truth.get(one, ()))) for one in media)
+
+
+async def compare(
+    router: Child, sequence: int, truth: Mapping[str, Collection[int]]
+) -> dict[str, int]:
     """Compare the router's view with the tiers, once it has read every batch before `sequence`.
 
     Returns:
         The router's counts. divergence: number of blocks on which its view differs from the
-        truth, by medium. ambiguous: blocks that it cannot tell apart by tokens, adapter, salt and
-        media.
+        truth. ambiguous: blocks that it cannot tell apart by tokens, adapter, salt and media.
     """
     await router.send(f"report {sequence}")
     said = msgspec.json.decode(await router.receive())
-    view = {medium: set(hashes) for medium, hashes in said["view"].items()}
-    differing = sum(
-        len(view.get(medium, set()) ^ truth.get(medium, set()))
-        for medium in view.keys() | truth.keys()
-    )
-    behind = max(0, sequence - said["sequence"])
     return {
-        "divergence": differing,
+        "divergence": differing(said["view"], truth),
         "ambiguous": said["ambiguous"],
-        "behind": behind,
+        "behind": max(0, sequence - said["sequence"]),
         **said["statistics"],
     }

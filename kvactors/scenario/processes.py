@@ -10,17 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import msgspec
-import structlog
 
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
-from kvactors.scenario.child import Child, child, compare, routing
+from kvactors.scenario.child import Child, child, compare, log_errors_only, routing, say
 from kvactors.scenario.report import Report
 from kvactors.scenario.session import session
 from kvactors.scenario.spec import Scenario, events_of
@@ -33,51 +33,55 @@ PATIENCE = 300.0
 
 
 class FinalReport(msgspec.Struct):
-    """The output of a process when it is idle."""
+    """The output of a process when it is idle. sequence, held: see `Session.published`. names:
+    block hashes (hex) by tier."""
 
     report: Report
-    held: dict[str, list[int]]
-    names: dict[str, list[str]]
+    held: dict[str, set[int]]
+    names: dict[str, set[str]]
     sequence: int
 
 
 async def run_processes(scenario: Scenario, data: dict[str, Any], seed: int) -> Report:
     """Run the workload in one process after another, and kill all but the last as `process.kills`
     sets. Compare the router, and files of JSON lines, with the tiers of the last process."""
-    orders = msgspec.json.encode({"data": data, "seed": seed}).decode()
+    orders = {"data": data, "seed": seed}
     events = events_of(scenario) if scenario.router.enabled else None
     async with AsyncExitStack() as stack:
         router = None
         if events is not None:
-            ends = (
-                events.endpoint,
-                events.replay_endpoint,
-                events.for_model(scenario.cache.model).topic,
+            topic = events.for_model(scenario.cache.model).topic
+            connected = routing(
+                scenario.router, events.endpoint, events.replay_endpoint, topic, seed
             )
-            router = await stack.enter_async_context(routing(scenario.router, *ends, seed))
+            router = await stack.enter_async_context(connected)
         missing = 0
         for seconds in scenario.process.kills:
-            async with child("-m", "kvactors.scenario.processes") as life:
-                await start(life, orders)
+            async with life(orders) as killed:
                 await anyio.sleep(seconds)
-                await life.kill()
+                await killed.kill()
             missing += missing_of(scenario)
-        last = await stack.enter_async_context(child("-m", "kvactors.scenario.processes"))
-        await start(last, orders)
+        last = await stack.enter_async_context(life(orders))
         rest = msgspec.json.decode(await last.receive(PATIENCE), type=FinalReport)
         report = rest.report
         report.lives = 1 + len(scenario.process.kills)
         report.storage["missing"] = missing
         if router is not None:
-            held = {medium: set(hashes) for medium, hashes in rest.held.items()}
-            report.router = await compare(router, rest.sequence, held)
+            report.router = await compare(router, rest.sequence, rest.held)
             report.flush["divergence"] += report.router["divergence"]
-        report.flush["divergence"] += sum(
-            differing(sink, rest.names)
-            for sink in scenario.flush.sinks
-            if isinstance(sink, JsonLinesSinkConfig)
-        )
+        for sink in scenario.flush.sinks:
+            if isinstance(sink, JsonLinesSinkConfig):
+                report.flush["divergence"] += divergence_of(sink, rest.names)
         return report
+
+
+@asynccontextmanager
+async def life(orders: dict[str, Any]) -> AsyncIterator[Child]:
+    """A process of the scenario that has started."""
+    async with child("-m", "kvactors.scenario.processes") as process:
+        await process.send_json(orders)
+        await process.receive()
+        yield process
 
 
 def missing_of(scenario: Scenario) -> int:
@@ -96,49 +100,30 @@ def missing_of(scenario: Scenario) -> int:
     return sum(len(replay_jsonl(Path(s.path))[Tier.STORAGE] - held) for s in files)
 
 
-async def start(life: Child, orders: str) -> None:
-    """Send a process its scenario, and wait until it has started."""
-    await life.send(orders)
-    await life.receive()
-
-
-def differing(sink: JsonLinesSinkConfig, names: dict[str, list[str]]) -> int:
+def divergence_of(sink: JsonLinesSinkConfig, names: dict[str, set[str]]) -> int:
     """Blocks on which a file of JSON lines and the tiers differ."""
-    view = replay_jsonl(Path(sink.path))
+    view = {
+        tier: {key.hex() for key in keys} for tier, keys in replay_jsonl(Path(sink.path)).items()
+    }
     tiers = [Tier[tier.upper()] for tier in sink.tiers]
     if sink.granularity == "node":
-        truth = {name for tier in tiers for name in names[tier.name or ""]}
-        return len({key.hex() for keys in view.values() for key in keys} ^ truth)
-    return sum(
-        len({key.hex() for key in view[tier]} ^ set(names[tier.name or ""])) for tier in tiers
-    )
+        truth = set[str]().union(*(names[str(tier.name)] for tier in tiers))
+        return len(set[str]().union(*view.values()) ^ truth)
+    return sum(len(view[tier] ^ names[str(tier.name)]) for tier in tiers)
 
 
 async def live() -> None:
     """Run one process of the scenario: the code of `python -m kvactors.scenario.processes`."""
     orders = msgspec.json.decode(await anyio.to_thread.run_sync(sys.stdin.readline))
-    scenario = Scenario.from_mapping(orders["data"])
-    async with session(scenario, virtual=False) as one:
+    async with session(Scenario.from_mapping(orders["data"]), virtual=False) as one:
         print("started", flush=True)
         report = await one.run(orders["seed"], lambda _: None)
-        media = {tier: str(tier.name) for tier in Tier}
-        held: dict[str, list[int]] = {}
-        sequence = 0
-        settings = events_of(scenario)
-        if settings is not None:
-            from kvactors.flush_notifier.sinks.kv_wire import MEDIA
-
-            media = MEDIA[settings.media]
-            sequence = one.sinks[settings.label].inner.events.sequence  # type: ignore[attr-defined]
-        held = {medium: sorted(hashes) for medium, hashes in one.held(media).items()}
-        names = {str(tier.name): [key.hex() for key in keys] for tier, keys in one.named().items()}
-        print(msgspec.json.encode(FinalReport(report, held, names, sequence)).decode(), flush=True)
+        sequence, held = one.published()
+        names = {str(tier.name): {key.hex() for key in keys} for tier, keys in one.named().items()}
+        say(FinalReport(report, held, names, sequence))
         await anyio.to_thread.run_sync(sys.stdin.readline)
 
 
 if __name__ == "__main__":
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(40),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    log_errors_only()
     asyncio.run(live())

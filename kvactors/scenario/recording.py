@@ -44,6 +44,8 @@ HELD_BYTES = 1 << 25
 REQUEST_BYTES = 512
 """Bytes of a request that waits, without its ids."""
 
+ENCODER = msgspec.json.Encoder()
+
 CLOSE_S = 10.0
 """Seconds that the end of a recording waits for the file."""
 
@@ -123,34 +125,36 @@ class TraceFile:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
         self._fd = open_private(os.fspath(path), flags)
         self._size = 0
+        self._failed: OSError | None = None
 
     def header(self, source: str, block_size: int) -> None:
         """Write the first line."""
         header = {"source": source, "block_size": block_size}
-        self._append(msgspec.json.encode({"header": header}) + b"\n")
+        self._append(ENCODER.encode_lines([{"header": header}]))
 
     def requests(self, requests: Iterable[TracedRequest]) -> None:
         """Write a line for each request."""
         lines = [
-            msgspec.json.encode(
-                {
-                    "timestamp": round(1000 * one.at),
-                    "input_length": one.input_length,
-                    "output_length": one.output_length,
-                    "hash_ids": one.ids.tolist(),
-                }
-            )
+            {
+                "timestamp": round(1000 * one.at),
+                "input_length": one.input_length,
+                "output_length": one.output_length,
+                "hash_ids": one.ids.tolist(),
+            }
             for one in requests
             if one.ids is not None
         ]
-        self._append(b"".join(line + b"\n" for line in lines))
+        self._append(ENCODER.encode_lines(lines))
 
     def _append(self, data: bytes) -> None:
+        if self._failed is not None:  # a trace without these lines would give wrong hit rates
+            raise self._failed
         rest = memoryview(data)
         try:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
-        except OSError:
+        except OSError as error:
+            self._failed = error
             with suppress(OSError):
                 os.ftruncate(self._fd, self._size)
             raise
@@ -185,8 +189,6 @@ class TraceRecording(Instrument):
         self._leases: dict[int, TracedRequest] = {}
         self._preempted: dict[str, TracedRequest] = {}
         self._workers = Workers(1, "kvactors-trace")
-        self._ready: list[TracedRequest] = []  # for the next write
-        self._writing: asyncio.Future[None] | None = None
         self._queued = 0  # bytes of requests that wait for the file
         self._instruments.add(self)
 
@@ -264,27 +266,17 @@ class TraceRecording(Instrument):
         if self._queued > 2 * HELD_BYTES:
             self._end("the file is written too slowly")
             return
-        self._ready += taken
         self._queued += sum(request.size for request in taken)
-        if self._writing is None:
-            self._submit()
-
-    def _submit(self) -> None:
-        ready, self._ready = self._ready, []
-        call = partial(self._file.requests, ready)
-        self._writing = asyncio.wrap_future(self._workers.submit(call))
-        self._writing.add_done_callback(partial(self._written, ready))
+        writing = asyncio.wrap_future(self._workers.submit(partial(self._file.requests, taken)))
+        writing.add_done_callback(partial(self._written, taken))
 
     def _written(self, requests: list[TracedRequest], future: asyncio.Future[None]) -> None:
-        self._writing = None
         self._queued -= sum(request.size for request in requests)
         error = None if future.cancelled() else future.exception()
         if error is not None:
             self._end(brief(error))
         elif not self.error:
             self.requests += len(requests)
-            if self._ready:
-                self._submit()
 
     def _end(self, error: str) -> None:
         """End the recording early."""
@@ -300,19 +292,10 @@ class TraceRecording(Instrument):
         """Write the open requests as they are, and close the file."""
         self._instruments.remove(self)
         self._write(every=True)
-        if self._ready:  # behind a write in flight
-            self._submit()
         self._workers.submit(self._file.close)
         if not await self._workers.drained(CLOSE_S):
             self._end("the file was not written in time")
         self._workers.close()
-
-
-def begin_file(path: str | os.PathLike[str], block_size: int) -> TraceFile:
-    """The file of a cache's trace, with its header. OSError."""
-    file = TraceFile(path)
-    file.header("kvactors.record", block_size)
-    return file
 
 
 @asynccontextmanager
@@ -339,8 +322,13 @@ async def record(cache: KVCache, path: str | os.PathLike[str]) -> AsyncIterator[
     if not isinstance(cache, KVCache):
         raise TypeError(f"cache must be an open KVCache, not {kind(cache)}")
     cache._context.check()
-    file = await in_thread(partial(begin_file, path, cache.block_size), "kvactors-trace")
-    recording = TraceRecording(cache, file)
+
+    def begin() -> TraceFile:
+        file = TraceFile(path)
+        file.header("kvactors.record", cache.block_size)
+        return file
+
+    recording = TraceRecording(cache, await in_thread(begin, "kvactors-trace"))
     cache.system.recordings.append(recording)
     try:
         yield recording

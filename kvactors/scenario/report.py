@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -88,6 +88,21 @@ class Report(msgspec.Struct):
     tenants: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
 
 
+TOTALS = (
+    *("requests", "rejected", "no_room"),
+    *("blocks_looked_up", "verified_blocks", "corrupt_blocks_served"),
+)
+SINK_COUNTS = ("delivered", "pending", "retried", "coalesced", "resyncs")
+
+
+def report_of(name: str, totals: Totals, wall: float, **figures: Any) -> Report:
+    """A report with the driver's counts. wall: seconds."""
+    counts = {one: getattr(totals, one) for one in TOTALS}
+    return Report(
+        name=name, hit_rate=totals.hit_rates(), wall_s=round(wall, 3), **counts, **figures
+    )
+
+
 def make_report(
     name: str,
     totals: Totals,
@@ -96,58 +111,41 @@ def make_report(
     wall: float,
     sinks: Collection[str] | None = None,
 ) -> Report:
-    """The report as of now. The cache should be idle.
-
-    Args:
-        lags: the lag of the event loop.
-        sinks: the names of the sinks that count, all if None.
-    """
+    """The report as of now. The cache should be idle. sinks: the names of the sinks that count, all
+    if None."""
     statistics = cache.statistics()
-    flush = {
-        Residency.RESIDENT.value: sum(sink.resident for sink in statistics.flush),
-        Residency.GONE.value: sum(sink.gone for sink in statistics.flush),
-        "delivered": sum(sink.delivered for sink in statistics.flush),
-        "pending": sum(
-            sink.pending for sink in statistics.flush if sinks is None or sink.name in sinks
-        ),
-        "divergence": cache.count_divergent_blocks(sinks),
-    }
+    flushed, store, host = statistics.flush, statistics.store, statistics.host
+    counted = [sink for sink in flushed if sinks is None or sink.name in sinks]
     each = {
         sink.name: {
-            "delivered": sink.delivered,
-            "pending": sink.pending,
-            "retried": sink.retried,
-            "coalesced": sink.coalesced,
-            "resyncs": sink.resyncs,
+            **{name: getattr(sink, name) for name in SINK_COUNTS},
             "oldest_pending_age": round(sink.oldest_pending_age, 3),
             "divergence": cache.count_divergent_blocks([sink.name]),
         }
-        for sink in statistics.flush
+        for sink in flushed
     }
-    errors = totals.errors + cache.check()
-    store, host = statistics.store, statistics.host
     stored: dict[str, float] = {}
     if store is not None:
         stored = {name: value for name, value in store._asdict().items() if isinstance(value, int)}
         stored |= {"shed": host.shed, "rotten": totals.rotten}
         stored |= {name: getattr(host, name) for name in NOT_FETCHED}
-    return Report(
+    return report_of(
         name,
-        totals.requests,
-        totals.rejected,
-        totals.no_room,
-        totals.blocks_looked_up,
-        totals.hit_rates(),
-        totals.verified_blocks,
-        totals.corrupt_blocks_served,
-        flush,
-        lags.wall.as_dict(),
-        statistics.messages,
-        round(wall, 3),
-        errors,
-        each,
+        totals,
+        wall,
+        flush={
+            Residency.RESIDENT.value: sum(sink.resident for sink in flushed),
+            Residency.GONE.value: sum(sink.gone for sink in flushed),
+            "delivered": sum(sink.delivered for sink in flushed),
+            "pending": sum(sink.pending for sink in counted),
+            "divergence": cache.count_divergent_blocks(sinks),
+        },
+        messages=statistics.messages,
+        errors=totals.errors + cache.check(),
+        sinks=each,
         storage=stored,
         blocks_moved=host.offloaded + host.written,
+        loop_lag_ms=lags.wall.as_dict(),
         loop_own_lag_ms=lags.own.as_dict() if lags.own is not None else {},
         loop_cpu_ms=lags.cpu.as_dict(),
     )
@@ -191,64 +189,48 @@ def count_text(value: float) -> str:
     return f"{value:.0f}" if value == int(value) else f"{value:g}"
 
 
-def rates_text(rates: dict[str, float]) -> str:
-    """Hit rates by tier in one line."""
-    return "  ".join(f"{tier} {rate:.4f}" for tier, rate in rates.items())
+def in_line(values: Mapping[str, Any], form: str = "") -> str:
+    """Names and values in one line. form: of the values, as in a format string."""
+    return "  ".join(f"{name} {value:{form}}" for name, value in values.items())
 
 
 def report_rows(report: Report) -> list[tuple[str, str]]:
-    """Names and values of the summary."""
-    rates = rates_text(report.hit_rate)
-    flush = "  ".join(f"{name} {value}" for name, value in report.flush.items())
+    """Names and values of the summary. A value that the run does not have is empty."""
+    several = len(report.sinks) > 1 or any(sink["retried"] for sink in report.sinks.values())
+    sinks = (
+        f"{name}: " + ", ".join(f"{key} {count_text(value)}" for key, value in sink.items())
+        for name, sink in report.sinks.items()
+    )
     rows = [
         ("requests", f"{report.requests}  (no room {report.no_room}, rejected {report.rejected})"),
         ("blocks looked up", f"{report.blocks_looked_up}"),
-        ("hit rate", rates),
-        *([("hit rate of LRU", rates_text(report.hit_rate_lru))] if report.hit_rate_lru else []),
+        ("hit rate", in_line(report.hit_rate, ".4f")),
+        ("hit rate of LRU", in_line(report.hit_rate_lru, ".4f")),
         ("blocks moved down", f"{report.blocks_moved}"),
         ("verified blocks", f"{report.verified_blocks}  (corrupt {report.corrupt_blocks_served})"),
-        ("flush", flush),
-        *lag_rows(report),
+        ("flush", in_line(report.flush)),
+        ("loop lag, ms", in_line(report.loop_lag_ms, ".2f")),
+        ("without waits for a core", in_line(report.loop_own_lag_ms, ".2f")),
+        ("processor time", in_line(report.loop_cpu_ms, ".2f")),
         ("messages", f"{report.messages}"),
         ("wall, s", f"{report.wall_s:.2f}"),
         ("errors", "; ".join(report.errors) or "none"),
+        ("sinks", "\n".join(sinks) if several else ""),
+        ("router", in_line(report.router)),
+        *(
+            (f"hit rate, {case.replace('_', ', ')}", in_line(rates, ".4f"))
+            for case, rates in report.tenants.items()
+        ),
+        ("storage", storage_row(report.storage) if report.storage else ""),
     ]
-    if len(report.sinks) > 1 or any(sink["retried"] for sink in report.sinks.values()):
-        told = (
-            f"{name}: " + ", ".join(f"{key} {count_text(value)}" for key, value in sink.items())
-            for name, sink in report.sinks.items()
-        )
-        rows.append(("sinks", "\n".join(told)))
-    if report.router:
-        rows.append(("router", "  ".join(f"{key} {value}" for key, value in report.router.items())))
-    rows += [
-        (f"hit rate, {case.replace('_', ', ')}", rates_text(of_case))
-        for case, of_case in report.tenants.items()
-    ]
-    if report.storage:
-        rows.append(("storage", storage_row(report.storage)))
-    return rows
-
-
-def lag_rows(report: Report) -> list[tuple[str, str]]:
-    """The lag of the loop and its parts."""
-    parts = {
-        "loop lag, ms": report.loop_lag_ms,
-        "without waits for a core": report.loop_own_lag_ms,
-        "processor time": report.loop_cpu_ms,
-    }
-    return [
-        (label, "  ".join(f"{name} {value:.2f}" for name, value in part.items()))
-        for label, part in parts.items()
-        if part
-    ]
+    return [(name, value) for name, value in rows if value]
 
 
 def print_report(report: Report, console: Console) -> None:
     """The summary table."""
     print_fields(report.name, report_rows(report), console)
     if report.serving:
-        print_serving(report.serving, console)
+        print_figures("serving loop", FIGURES, report.serving, console)
     if report.fleet:
         print_fleet(report.fleet, console)
 
@@ -267,23 +249,6 @@ FIGURES = (
     ("seconds of the trace's clock", "seconds"),
 )
 """The figures of a serving loop, and how they are labelled."""
-
-
-def serving_rows(serving: dict[str, dict[str, Any]]) -> list[list[str]]:
-    """The figures of a serving loop as text: a row each, with a cell for each cache."""
-
-    def cell(value: Any) -> str:
-        if isinstance(value, dict):
-            return " / ".join(f"{one:.3g}" for one in value.values())
-        return f"{value:,}" if isinstance(value, int) else str(value)
-
-    return [[name, *(cell(one[field]) for one in serving.values())] for name, field in FIGURES]
-
-
-def print_serving(serving: dict[str, dict[str, Any]], console: Console) -> None:
-    """The figures of a serving loop."""
-    rows = [(cells, None) for cells in serving_rows(serving)]
-    print_rows("serving loop", ["", *serving], rows, console, numbers=range(1, len(serving) + 1))
 
 
 FLEET = (
@@ -312,11 +277,29 @@ FLEET = (
 
 def print_fleet(fleet: dict[str, dict[str, float]], console: Console) -> None:
     """The figures of a fleet, a column for each placement of its requests."""
-    placements = [name for name in fleet if name != "namespaces"]
-    rows = [
-        ([label, *(count_text(fleet[name].get(field, 0)) for name in placements)], None)
-        for label, field in FLEET
-    ]
+    placements = {name: figures for name, figures in fleet.items() if name != "namespaces"}
     where = "network namespaces" if fleet["namespaces"]["used"] else "processes on loopback"
-    numbers = range(1, len(placements) + 1)
-    print_rows(f"fleet, {where}", ["", *placements], rows, console, numbers=numbers)
+    print_figures(f"fleet, {where}", FLEET, placements, console, cell=count_text)
+
+
+def figure_text(value: Any) -> str:
+    """A figure of a serving loop."""
+    if isinstance(value, dict):
+        return " / ".join(f"{one:.3g}" for one in value.values())
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def print_figures(
+    title: str,
+    figures: Iterable[tuple[str, str]],
+    columns: Mapping[str, Mapping[str, Any]],
+    console: Console,
+    cell: Callable[[Any], str] = figure_text,
+) -> None:
+    """Print labelled figures, a row each, of each column."""
+    rows = [
+        ([label, *(cell(one.get(field, 0)) for one in columns.values())], None)
+        for label, field in figures
+    ]
+    numbers = range(1, len(columns) + 1)
+    print_rows(title, ["", *columns], rows, console, numbers=numbers)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import anyio
 import anyio.to_thread
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.child import compare, routing
@@ -92,53 +93,34 @@ async def run_session(
     processes beside it: a router, a pool's master and another node."""
     if scenario.workload.kind == "tenants":
         return await run_tenants(scenario, seed, progress, virtual=virtual)
-    if scenario.mooncake.enabled:
-        async with pool(scenario.mooncake) as address:
-            return await run_in_pool(with_master(scenario, address), seed, progress, observe)
-    for _ in range(scenario.process.restarts):
-        async with session(scenario, virtual=virtual) as one:
-            await one.run(seed, progress)
-    return await run_once(scenario, seed, progress, virtual=virtual, observe=observe)
-
-
-async def run_in_pool(
-    scenario: Scenario, seed: int, progress: Progress, observe: Observe
-) -> Report:
-    """With another node of the pool that has run the workload already, if there is to be one."""
-    if not scenario.mooncake.first_node:
-        return await run_once(scenario, seed, progress, virtual=False, observe=observe)
-    async with session(scenario, virtual=False) as first:
-        before = await first.run(seed, progress)
-        report = await run_once(scenario, seed, progress, virtual=False, observe=observe)
-        report.errors += before.errors
-        return report
-
-
-async def run_once(
-    scenario: Scenario, seed: int, progress: Progress, *, virtual: bool, observe: Observe
-) -> Report:
-    """The run that counts."""
-    async with session(scenario, virtual=virtual, observe=observe) as one:
-        if not scenario.router.enabled:
-            return await one.run(seed, progress)
-        return await run_routed(one, seed, progress)
+    async with AsyncExitStack() as stack:
+        errors: list[str] = []
+        if scenario.mooncake.enabled:
+            address = await stack.enter_async_context(pool(scenario.mooncake))
+            scenario = with_master(scenario, address)
+            if scenario.mooncake.first_node:
+                first = await stack.enter_async_context(session(scenario, virtual=virtual))
+                errors = (await first.run(seed, progress)).errors
+        for _ in range(scenario.process.restarts):
+            async with session(scenario, virtual=virtual) as one:
+                await one.run(seed, progress)
+        async with session(scenario, virtual=virtual, observe=observe) as one:
+            run = run_routed if scenario.router.enabled else Session.run
+            report = await run(one, seed, progress)
+            report.errors += errors
+            return report
 
 
 async def run_routed(one: Session, seed: int, progress: Progress) -> Report:
     """Run it with a router that looks on, and compare the two at rest."""
-    from kvactors.flush_notifier.sinks.kv_wire import MEDIA
-
     settings = events_of(one.scenario)
-    assert settings is not None
+    assert settings is not None, "it is checked"
     sink: Any = one.sinks[settings.label].inner
-    async with routing(
-        one.scenario.router, sink.endpoint, sink.replay_endpoint, sink.config.topic, seed
-    ) as router:
+    ends = (sink.endpoint, sink.replay_endpoint, sink.config.topic)
+    async with routing(one.scenario.router, *ends, seed) as router:
         report = await one.run(seed, progress)
         try:
-            report.router = await compare(
-                router, sink.events.sequence, one.held(MEDIA[settings.media])
-            )
+            report.router = await compare(router, *one.published())
             report.flush["divergence"] += report.router["divergence"]
         except KVActorsError as error:
             report.errors.append(f"router: {error}")
@@ -169,7 +151,6 @@ async def pool(settings: Pool) -> AsyncIterator[str]:
 
 def with_master(scenario: Scenario, address: str) -> Scenario:
     """The scenario with its pool's master, and small shares of memory."""
-    replace = msgspec.structs.replace
     mooncake = replace(
         scenario.storage.mooncake, master_server_address=address, local_hostname="127.0.0.1"
     )
@@ -184,14 +165,11 @@ def with_temporary(data: dict[str, Any], folder: str) -> dict[str, Any]:
             return {key: replaced(item) for key, item in value.items()}
         if isinstance(value, list):
             return [replaced(item) for item in value]
-        return (
-            re.sub(rf"(^|//){TEMP}(?=/|$)", lambda m: m[1] + folder, value)
-            if isinstance(value, str)
-            else value
-        )
+        if isinstance(value, str):
+            return re.sub(rf"(^|//){TEMP}(?=/|$)", lambda m: m[1] + folder, value)
+        return value
 
-    result = replaced(data)
-    assert isinstance(result, dict)
+    result: dict[str, Any] = replaced(data)
     return result
 
 
@@ -204,18 +182,6 @@ CASES = ("alone", "flood", "quota")
 
 TIMES = 3
 """Requests of each prompt of the flood."""
-
-
-class TenantHits(msgspec.Struct):
-    """Blocks of a tenant's requests, after the first round."""
-
-    looked_up: int = 0
-    found: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Share of the blocks looked up."""
-        return round(self.found / max(1, self.looked_up), 6)
 
 
 def check_tenants(scenario: Scenario) -> None:
@@ -235,24 +201,20 @@ def check_tenants(scenario: Scenario) -> None:
         raise ConfigError("workload.kind = 'tenants' needs workload.flood")
 
 
-async def contend(
-    engine: Engine, work: Workload, seed: int, *, flood: int
-) -> dict[str, TenantHits]:
-    """Serve rounds of the quiet tenant's prompts, and the flood between them.
-
-    Args:
-        flood: unique prompts of the noisy tenant after each request of the quiet one. Each is
-            requested `TIMES` times, so that it looks worth keeping.
-    """
+async def contend(engine: Engine, work: Workload, seed: int, *, flood: int) -> dict[str, float]:
+    """Serve rounds of the quiet tenant's prompts, and after each of its requests `flood` unique
+    prompts of the noisy tenant. Each of those is requested TIMES times, so that it looks worth
+    keeping. Returns the share of the blocks looked up that each tenant hits after the first
+    round."""
     rng = np.random.default_rng(seed)
     prompts = [random_tokens(rng, work.user_tokens) for _ in range(work.sessions)]
-    hits = {QUIET: TenantHits(), NOISY: TenantHits()}
+    looked_up, found = Counter({QUIET: 0, NOISY: 0}), Counter[str]()
 
     async def serve(salt: str, name: str, tokens: Any, *, counts: bool) -> None:
         lease = await engine.serve(name, tokens, salt=salt)
         if counts:
-            hits[salt].looked_up += lease.num_tokens // engine.cache.block_size
-            hits[salt].found += sum(lease.hits)
+            looked_up[salt] += lease.num_tokens // engine.cache.block_size
+            found[salt] += sum(lease.hits)
 
     for turn in range(work.turns):
         for number, prompt in enumerate(prompts):
@@ -262,13 +224,12 @@ async def contend(
                 for again in range(TIMES):
                     name = f"{NOISY}-{turn}.{number}.{one}.{again}"
                     await serve(NOISY, name, unique, counts=turn > 0)
-    return hits
+    return {salt: round(found[salt] / max(1, blocks), 6) for salt, blocks in looked_up.items()}
 
 
 def case_of(scenario: Scenario, policy: Any, case: str) -> Scenario:
     """The scenario of one case: the quiet tenant alone in the device less the quota, in the flood,
     or in the flood with the quota."""
-    replace = msgspec.structs.replace
     device = replace(scenario.device, policy=policy)
     if case == "alone":
         quota = scenario.quota.salts[NOISY].device
@@ -288,18 +249,18 @@ async def run_tenants(
         async with session(case_of(scenario, policy, case), virtual=virtual) as one:
             one.totals = totals
             flood = 0 if case == "alone" else scenario.workload.flood
-            hits: dict[str, TenantHits] = {}
+            rates: dict[str, float] = {}
 
             async def work(
-                engine: Engine, hits: dict[str, TenantHits] = hits, flood: int = flood
+                engine: Engine, rates: dict[str, float] = rates, flood: int = flood
             ) -> None:
-                hits |= await contend(engine, scenario.workload, seed, flood=flood)
+                rates |= await contend(engine, scenario.workload, seed, flood=flood)
 
             report = await one.run(seed, progress, work)
         for name in ("pending", "divergence"):
             if report.flush[name]:
                 totals.complain(f"{policy}, {case}: flush.{name} is {report.flush[name]}")
         totals.errors += [one for one in report.errors if one not in totals.errors]
-        tenants[f"{policy}_{case}"] = {name: each.rate for name, each in hits.items()}
+        tenants[f"{policy}_{case}"] = rates
     report.errors, report.tenants = totals.errors, tenants
     return report

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-import msgspec
+from msgspec.structs import replace
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.flush_notifier.sinks import Sink, make_sinks
+from kvactors.flush_notifier.sinks import make_sinks
+from kvactors.flush_notifier.sinks.kv_wire import MEDIA
 from kvactors.layout import make_layout
 from kvactors.observe.lag import NO_LAGS, LagMonitor
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.recorder import Observe, unobserved
-from kvactors.scenario.replay import cache_config
+from kvactors.scenario.replay import Progress, cache_config
 from kvactors.scenario.report import Report, Totals, make_report
-from kvactors.scenario.spec import FaultSpec, Scenario
+from kvactors.scenario.spec import FaultSpec, Scenario, events_of
 from kvactors.scenario.workload import Script, chat
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.sinks import AttentionStoreConfig
@@ -30,8 +31,6 @@ from kvactors.types import Tier
 
 RESYNC = 60.0
 """Seconds in which a sink whose index lost its state must have been sent everything again."""
-
-Progress = Callable[[Totals], None]
 
 
 class Session:
@@ -44,10 +43,8 @@ class Session:
         self.cache = cache
         self.sinks = sinks
         self.totals = Totals()
-        self._lost: dict[
-            str, int
-            # sinks whose index lost its state, and how often each had been sent everything by then
-        ] = {}
+        # sinks whose index lost its state, and how often each had been sent everything by then
+        self._lost: dict[str, int] = {}
         self.virtual = virtual
         dead = {
             fault.sink
@@ -142,12 +139,18 @@ class Session:
         )
 
     def named(self) -> dict[Tier, set[bytes]]:
-        """The blocks that a sink with every delivery must have: see `announceable`."""
+        """The blocks that a sink with every delivery must have."""
         return announceable(self.cache.system)
 
-    def held(self, media: Mapping[Tier, str]) -> dict[str, set[int]]:
-        """The blocks of `named` as readers of KV events identify them: hashes by medium."""
-        return {
+    def published(self) -> tuple[int, dict[str, set[int]]]:
+        """The number of batches of KV events so far, and the hashes that their readers must have by
+        medium. Nothing without a sink of KV events."""
+        settings = events_of(self.scenario)
+        if settings is None:
+            return 0, {}
+        sink: Any = self.sinks[settings.label].inner
+        media = MEDIA[settings.media]
+        return sink.events.sequence, {
             media[tier]: {int.from_bytes(key[-8:], "big") for key in keys}
             for tier, keys in self.named().items()
         }
@@ -160,22 +163,17 @@ async def session(
     """A scenario's cache, open, its sinks wrapped so that they can misbehave."""
     config = Config.from_env(base=cache_config(scenario))
     layout = make_layout(config.layout, config.cache.block_size)
-    sinks = faulty(make_sinks(config, layout))
-    store = (
-        None
-        if config.flush.flush_only
-        else make_backend(
-            config.storage, config.cache.model, layout.fingerprint, layout.block_bytes
-        )
-    )
-    backend = None if store is None else FaultyBackend(store)
-    bare = msgspec.structs.replace(config, flush=msgspec.structs.replace(config.flush, sinks=()))
+    sinks = {sink.name: FaultySink(sink) for sink in make_sinks(config, layout)}
+    bare = replace(config, flush=replace(config.flush, sinks=()))
+    store = None
     if config.flush.flush_only:
-        bare = msgspec.structs.replace(bare, storage=StorageConfig())
-    if (
-        bare.storage.backend != "attention_store"
-    ):  # then only the sinks, which are open already, use its settings
-        bare = msgspec.structs.replace(bare, attention_store=AttentionStoreConfig())
+        bare = replace(bare, storage=StorageConfig())
+    else:
+        identity = (config.cache.model, layout.fingerprint, layout.block_bytes)
+        store = make_backend(config.storage, *identity)
+    backend = None if store is None else FaultyBackend(store)
+    if bare.storage.backend != "attention_store":  # else only the sinks, already open, use it
+        bare = replace(bare, attention_store=AttentionStoreConfig())
     async with (
         open_cache(
             bare, sinks=list(sinks.values()), backend=backend, inline_copies=virtual
@@ -183,11 +181,6 @@ async def session(
         observe(cache),
     ):
         yield Session(scenario, cache, sinks, virtual=virtual)
-
-
-def faulty(sinks: Iterable[Sink]) -> dict[str, FaultySink]:
-    """Sinks by name, wrapped."""
-    return {sink.name: FaultySink(sink) for sink in sinks}
 
 
 async def reporting(totals: Totals, progress: Progress) -> None:

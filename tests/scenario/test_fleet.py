@@ -14,10 +14,11 @@ from rich.console import Console
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.fleet.driver import NodeFigures, choose
-from kvactors.scenario.fleet.node import Blocks, Conversation, NodeAnswer
+from kvactors.scenario.fleet.node import Blocks, NodeAnswer
 from kvactors.scenario.report import print_fleet
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import Scenario, Workload
+from kvactors.scenario.workload import Conversation
 from kvactors.settings import read_toml
 
 WORK = Workload(system_tokens=40, user_tokens=30, output_tokens=20)

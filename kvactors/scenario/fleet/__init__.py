@@ -35,8 +35,7 @@ async def run_fleet(
     prefix = isolation() if isolate else []
     driver = await start_child("-m", "kvactors.scenario.fleet.driver", prefix=prefix)
     try:
-        task = {"data": data, "seed": seed, "isolated": bool(prefix)}
-        await driver.send(msgspec.json.encode(task).decode())
+        await driver.send_json({"data": data, "seed": seed, "isolated": bool(prefix)})
         while True:
             line = await driver.receive(SILENCE_S)
             if line.startswith("report "):

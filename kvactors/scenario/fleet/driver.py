@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from signal import Signals
@@ -24,21 +24,21 @@ from typing import Any, Literal
 import anyio
 import msgspec
 import numpy as np
-import structlog
 from anyio.to_thread import run_sync
 
 from kvactors.errors import KVActorsError
 from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
 from kvactors.native import Path
-from kvactors.scenario.child import Child, start_child
+from kvactors.scenario.child import Child, differing, log_errors_only, say, start_child
 from kvactors.scenario.fleet.network import Network
-from kvactors.scenario.fleet.node import Conversation, NodeAnswer, Order, Orders
+from kvactors.scenario.fleet.node import NodeAnswer, Order, Orders
 from kvactors.scenario.mirror import Reader
 from kvactors.scenario.mooncake_master import Master, free_port
-from kvactors.scenario.report import Report, Totals
+from kvactors.scenario.report import Report, Totals, report_of
 from kvactors.scenario.session import beside
 from kvactors.scenario.spec import FleetFault, Placement, Scenario
+from kvactors.scenario.workload import Conversation, serve_turn
 from kvactors.signals import run_terminable
 from kvactors.testing.faults import Fault
 from kvactors.types import split_hashes
@@ -159,7 +159,7 @@ class Member:
             await child.receive(START_S)
             commands = self._network.attach(self.number, child.process.pid)
             orders = Orders(self._data, self._seed, commands)
-            await child.send(msgspec.json.encode(orders).decode())
+            await child.send_json(orders)
             await child.receive(START_S)
         except KVActorsError as error:
             self._log.seek(0)
@@ -191,7 +191,7 @@ class Member:
         order = Order(next(self._numbers), do, session, turn)
         waiting: asyncio.Future[NodeAnswer] = asyncio.get_running_loop().create_future()
         self._waiting[order.number] = waiting
-        await child.send(msgspec.json.encode(order).decode())
+        await child.send_json(order)
         return await waiting
 
     def signal(self, number: Signals) -> None:
@@ -222,11 +222,7 @@ class Member:
     def divergence(self, answer: NodeAnswer) -> int:
         """Blocks on which the mirror and the node differ."""
         self.reader.reach(answer.sequence, ANSWER_S)
-        view = self.reader.mirror.view
-        return sum(
-            len(view.get(medium, set()) ^ set(answer.held.get(medium, ())))
-            for medium in view.keys() | answer.held.keys()
-        )
+        return differing(self.reader.mirror.view, answer.held)
 
 
 def choose(
@@ -328,21 +324,12 @@ class Run:
     async def _chat(self) -> None:
         """Every conversation has its turn before any has its next one. Requests wait for a fault
         that is due."""
-        work = self._work
-
-        async def client(sessions: Iterator[int], turn: int) -> None:
-            for session in sessions:
-                while self.figures.finished >= self._pause_at:  # noqa: ASYNC110  (set elsewhere)
-                    await anyio.sleep(0.02)
-                await self._turn(session, turn)
-
-        for turn in range(work.turns):
-            sessions = iter(range(work.sessions))
-            async with anyio.create_task_group() as tasks:
-                for _ in range(min(work.concurrency, work.sessions)):
-                    tasks.start_soon(client, sessions, turn)
+        for turn in range(self._work.turns):
+            await serve_turn(self._work, turn, self._turn)
 
     async def _turn(self, session: int, turn: int) -> None:
+        while self.figures.finished >= self._pause_at:  # noqa: ASYNC110  (set elsewhere)
+            await anyio.sleep(0.02)
         prompt, answer = self._texts[session].turn(turn)
         path = self._paths[session]
         path.extend(np.concatenate([prompt, answer])[path.num_tokens :])
@@ -478,20 +465,14 @@ async def drive(task: Task) -> Report:
         for placement in scenario.fleet.placements:
             figures[placement] = await Run(scenario, task, network, placement, totals).run()
     divergence = sum(one["divergence"] + one["router_divergence"] for one in figures.values())
-    return Report(
+    return report_of(
         scenario.scenario.name,
-        totals.requests,
-        totals.rejected,
-        totals.no_room,
-        totals.blocks_looked_up,
-        totals.hit_rates(),
-        totals.verified_blocks,
-        totals.corrupt_blocks_served,
-        {"divergence": int(divergence)},
-        {},
-        int(sum(one["messages"] for one in figures.values())),
-        round(time.monotonic() - began, 3),
-        totals.errors,
+        totals,
+        time.monotonic() - began,
+        flush={"divergence": int(divergence)},
+        loop_lag_ms={},
+        messages=int(sum(one["messages"] for one in figures.values())),
+        errors=totals.errors,
         fleet={"namespaces": {"used": float(task.isolated)}, **figures},
     )
 
@@ -499,7 +480,7 @@ async def drive(task: Task) -> Report:
 async def progress(totals: Totals) -> None:
     """Print the totals now and then."""
     while True:
-        print(msgspec.json.encode(totals).decode(), flush=True)
+        say(totals)
         await anyio.sleep(PROGRESS_S)
 
 
@@ -510,8 +491,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(40),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    log_errors_only()
     run_terminable(main())

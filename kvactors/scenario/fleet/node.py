@@ -16,16 +16,13 @@ from uuid import uuid4
 import anyio
 import anyio.to_thread
 import msgspec
-import numpy as np
-import structlog
-from numpy.typing import NDArray
 
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
-from kvactors.flush_notifier.sinks.kv_wire import MEDIA
+from kvactors.scenario.child import log_errors_only, say
 from kvactors.scenario.engine import RETRY, Engine, ScenarioRequest
 from kvactors.scenario.session import Session, session
-from kvactors.scenario.spec import Scenario, Workload, events_of
-from kvactors.scenario.workload import random_tokens
+from kvactors.scenario.spec import Scenario
+from kvactors.scenario.workload import Conversation
 from kvactors.storage.mooncake import MooncakeBackend
 
 LINE_BYTES = 1 << 24
@@ -79,37 +76,10 @@ class NodeAnswer(msgspec.Struct):
     number: int
     hits: Blocks = Blocks()
     wait_s: float = 0.0
-    held: dict[str, list[int]] = {}
+    held: dict[str, set[int]] = {}
     sequence: int = 0
     counts: dict[str, float] = {}
     errors: list[str] = []
-
-
-# -- texts, which the driver and every node make from the same seed
-
-
-class Conversation:
-    """A conversation that grows turn by turn behind the shared system prompt. seed: of all texts.
-    session: its number."""
-
-    def __init__(self, work: Workload, seed: int, session: int) -> None:
-        self._work = work
-        self._rng = np.random.default_rng((seed, session))
-        self._text = random_tokens(np.random.default_rng(seed), work.system_tokens)
-        self._ends: list[tuple[int, int]] = []
-
-    def turn(self, number: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """The prompt and the answer of a turn, from 0 on."""
-        while len(self._ends) <= number:
-            question, answer = (
-                random_tokens(self._rng, 1 + int(self._rng.poisson(mean)))
-                for mean in (self._work.user_tokens, self._work.output_tokens)
-            )
-            end = len(self._text) + len(question)
-            self._text = np.concatenate([self._text, question, answer])
-            self._ends.append((end, len(self._text)))
-        prompt, end = self._ends[number]
-        return self._text[:prompt], self._text[prompt:end]
 
 
 # -- the node
@@ -179,9 +149,7 @@ class Node:
         one, cache = self._session, self._session.cache
         await self._engine.idle()  # saves in flight are objects of the pool that is judged
         await self._engine.settle()
-        settings = events_of(one.scenario)
-        assert settings is not None, "the driver has set a sink of KV events"
-        sink: Any = one.sinks[settings.label].inner
+        sequence, held = one.published()
         statistics, totals = cache.statistics(), one.totals
         counts: dict[str, float] = {
             "verified": totals.verified_blocks,
@@ -195,14 +163,8 @@ class Node:
         }
         if statistics.store is not None:
             counts |= {f"pool_{name}": getattr(statistics.store, name) for name in STORE_COUNTS}
-        held = one.held(MEDIA[settings.media])
-        return NodeAnswer(
-            order.number,
-            held={medium: sorted(hashes) for medium, hashes in held.items()},
-            sequence=sink.events.sequence,
-            counts=counts,
-            errors=totals.errors + cache.check(),
-        )
+        errors = totals.errors + cache.check()
+        return NodeAnswer(order.number, held=held, sequence=sequence, counts=counts, errors=errors)
 
     async def _pool(self, work: Any) -> None:
         backend: Any = self._session.cache.system.backend
@@ -242,7 +204,7 @@ async def main() -> None:
         print("ready", flush=True)
 
         async def answered(order: Order) -> None:
-            print(msgspec.json.encode(await node.carry_out(order)).decode(), flush=True)
+            say(await node.carry_out(order))
 
         async with anyio.create_task_group() as tasks:
             while line := await reader.readline():
@@ -250,8 +212,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(40),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-    )
+    log_errors_only()
     asyncio.run(main())
