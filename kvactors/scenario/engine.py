@@ -8,8 +8,9 @@ and errors lead to.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable, Collection, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Literal, Protocol
 
 import anyio
@@ -17,8 +18,8 @@ import anyio
 from kvactors.cache import KVCache
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.lease import Lease
-from kvactors.scenario.report import Totals
-from kvactors.types import HASH_BYTES, Tokens
+from kvactors.scenario.report import Progress, Totals
+from kvactors.types import Tokens
 
 IDLE = 300.0
 """Seconds within which a cache must be idle between turns. Only a hang takes as long."""
@@ -55,18 +56,12 @@ class DeviceModel:
 
 
 class ScenarioRequest:
-    """A lease, and the contents that its blocks must have.
-
-    Attributes:
-        known: number of leading blocks that were computed, or whose loads have landed.
-        tail: the name of the contents of the block after them, which is not full and has no hash.
-            Empty if it has not been computed.
-    """
+    """A lease, and the contents that its blocks must have. known: number of leading blocks that
+    were computed, or whose loads have landed."""
 
     def __init__(self, lease: Lease, block_size: int, model: Model) -> None:
         self.lease = lease
         self.known = 0
-        self.tail = b""
         self._block_size = block_size
         self._model = model
 
@@ -81,30 +76,15 @@ class ScenarioRequest:
 
     async def compute(self) -> None:
         """Compute every full block that is not known."""
-        first, self.known, self.tail = self.known, self.full, b""
+        first, self.known = self.known, self.full
         if first < self.known:
             blocks = self.lease.block_table[first : self.known]
             await self._model.fill(blocks, self.lease.hashes(first, self.known))
 
-    def truncated(self) -> None:
-        """Tokens were dropped, and with them the contents of their blocks."""
-        self.known, self.tail = min(self.known, self.full), b""
-
-    async def compute_tail(self, name: bytes) -> None:
-        """Compute the last block, which is not full, with the contents of that name."""
-        self.tail = name
-        await self._model.fill(self.lease.block_table[self.known : self.known + 1], name)
-
     async def verify(self, start: int = 0, stop: int | None = None) -> Sequence[int]:
-        """Compare known blocks with their contents. Returns the positions of the wrong ones.
-
-        Args:
-            stop: position after the last one, None for all of them and the tail.
-        """
-        names = self.lease.hashes(start, self.known if stop is None else stop)
-        if stop is None:
-            names += self.tail
-        blocks = self.lease.block_table[start : start + len(names) // HASH_BYTES]
+        """Compare known blocks with their contents. Returns the positions of the wrong ones."""
+        stop = self.known if stop is None else stop
+        blocks, names = self.lease.block_table[start:stop], self.lease.hashes(start, stop)
         return [start + index for index in await self._model.check(blocks, names)]
 
 
@@ -119,8 +99,11 @@ class Engine:
     """Serves requests on a cache and keeps the totals.
 
     Args:
+        model: where blocks are computed. None: on the cache's own device, in this process.
         thorough: verify every cached block, and at the end of a request all of its blocks. If not
             set, the blocks loaded from a lower tier.
+        on_wrong: called in addition to counting wrong blocks.
+        on_error: called in place of an error in the totals.
     """
 
     def __init__(
@@ -185,7 +168,6 @@ class Engine:
         tokens: Tokens,
         output: Tokens = (),
         *,
-        tokens_per_s: float = math.inf,
         think: float = 0.0,
         end: End = "finish",
         output_tokens: int | None = None,
@@ -203,10 +185,9 @@ class Engine:
             request = self.request(lease)
             await self.begin(request)
             cached = request.known
-            if missing := lease.num_tokens - lease.cached_tokens:
-                await pause(missing / tokens_per_s)
             await self.compute(request)
-            await pause(think)
+            if think:
+                await anyio.sleep(think)
             if len(output):
                 await lease.extend(output)
                 await self.compute(request)
@@ -220,33 +201,24 @@ class Engine:
         return lease
 
     async def serve_patiently(
-        self,
-        name: str,
-        tokens: Tokens,
-        output: Tokens = (),
-        *,
-        retry: float = RETRY,
-        patience: float = math.inf,
-        **options: Any,
+        self, name: str, tokens: Tokens, output: Tokens = (), **options: Any
     ) -> None:
         """Serve one request, and try again while too few blocks are free. One that the device could
-        never hold is rejected. An error goes into the totals.
-        """
+        never hold is rejected. An error goes into the totals. options: of `serve`."""
         totals, cache = self.totals, self.cache
-        give_up = anyio.current_time() + patience
-        while len(tokens) + len(output) <= cache.device.num_blocks * cache.block_size:
+        if len(tokens) + len(output) > cache.device.num_blocks * cache.block_size:
+            totals.rejected += 1
+            return
+        while True:
             try:
                 await self.serve(name, tokens, output, **options)
                 return
             except NoRoom:
                 totals.no_room += 1
+                await anyio.sleep(RETRY)
             except KVActorsError as error:
                 self.failed(name, error)
                 return
-            if anyio.current_time() > give_up:
-                break
-            await anyio.sleep(retry)
-        totals.rejected += 1
 
     async def settle(self, sinks: Collection[str] | None = None) -> None:
         """Wait until nothing is in flight and every sink (of those named) has its deliveries. A
@@ -272,7 +244,20 @@ class Engine:
             self.totals.complain(f"request {name}: {type(error).__name__}: {error}")
 
 
-async def pause(seconds: float) -> None:
-    """Let time pass. No time is no step of the loop."""
-    if seconds:
-        await anyio.sleep(seconds)
+async def reporting(totals: Totals, progress: Progress) -> None:
+    """Report progress a few times a second."""
+    while True:
+        progress(totals)
+        await anyio.sleep(0.1)
+
+
+@asynccontextmanager
+async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Run coroutines beside a block of code. They are cancelled at its end."""
+    tasks = [asyncio.get_running_loop().create_task(one) for one in work]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

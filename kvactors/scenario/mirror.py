@@ -14,10 +14,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import msgspec
 import zmq
+from msgspec.structs import asdict
 from zmq.utils.monitor import recv_monitor_message
 
 from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT
@@ -104,27 +105,27 @@ PATIENCE = 2.0
 """Seconds for one message of an answer from the replay socket."""
 
 
-class MirrorStatistics(NamedTuple):
+class MirrorStatistics(msgspec.Struct):
     """applied: batches. dropped: lost on purpose. gaps: noticed. replayed: batches had from replay.
-    snapshots: taken. connections: made. orphans: see `Mirror`."""
+    snapshots: taken. connections: made."""
 
-    applied: int
-    dropped: int
-    gaps: int
-    replayed: int
-    snapshots: int
-    connections: int
-    orphans: int
+    applied: int = 0
+    dropped: int = 0
+    gaps: int = 0
+    replayed: int = 0
+    snapshots: int = 0
+    connections: int = 0
 
 
 class SnapshotPart(msgspec.Struct, frozen=True, tag="Snapshot", tag_field="type"):
     """One record of a snapshot."""
 
-    epoch: int
     next_sequence: int
-    part: int
     last: bool
     events: MapEvents
+
+
+SNAPSHOTS = msgspec.msgpack.Decoder(tuple[float, tuple[SnapshotPart], int])
 
 
 class Mirror:
@@ -224,7 +225,7 @@ class Mirror:
 
 class Reader:
     """A subscriber with a mirror. lose: share of the live messages that it drops, drawn from
-    `seed`. dialect: of the publisher.
+    `seed`.
 
     follow: snapshots (whenever a connection is (re)made it takes one, and what was queued is void:
     numbers of a publisher that begins at 0 again could not tell) or numbers (it never takes one: of
@@ -236,18 +237,16 @@ class Reader:
         endpoint: str,
         replay: str,
         topic: str = "",
-        dialect: Literal["map", "array"] = "map",
         lose: float = 0.0,
         seed: int = 0,
         follow: Literal["snapshots", "numbers"] = "snapshots",
     ) -> None:
         self._snapshots = follow == "snapshots"
         self.mirror = Mirror()
-        self.dialect: Literal["map", "array"] = dialect
         self._replay = replay
         self._lose = lose
         self._random = random.Random(seed)  # noqa: S311  (which message is lost is no secret)
-        self._counts = dict.fromkeys(MirrorStatistics._fields[:-1], 0)
+        self.statistics = MirrorStatistics()
         self._context: Any = zmq.Context.instance()
         self.socket: Any = self._context.socket(zmq.SUB)
         self.socket.setsockopt(zmq.RCVHWM, 0)
@@ -263,7 +262,7 @@ class Reader:
         ready = dict(self.poller.poll(int(1000 * timeout)))
         if self.monitor in ready:
             recv_monitor_message(self.monitor)
-            self._counts["connections"] += 1
+            self.statistics.connections += 1
             if self._snapshots:
                 while self.socket.poll(0):
                     self.socket.recv_multipart()
@@ -274,18 +273,18 @@ class Reader:
 
     def _live(self, number: int, payload: bytes) -> None:
         if self._random.random() < self._lose:
-            self._counts["dropped"] += 1
+            self.statistics.dropped += 1
             return
         if not self._take(number, payload):
-            self._counts["gaps"] += 1
+            self.statistics.gaps += 1
             self.catch_up()
             if not self._take(number, payload) and self._snapshots:  # too old for the window
                 self.catch_up(snapshot=True)
 
     def _take(self, number: int, payload: bytes) -> bool:
         before = self.mirror.expected
-        taken = self.mirror.batch(number, decode_batch(payload, self.dialect)[1])
-        self._counts["applied"] += self.mirror.expected - before
+        taken = self.mirror.batch(number, decode_batch(payload)[1])
+        self.statistics.applied += self.mirror.expected - before
         return taken
 
     def catch_up(self, *, snapshot: bool = False) -> bool:
@@ -295,31 +294,25 @@ class Reader:
             parts = self._ask(SNAPSHOT)
             if parts is None:
                 return False
-            records = [self._part(payload) for _, payload in parts]
+            records = [SNAPSHOTS.decode(payload)[1][0] for _, payload in parts]
             if not records or not records[-1].last:
                 return False
             self.mirror.restart(records[-1].next_sequence)
             for record in records:
                 self.mirror.apply(record.events)
-            self._counts["snapshots"] += 1
+            self.statistics.snapshots += 1
         answer = self._ask(encode_sequence(self.mirror.expected))
         for number, payload in answer or ():
             before = self.mirror.expected
-            if (
-                not self._snapshots
-            ):  # it begins with the state where it does not begin at the number asked for
+            if not self._snapshots:  # a late answer begins with the state
                 self.mirror.expected = before = max(before, number)
             self._take(number, payload)
-            self._counts["replayed"] += self.mirror.expected - before
+            self.statistics.replayed += self.mirror.expected - before
         return answer is not None
 
-    def _part(self, payload: bytes) -> SnapshotPart:
-        return msgspec.msgpack.decode(payload, type=tuple[float, tuple[SnapshotPart], int])[1][0]
-
     def _ask(self, body: bytes) -> list[tuple[int, bytes]] | None:
-        socket: Any = self._context.socket(
-            zmq.DEALER
-        )  # a REQ socket would take the first message only
+        # a REQ socket would take the first message only
+        socket: Any = self._context.socket(zmq.DEALER)
         try:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
@@ -348,17 +341,12 @@ class Reader:
 
     def report(self) -> dict[str, Any]:
         """The mirror as builtins."""
-        view = {medium: sorted(hashes) for medium, hashes in self.mirror.view.items() if hashes}
         return {
             "sequence": self.mirror.expected,
-            "view": view,
+            "view": {medium: hashes for medium, hashes in self.mirror.view.items() if hashes},
             "ambiguous": self.mirror.ambiguous(),
-            "statistics": self.statistics()._asdict(),
+            "statistics": asdict(self.statistics) | {"orphans": self.mirror.orphans},
         }
-
-    def statistics(self) -> MirrorStatistics:
-        """A moment's picture."""
-        return MirrorStatistics(**self._counts, orphans=self.mirror.orphans)
 
     def close(self) -> None:
         """Close the sockets."""
@@ -379,15 +367,7 @@ def main() -> None:
     parser.add_argument("--lose", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--follow", choices=["snapshots", "numbers"], default="snapshots")
-    options = parser.parse_args()
-    reader = Reader(
-        options.endpoint,
-        options.replay,
-        options.topic,
-        lose=options.lose,
-        seed=options.seed,
-        follow=options.follow,
-    )
+    reader = Reader(**vars(parser.parse_args()))
     reader.poller.register(sys.stdin.fileno(), zmq.POLLIN)
     print("ready", flush=True)
     while True:

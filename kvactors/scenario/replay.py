@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,10 @@ import numpy as np
 from kvactors.cache import open_cache
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
-from kvactors.scenario.engine import Engine
+from kvactors.scenario.engine import Engine, beside, reporting
 from kvactors.scenario.output import in_unicode
 from kvactors.scenario.recorder import Observe, unobserved
-from kvactors.scenario.report import Report, Totals, make_report
+from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.serving import (
     Baseline,
     Pace,
@@ -35,8 +35,6 @@ from kvactors.scenario.trace import TraceRequest, read_trace, tokens_of
 from kvactors.settings import Config
 from kvactors.settings.check import Count, Number
 from kvactors.threads import in_thread
-
-Progress = Callable[[Totals], None]
 
 
 class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -105,7 +103,16 @@ async def replay(
             async with LagMonitor().running() as lag, observe(cache):
                 began = time.monotonic()
                 if timed:
-                    served = await replay_timed(engine, arrivals, settings, progress)
+                    async with beside(reporting(totals, progress)):
+                        served = await Serving(
+                            engine,
+                            arrivals,
+                            pace_of(settings),
+                            speed=settings.speed,
+                            most_running=settings.most_running,
+                            patience=settings.patience,
+                        ).run()
+                    progress(totals)
                 else:
                     await replay_in_order(engine, read(), progress, clock)
                 await engine.settle()
@@ -173,22 +180,6 @@ def pace_of(settings: ReplaySettings) -> Pace:
     return Pace(
         settings.prefill_tokens_per_s, 1.0 / settings.decode_tokens_per_s, settings.step_tokens
     )
-
-
-async def replay_timed(
-    engine: Engine, requests: Sequence[TraceRequest], settings: ReplaySettings, progress: Progress
-) -> ServingFigures:
-    """Arrivals by the trace's clock, many requests in flight. Returns the figures of the loop."""
-    serving = Serving(
-        engine,
-        requests,
-        pace_of(settings),
-        speed=settings.speed,
-        most_running=settings.most_running,
-        patience=settings.patience,
-        progress=progress,
-    )
-    return await serving.run()
 
 
 def serve_baselines(

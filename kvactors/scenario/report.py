@@ -49,6 +49,10 @@ class Totals(msgspec.Struct):
             self.errors.append("and more")
 
 
+Progress = Callable[[Totals], None]
+"""Called with the totals a few times a second."""
+
+
 class Report(msgspec.Struct):
     """The result of a run or a replay. corrupt_blocks_served and flush["divergence"] must be 0.
 

@@ -15,12 +15,12 @@ from msgspec.structs import replace
 
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.child import compare, routing
-from kvactors.scenario.engine import Engine
+from kvactors.scenario.engine import Engine, beside
 from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.processes import run_processes
 from kvactors.scenario.recorder import Observe, unobserved
-from kvactors.scenario.report import Report, Totals
-from kvactors.scenario.session import Progress, Session, beside, session
+from kvactors.scenario.report import Progress, Report, Totals
+from kvactors.scenario.session import Session, session
 from kvactors.scenario.spec import Pool, Scenario, Workload, events_of
 from kvactors.scenario.workload import random_tokens
 from kvactors.settings.sinks import MemorySinkConfig

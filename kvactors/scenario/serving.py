@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
+import anyio
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,7 +22,6 @@ from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.decode_batch import Step
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.scenario.engine import Engine, ScenarioRequest
-from kvactors.scenario.report import Totals
 from kvactors.scenario.trace import TraceRequest, tokens_of
 from kvactors.settings import Config
 from kvactors.threads import Workers
@@ -264,7 +264,6 @@ loads have arrived join soon."""
 YIELD = 0.0005
 """Seconds that the clock may be ahead of the wall clock: a shorter sleep is not exact."""
 
-
 PASSES = 8
 """Passes of the event loop for the cache between two strides, when strides are late."""
 
@@ -299,22 +298,20 @@ class Serving:
         speed: float,
         most_running: int,
         patience: float,
-        progress: Callable[[Totals], None],
     ) -> None:
         self._engine, self._cache, self._totals = engine, engine.cache, engine.totals
         self._size = engine.cache.block_size
-        self._speed, self._patience, self._progress = speed, patience, progress
+        self._speed, self._patience = speed, patience
         self._most_running = most_running
         self._scheduler = Scheduler(pace)
         self._arriving = jobs_of(requests, self._size)[::-1]
         self._requests: dict[int, ScenarioRequest] = {}
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
-        self._woken = self._loop.create_future()
+        self._woken = asyncio.Event()
         self._starting: set[asyncio.Task[None]] = set()
         self._admitting: asyncio.Task[None] | None = None
         self._running = 0  # requests with a lease, or about to have one
-        self._shown = 0.0
 
     async def run(self) -> ServingFigures:
         """Serve every request."""
@@ -327,7 +324,6 @@ class Serving:
                     await self._compute()
                 else:
                     await self._wait()
-                self._show()
         finally:
             tasks = [*self._starting, *([self._admitting] if self._admitting else [])]
             for task in tasks:
@@ -335,13 +331,7 @@ class Serving:
             await asyncio.gather(*tasks, return_exceptions=True)
             for request in self._requests.values():
                 request.lease.abandon()
-        self._progress(self._totals)
         return scheduler.figures
-
-    def _show(self) -> None:
-        if self._loop.time() - self._shown > 0.1:
-            self._shown = self._loop.time()
-            self._progress(self._totals)
 
     # -- the clock
 
@@ -368,17 +358,11 @@ class Serving:
         """Nothing can be computed: wait for an arrival, or until a request has its blocks."""
         scheduler = self._scheduler
         self._set_back(scheduler.now)
-        limit = None
-        if self._arriving:
-            limit = max(0.0, (self._arriving[-1].arrival - self._wall()) / self._speed)
-        self._woken = self._loop.create_future()
-        await asyncio.wait((self._woken,), timeout=limit)
-        due = self._arriving[-1].arrival if self._arriving else float("inf")
+        due = self._arriving[-1].arrival if self._arriving else math.inf
+        self._woken.clear()
+        with anyio.move_on_after(max(0.0, (due - self._wall()) / self._speed)):
+            await self._woken.wait()
         scheduler.now = max(scheduler.now, min(self._wall(), due))
-
-    def _wake(self) -> None:
-        if not self._woken.done():
-            self._woken.set_result(None)
 
     # -- admission
 
@@ -403,7 +387,7 @@ class Serving:
                 await self._acquire(heapq.heappop(waiting))
         finally:
             self._admitting = None
-            self._wake()
+            self._woken.set()
 
     async def _acquire(self, job: ServingJob) -> None:
         try:
@@ -444,11 +428,12 @@ class Serving:
             lease = request.lease
             self._scheduler.begin(job, lease.cached_tokens, lease.covered_tokens)
         finally:
-            self._wake()
+            self._woken.set()
 
     def _fail(self, job: ServingJob, error: KVActorsError) -> None:
         """A request ends with an error."""
         self._running -= 1
+        self._scheduler.decoding.pop(job.number, None)
         request = self._requests.pop(job.number, None)
         if request is not None:
             request.lease.abandon()
@@ -477,7 +462,7 @@ class Serving:
                 await request.compute()
                 await request.lease.commit(job.prompt_tokens)
             except KVActorsError as error:
-                self._drop(job, error)
+                self._fail(job, error)
 
     async def _finish(self, outcome: RequestOutcome) -> None:
         for job in outcome.done:
@@ -490,11 +475,6 @@ class Serving:
                 self._totals.finished += 1
             except KVActorsError as error:
                 self._engine.failed(str(job.number), error)
-
-    def _drop(self, job: ServingJob, error: KVActorsError) -> None:
-        """A request that is being computed ends with an error."""
-        self._scheduler.decoding.pop(job.number, None)
-        self._fail(job, error)
 
     async def _grow(self, full: Sequence[ServingJob]) -> None:
         """Take a block for each request that has filled its last one. Without a free block the
@@ -513,7 +493,7 @@ class Serving:
                 elif isinstance(stepped.error, NoRoom):
                     without.append(job)
                 elif isinstance(stepped.error, KVActorsError):
-                    self._drop(job, stepped.error)
+                    self._fail(job, stepped.error)
                 else:
                     raise stepped.error
             full = without
@@ -562,18 +542,16 @@ def sizes_of(config: Config, baseline: Baseline) -> Sizes:
     stored: int | None = 0
     if storage.backend != "none" and not config.flush.flush_only:
         stored = storage.capacity_blocks if storage.capacity_bytes is None else None
-    cached = None
-    if stored is not None:
-        each = (device, host, stored)
-        exclusive = config.host.mode == "exclusive" or not host
-        cached = sum(each) if exclusive else max(each)
-    cache = config.cache
-    return Sizes(
-        cache.block_size,
-        device,
-        0 if baseline == "none" else cached,
-        cache.recompute_last_token,
-    )
+    exclusive = config.host.mode == "exclusive" or not host
+    if baseline == "none":
+        cached: int | None = 0
+    elif stored is None:
+        cached = None
+    elif exclusive:
+        cached = device + host + stored
+    else:
+        cached = max(device, host, stored)
+    return Sizes(config.cache.block_size, device, cached, config.cache.recompute_last_token)
 
 
 class ModelCache:

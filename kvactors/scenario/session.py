@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,10 +16,10 @@ from kvactors.flush_notifier.sinks.kv_wire import MEDIA
 from kvactors.layout import make_layout
 from kvactors.observe.lag import NO_LAGS, LagMonitor
 from kvactors.observe.statistics import announceable
-from kvactors.scenario.engine import Engine
+from kvactors.scenario.engine import Engine, beside, reporting
 from kvactors.scenario.recorder import Observe, unobserved
-from kvactors.scenario.replay import Progress, cache_config
-from kvactors.scenario.report import Report, Totals, make_report
+from kvactors.scenario.replay import cache_config
+from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario, events_of
 from kvactors.scenario.workload import Script, chat
 from kvactors.settings import Config, StorageConfig
@@ -181,22 +180,3 @@ async def session(
         observe(cache),
     ):
         yield Session(scenario, cache, sinks, virtual=virtual)
-
-
-async def reporting(totals: Totals, progress: Progress) -> None:
-    """Report progress a few times a second."""
-    while True:
-        progress(totals)
-        await anyio.sleep(0.1)
-
-
-@asynccontextmanager
-async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Run coroutines beside a block of code. They are cancelled at its end."""
-    tasks = [asyncio.get_running_loop().create_task(one) for one in work]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -67,20 +67,6 @@ class Curve(NamedTuple):
         return int(self.hits[min(size, len(self.hits) - 1)]) / max(1, self.looked_up)
 
 
-class TierRates(NamedTuple):
-    """Share of the looked-up blocks that each tier hits, and the number of refused requests."""
-
-    device: float
-    host: float
-    storage: float
-    refused: int
-
-    @property
-    def total(self) -> float:
-        """Share that any tier hits."""
-        return self.device + self.host + self.storage
-
-
 def read_paths(requests: Iterable[NDArray[np.uint64]]) -> Paths:
     """Number the blocks of a trace.
 
@@ -227,16 +213,18 @@ def hit_curve(paths: Paths, device: int | None = None, *, whole: bool = True) ->
     return curve_of(paths, uses_of(paths, device, whole=whole))
 
 
-def tier_rates(curve: Curve, device: int, host: int, storage: int, *, exclusive: bool) -> TierRates:
-    """The hits of three LRU tiers.
-
-    Exclusive tiers hit together like one cache of all their blocks, inclusive ones like one cache
-    of the blocks of the largest.
-    """
+def tier_rates(
+    curve: Curve, device: int, host: int, storage: int, *, exclusive: bool
+) -> dict[str, float]:
+    """Share of the looked-up blocks that each of three LRU tiers hits, and the number of refused
+    requests. Exclusive tiers hit together like one cache of all their blocks, inclusive ones like
+    one cache of the blocks of the largest. Sizes are in blocks, 0 without the tier."""
     upper = device + host if exclusive else max(device, host)
     every = upper + storage if exclusive else max(upper, storage)
-    rates = curve.rate(device), curve.rate(upper), curve.rate(every)
-    return TierRates(rates[0], rates[1] - rates[0], rates[2] - rates[1], curve.refused)
+    at_device, at_host, total = curve.rate(device), curve.rate(upper), curve.rate(every)
+    shares = {"device": at_device, "host": at_host - at_device, "storage": total - at_host}
+    rounded = {tier: round(share, 6) for tier, share in (shares | {"total": total}).items()}
+    return rounded | {"refused": curve.refused}
 
 
 def sizes_to_show(distinct: int, points: int = 40) -> list[int]:
@@ -258,14 +246,6 @@ def device_uses(paths: Paths, sizes: Iterable[int], *, whole: bool = True) -> It
         else:
             shared = shared or uses_of(paths, whole=whole)
             yield shared
-
-
-def device_rates(paths: Paths, sizes: Sequence[int], *, whole: bool = True) -> list[TierRates]:
-    """The hits of a device alone, for each size."""
-    return [
-        tier_rates(curve_of(paths, uses), size, 0, 0, exclusive=True)
-        for size, uses in zip(sizes, device_uses(paths, sizes, whole=whole), strict=True)
-    ]
 
 
 def sizes_for(curve: Curve, shares: Iterable[float]) -> dict[float, int]:
@@ -325,21 +305,6 @@ REPORTED = 256
 RequestsDone = Callable[[int], None]
 
 
-class Arrivals(NamedTuple):
-    """The data of requests that a policy learns from besides their blocks."""
-
-    times: NDArray[np.float64]
-    outputs: NDArray[np.int64]
-
-
-def arrivals_of(requests: Sequence[TraceRequest]) -> Arrivals:
-    """The times and output lengths of a trace."""
-    return Arrivals(
-        np.array([one.timestamp for one in requests], np.float64),
-        np.array([one.output_length for one in requests], np.int64),
-    )
-
-
 class DeviceTier:
     """A device of one size whose requests run one after another."""
 
@@ -396,31 +361,34 @@ class DeviceTier:
 
 def retain_hits(
     paths: Paths,
-    arrivals: Arrivals,
+    requests: Sequence[TraceRequest],
     size: int,
     *,
     whole: bool = True,
     progress: RequestsDone = lambda _: None,
 ) -> int:
-    """The blocks that a device hits under RETAIN."""
+    """The blocks that a device of `size` blocks hits under RETAIN.
+
+    Args:
+        paths: the blocks of the requests.
+        progress: called with the number of requests that are done, from time to time.
+    """
     device = DeviceTier(size, LifeTables(first=OBSERVED_REQUESTS))
     blocks = paths.blocks.astype(np.uint32)
-    times: Sequence[float] = arrivals.times.tolist()
-    outputs: Sequence[int] = arrivals.outputs.tolist()
     hits = begin = 0
-    for request, end in enumerate(paths.ends.tolist()):
+    for number, (request, end) in enumerate(zip(requests, paths.ends.tolist(), strict=True), 1):
         ids, begin = blocks[begin:end], end
         most = len(ids) if whole else len(ids) - 1
-        hits += min(most, device.request(ids, times[request], outputs[request]))
-        if request % REPORTED == REPORTED - 1:
-            progress(request + 1)
+        hits += min(most, device.request(ids, request.timestamp, request.output_length))
+        if number % REPORTED == 0:
+            progress(number)
     return hits
 
 
 # -- LRU tiers of a config's sizes
 
 
-def rates_of(paths: Paths, config: Config) -> TierRates:
+def rates_of(paths: Paths, config: Config) -> dict[str, float]:
     """The hits of a config's tiers under LRU. A store without a limit holds every block."""
     store = config.storage
     stored = 0
@@ -436,31 +404,18 @@ def rates_of(paths: Paths, config: Config) -> TierRates:
     )
 
 
-def rates_by_name(rates: TierRates) -> dict[str, float]:
-    """For reports."""
-    return {
-        "device": round(rates.device, 6),
-        "host": round(rates.host, 6),
-        "storage": round(rates.storage, 6),
-        "total": round(rates.total, 6),
-        "refused": rates.refused,
-    }
-
-
 def lru_rates(requests: Iterable[TraceRequest], config: Config) -> dict[str, float]:
     """The hit rates that LRU tiers of the same sizes have, if the requests come one after another.
 
     Empty if every tier of the config is LRU, or if they cannot be had in advance: the store's size
     is given in bytes, or the ids are not chained.
     """
-    if "retain" not in (config.device.policy, config.host.policy):
-        return {}
-    if config.storage.capacity_bytes is not None:
+    policies = (config.device.policy, config.host.policy)
+    if "retain" not in policies or config.storage.capacity_bytes is not None:
         return {}
     try:
-        paths = read_paths(one.ids for one in requests)
+        rates = rates_of(read_paths(one.ids for one in requests), config)
     except ConfigError:
         return {}
-    rates = rates_by_name(rates_of(paths, config))
     del rates["refused"]
     return rates

@@ -12,21 +12,18 @@ from kvactors.errors import ConfigError
 from kvactors.scenario.output import in_unicode, print_details, print_fields, print_rows
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.sweep import (
-    Arrivals,
     Paths,
-    arrivals_of,
     curve_of,
     device_uses,
     hit_curve,
     optimal_hits,
-    rates_by_name,
     rates_of,
     read_paths,
     retain_hits,
     sizes_for,
     sizes_to_show,
 )
-from kvactors.scenario.trace import read_trace
+from kvactors.scenario.trace import TraceRequest, read_trace
 
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 """Shares of the most hits possible, for which the smallest cache is reported."""
@@ -97,8 +94,7 @@ def sweep(
     chosen = sorted(set(sizes)) or sizes_to_show(paths.distinct)
     points = points_of(paths, chosen, block_bytes, whole=whole)
     if retain:
-        arrivals = arrivals_of(requests)
-        run_retain(paths, arrivals, points, progress, whole=whole)
+        run_retain(paths, requests, points, progress, whole=whole)
     return SweepReport(
         in_unicode(Path(trace).name),
         len(paths.ends),
@@ -109,7 +105,7 @@ def sweep(
         round(curve.rate(paths.distinct), 6),
         points,
         {f"{share:g}": size for share, size in sizes_for(curve, SHARES).items()},
-        {} if config is None else rates_by_name(rates_of(paths, config)),
+        {} if config is None else rates_of(paths, config),
     )
 
 
@@ -135,7 +131,7 @@ def points_of(
 
 def run_retain(
     paths: Paths,
-    arrivals: Arrivals,
+    requests: Sequence[TraceRequest],
     points: Sequence[SweepPoint],
     progress: SweepProgress,
     *,
@@ -144,12 +140,12 @@ def run_retain(
     """Run RETAIN on devices of some sizes. It is no stack algorithm: each size is a run."""
     for number, point in enumerate(points):
 
-        def done(requests: int, number: int = number, point: SweepPoint = point) -> None:
-            share = (number + requests / len(paths.ends)) / len(points)
+        def done(count: int, number: int = number, point: SweepPoint = point) -> None:
+            share = (number + count / len(paths.ends)) / len(points)
             progress(f"RETAIN, {point.blocks:,} blocks", share)
 
         done(0)
-        hits = retain_hits(paths, arrivals, point.blocks, whole=whole, progress=done)
+        hits = retain_hits(paths, requests, point.blocks, whole=whole, progress=done)
         point.retain = round(hits / max(1, len(paths.blocks)), 6)
 
 

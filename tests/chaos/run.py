@@ -11,7 +11,7 @@ from pathlib import Path
 import anyio
 
 from kvactors.errors import DeadlineExceeded
-from kvactors.scenario.session import beside
+from kvactors.scenario.engine import beside
 from tests.chaos.record import ChaosReport, Row, Setting, Situation, Tally
 
 ROUND = 180.0

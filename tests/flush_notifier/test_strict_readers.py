@@ -39,7 +39,7 @@ async def test_a_strict_reader_rejects_nothing(tmp_path, max_blocks):
         await cache.wait_flushed(10.0)
         assert await asyncio.to_thread(reader.reach, sink.events.sequence, 20.0)
         assert {m: h for m, h in reader.mirror.view.items() if h} == tiers_of(cache)
-        assert reader.statistics().orphans == 0
+        assert reader.mirror.orphans == 0
         reader.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import pytest
@@ -81,10 +82,12 @@ async def test_too_large_a_request_is_rejected_and_one_without_free_blocks_waits
         assert (one.totals.rejected, one.totals.no_room) == (1, 0)
         async with await one.cache.acquire("held", prompt(2, 7)) as lease:
             await lease.wait_ready()
-            await one.serve_patiently("late", prompt(3, 2), patience=0.0, retry=0.0)
-            assert (one.totals.rejected, one.totals.no_room > 0) == (2, True)
             with pytest.raises(NoRoom):
                 await one.serve("at once", prompt(3, 2))
+            waiting = asyncio.create_task(one.serve_patiently("late", prompt(3, 2)))
+            while one.totals.no_room < 2:
+                await asyncio.sleep(0.001)
+        await waiting
         await one.serve_patiently("now", prompt(3, 2))
-        assert one.totals.finished == 1
+        assert (one.totals.rejected, one.totals.finished) == (1, 2)
         assert one.totals.errors == []

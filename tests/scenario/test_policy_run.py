@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.scenario.sweep import Arrivals, DeviceTier, hit_curve, read_paths, retain_hits
+from kvactors.scenario.sweep import DeviceTier, hit_curve, read_paths, retain_hits
+from kvactors.scenario.trace import TraceRequest
 from tests.scenario.test_sweep import chained, paths_of
 from tests.support.traces import SHORT, read
 
@@ -22,27 +23,30 @@ def test_without_statistics_it_is_lru(trace, size):
     device.tree.check()
 
 
+def requests_of(*paths, output=10):
+    """A request a second, and the paths of all."""
+    made = [
+        TraceRequest(float(at), output, np.array(ids, np.uint64)) for at, ids in enumerate(paths)
+    ]
+    return read_paths(one.ids for one in made), made
+
+
 def test_the_last_block_of_a_prompt_is_computed_again_if_asked_for():
-    paths = read_paths(np.array(ids, "u8") for ids in ([0, 1], [0, 1], [0, 1]))
-    arrivals = Arrivals(np.arange(3.0), np.full(3, 10))
-    assert retain_hits(paths, arrivals, 2) == 4
-    assert retain_hits(paths, arrivals, 2, whole=False) == 2
+    paths, requests = requests_of([0, 1], [0, 1], [0, 1])
+    assert retain_hits(paths, requests, 2) == 4
+    assert retain_hits(paths, requests, 2, whole=False) == 2
 
 
 def test_progress_is_reported_from_time_to_time():
-    paths = read_paths(np.array([one], "u8") for one in range(600))
     seen: list[int] = []
-    retain_hits(
-        paths, Arrivals(np.arange(600.0), np.zeros(600, np.int64)), 10, progress=seen.append
-    )
+    retain_hits(*requests_of(*([one] for one in range(600)), output=0), 10, progress=seen.append)
     assert seen == [256, 512]
 
 
 def test_retain_hits_more_than_lru_on_the_first_requests():
-    requests = list(read(SHORT))
-    paths = read_paths(np.array(one.ids, "u8") for one in requests)
-    arrivals = Arrivals(
-        np.array([one.now for one in requests]), np.array([one.output for one in requests])
-    )
-    rate = retain_hits(paths, arrivals, 1000) / len(paths.blocks)
+    requests = [
+        TraceRequest(one.now, one.output, np.array(one.ids, np.uint64)) for one in read(SHORT)
+    ]
+    paths = read_paths(one.ids for one in requests)
+    rate = retain_hits(paths, requests, 1000) / len(paths.blocks)
     assert rate > 1.5 * hit_curve(paths).rate(1000)

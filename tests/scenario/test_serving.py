@@ -63,7 +63,6 @@ def serve(requests, settings=None, *, pace=PACE, seed=0, most=16, patience=1e4, 
                 speed=1.0,
                 most_running=most,
                 patience=patience,
-                progress=lambda _: None,
             )
             loop._began -= late
             figures = await loop.run()
@@ -282,7 +281,6 @@ async def test_an_interrupted_replay_leaves_no_lease():
             speed=1.0,
             most_running=4,
             patience=60.0,
-            progress=lambda _: None,
         )
         task = asyncio.ensure_future(loop.run())
         while not cache.statistics().prefix.leases:

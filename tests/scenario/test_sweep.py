@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvactors.errors import ConfigError
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.sweep import (
-    device_rates,
+    curve_of,
+    device_uses,
     hit_curve,
     read_paths,
     sizes_for,
@@ -69,12 +70,10 @@ def test_a_curve_equals_a_plain_lru_cache_of_every_size(trace, whole, device):
 @given(trace=chained(), whole=st.booleans())
 def test_devices_of_every_size_refuse_what_does_not_fit(trace, whole):
     sizes = list(range(1, 14))
-    found = device_rates(paths_of(trace), sizes, whole=whole)
-    for size, rates in zip(sizes, found, strict=True):
-        hits, refused = lru(trace, size, device=size, whole=whole)
-        assert (rates.device * max(1, sum(map(len, trace))), rates.refused) == (
-            pytest.approx(hits),
-            refused,
+    paths = paths_of(trace)
+    for size, uses in zip(sizes, device_uses(paths, sizes, whole=whole), strict=True):
+        assert (curve_of(paths, uses).hits[min(size, paths.distinct)], uses.refused) == lru(
+            trace, size, device=size, whole=whole
         )
 
 
@@ -99,10 +98,10 @@ async def test_tiers_hit_as_in_a_replay(device, mode, tmp_path):
     paths = read_paths(np.array(ids, "u8") for ids in TRACE)
     curve = hit_curve(paths, device)
     rates = tier_rates(curve, device, device + 2, 0, exclusive=mode == "exclusive")
-    assert report.rejected == rates.refused
+    assert report.rejected == rates["refused"]
     served = report.blocks_looked_up / curve.looked_up  # a replay does not count refused requests
     for tier in ("device", "host"):
-        assert report.hit_rate[tier] * served == pytest.approx(getattr(rates, tier), abs=2e-6)
+        assert report.hit_rate[tier] * served == pytest.approx(rates[tier], abs=2e-6)
 
 
 def test_a_trace_that_is_not_chained_is_named():
@@ -115,7 +114,7 @@ def test_a_trace_that_is_not_chained_is_named():
 def test_no_requests_have_no_hits():
     paths = read_paths([])
     assert (paths.longest, hit_curve(paths).rate(10), sizes_to_show(0)) == (0, 0.0, [])
-    assert device_rates(paths, [5]) == [(0.0, 0.0, 0.0, 0)]
+    assert not any(tier_rates(hit_curve(paths, 5), 5, 0, 0, exclusive=True).values())
 
 
 def test_the_smallest_size_with_a_share_of_the_hits():

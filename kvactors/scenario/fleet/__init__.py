@@ -5,7 +5,6 @@ A driver in a separate process (`fleet.driver`) serves the workload on its nodes
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from importlib.util import find_spec
 from signal import Signals
 from typing import Any
@@ -16,14 +15,14 @@ import msgspec
 from kvactors.errors import ConfigError
 from kvactors.scenario.child import start_child
 from kvactors.scenario.fleet.network import isolation
-from kvactors.scenario.report import Report, Totals
+from kvactors.scenario.report import Progress, Report, Totals
 
 SILENCE_S, END_S = 600.0, 30.0
 """Seconds without a line of the driver, and for the end of its nodes. Only a hang takes as long."""
 
 
 async def run_fleet(
-    data: dict[str, Any], seed: int, progress: Callable[[Totals], None], *, isolate: bool = True
+    data: dict[str, Any], seed: int, progress: Progress, *, isolate: bool = True
 ) -> Report:
     """Run the scenario of a fleet."""
     missing = [name for name in ("mooncake", "zmq") if find_spec(name) is None]

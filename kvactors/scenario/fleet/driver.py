@@ -31,12 +31,12 @@ from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
 from kvactors.native import Path
 from kvactors.scenario.child import Child, differing, log_errors_only, say, start_child
+from kvactors.scenario.engine import beside
 from kvactors.scenario.fleet.network import Network
 from kvactors.scenario.fleet.node import NodeAnswer, Order, Orders
 from kvactors.scenario.mirror import Reader
 from kvactors.scenario.mooncake_master import Master, free_port
 from kvactors.scenario.report import Report, Totals, report_of
-from kvactors.scenario.session import beside
 from kvactors.scenario.spec import FleetFault, Placement, Scenario
 from kvactors.scenario.workload import Conversation, serve_turn
 from kvactors.signals import run_terminable
