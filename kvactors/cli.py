@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import structlog
 from cyclopts import App, CycloptsError, Parameter
+from msgspec import to_builtins
 from rich.console import Console
 
 from kvactors.actor.log import structlog_settings
@@ -28,7 +28,7 @@ from kvactors.scenario.output import (
 from kvactors.scenario.pages import check_charts, write_page
 from kvactors.scenario.recording import record_command
 from kvactors.scenario.replay import ReplayConfig, replay
-from kvactors.scenario.report import totals_line
+from kvactors.scenario.report import Totals, totals_line
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import disappointments, requests_of
@@ -69,16 +69,34 @@ app.command(top)
 app.command(record_command, name="record")
 
 
+JsonFile = Annotated[Output, Parameter(help="Where to write the report.")]
+PageFile = Annotated[
+    Output, Parameter(help="Where to write a page with charts. Needs the extra [report].")
+]
+TraceFile = Annotated[
+    Output,
+    Parameter(help="Where to write a trace of messages and transfers, for ui.perfetto.dev."),
+]
+MetricsPort = Annotated[
+    int,
+    Parameter(
+        help="Serve /metrics, /health and /statistics on this port during the run. Needs the extra "
+        "[metrics]."
+    ),
+]
+MetricsHost = Annotated[str, Parameter(help="The address to serve them on.")]
+
+
 @app.command
 def run(
     scenario: Path,
     /,
     *,
-    json: Output | None = None,
-    html: Output | None = None,
-    trace: Output | None = None,
-    metrics_port: int | None = None,
-    metrics_host: str = "127.0.0.1",
+    json: JsonFile | None = None,
+    html: PageFile | None = None,
+    trace: TraceFile | None = None,
+    metrics_port: MetricsPort | None = None,
+    metrics_host: MetricsHost = "127.0.0.1",
     seed: int | None = None,
     virtual: Annotated[bool, Parameter(negative="--real")] = False,
 ) -> int:
@@ -88,17 +106,6 @@ def run(
     ----------
     scenario
         A TOML file, or the name of a scenario of the package such as quickstart.
-    json
-        Where to write the report.
-    html
-        Where to write a page with charts. Needs the extra [report].
-    trace
-        Where to write a trace of messages and transfers, for ui.perfetto.dev.
-    metrics_port
-        Serve /metrics, /health and /statistics on this port during the run. Needs the extra
-        [metrics].
-    metrics_host
-        The address to serve them on.
     seed
         Replaces the scenario's seed.
     virtual
@@ -106,12 +113,7 @@ def run(
     """
     check_distinct((scenario,), json=json, html=html, trace=trace)
     watching = Watching(
-        json=json,
-        html=html,
-        trace=trace,
-        port=metrics_port,
-        host=metrics_host,
-        virtual=virtual,
+        json=json, html=html, trace=trace, port=metrics_port, host=metrics_host, virtual=virtual
     )
     data = read_toml(find_file(scenario, "scenario"))
     with live_line(requests_of(data)) as show:
@@ -138,11 +140,11 @@ def replay_command(
     decode_tokens_per_s: float | None = None,
     step_tokens: int | None = None,
     limit: int | None = None,
-    json: Output | None = None,
-    html: Output | None = None,
-    trace_out: Output | None = None,
-    metrics_port: int | None = None,
-    metrics_host: str = "127.0.0.1",
+    json: JsonFile | None = None,
+    html: PageFile | None = None,
+    trace_out: TraceFile | None = None,
+    metrics_port: MetricsPort | None = None,
+    metrics_host: MetricsHost = "127.0.0.1",
 ) -> int:
     """Replay a request trace with real bytes, verifying every loaded block. The exit status is 0
     only if nothing is wrong. With --timed a serving loop with continuous batching serves it, and
@@ -166,58 +168,40 @@ def replay_command(
         Tokens of prompts that it computes in one step at most.
     limit
         Maximum number of requests.
-    json
-        Where to write the report.
-    html
-        Where to write a page with charts. Needs the extra [report].
-    trace_out
-        Where to write a trace of messages and transfers, for ui.perfetto.dev.
-    metrics_port
-        Serve /metrics, /health and /statistics on this port during the run. Needs the extra
-        [metrics].
-    metrics_host
-        The address to serve them on.
     """
     check_distinct((trace, config), json=json, html=html, trace_out=trace_out)
     watching = Watching(json=json, html=html, trace=trace_out, port=metrics_port, host=metrics_host)
     trace = find_file(trace, "trace")
     with temporary_folder() as folder:
-        settings = ReplayConfig.from_mapping(
-            with_temporary(read_toml(find_file(config, "settings")) if config else {}, folder)
-        )
-        changes: dict[str, Any] = {"mode": "timed"} if timed else {}
+        data = read_toml(find_file(config, "settings")) if config else {}
+        settings = ReplayConfig.from_mapping(with_temporary(data, folder))
         given = {
+            "mode": "timed" if timed else None,
             "speed": speed,
             "prefill_tokens_per_s": prefill_tokens_per_s,
             "decode_tokens_per_s": decode_tokens_per_s,
             "step_tokens": step_tokens,
             "limit": limit,
         }
-        changes |= {name: value for name, value in given.items() if value is not None}
-        mapping = {
-            **msgspec.to_builtins(settings),
-            "replay": {**msgspec.to_builtins(settings.replay), **changes},
-        }
-        config_ = ReplayConfig.from_mapping(mapping)
-        if speed is not None and config_.replay.mode != "timed":
+        given = {name: value for name, value in given.items() if value is not None}
+        table = to_builtins(settings.replay) | given
+        settings = ReplayConfig.from_mapping(to_builtins(settings) | {"replay": table})
+        if speed is not None and settings.replay.mode != "timed":
             raise ConfigError("--speed needs --timed")
-        bounds = {"coarse": config_.replay.coarse, "limit": config_.replay.limit}
+        bounds = {"coarse": settings.replay.coarse, "limit": settings.replay.limit}
         with live_line(count_requests(trace, **bounds) if shows_progress() else None) as show:
-            report = run_terminable(
-                replay(
-                    trace,
-                    config_,
-                    lambda totals: show(totals_line(totals), totals.requests),
-                    watching.observing,
-                )
-            )
+
+            def progress(totals: Totals) -> None:
+                show(totals_line(totals), totals.requests)
+
+            report = run_terminable(replay(trace, settings, progress, watching.observing))
     watching.write_trace()
     failed = list(report.errors)
     if report.corrupt_blocks_served:
         failed.append(f"{report.corrupt_blocks_served} corrupt blocks served")
     if report.flush["divergence"]:
         failed.append(f"sinks diverge from the tiers on {report.flush['divergence']} blocks")
-    return watching.conclude(report, config_, failed)
+    return watching.conclude(report, settings, failed)
 
 
 SWEEP_STEPS = 1000
@@ -235,7 +219,7 @@ def sweep_command(
     coarse: int = 1,
     limit: int = 0,
     retain: bool = True,
-    json: Output | None = None,
+    json: JsonFile | None = None,
     html: Output | None = None,
     png: Output | None = None,
 ) -> int:
@@ -261,8 +245,6 @@ def sweep_command(
         Maximum number of requests, 0 for all.
     retain
         Run RETAIN. --no-retain leaves it out, which saves most of the time.
-    json
-        Where to write the report.
     html
         Where to write a page with a chart. Needs the extra [report].
     png
@@ -314,38 +296,26 @@ store = App(
 app.command(store)
 
 
-@store.command(name="list")
-def store_list(directory: Path, /, *, json: Output | None = None) -> int:
-    """List the file stores under a directory. Nothing is changed.
+StoreFolder = Annotated[Path, Parameter(help="As in storage.directory, or any folder below it.")]
+FoundFile = Annotated[Output, Parameter(help="Where to write what was found.")]
 
-    Parameters
-    ----------
-    directory
-        As in storage.directory, or any folder below it.
-    json
-        Where to write what was found.
-    """
+
+@store.command(name="list")
+def store_list(directory: StoreFolder, /, *, json: FoundFile | None = None) -> int:
+    """List the file stores under a directory. Nothing is changed."""
     return show_stores(directory, json, verify=False)
 
 
 @store.command(name="verify")
-def store_verify(directory: Path, /, *, json: Output | None = None) -> int:
+def store_verify(directory: StoreFolder, /, *, json: FoundFile | None = None) -> int:
     """Read and check every object of the file stores under a directory. The exit status is 1 if any
-    object or table is bad.
-
-    Parameters
-    ----------
-    directory
-        As in storage.directory, or any folder below it.
-    json
-        Where to write what was found.
-    """
+    object or table is bad."""
     return show_stores(directory, json, verify=True)
 
 
 @store.command(name="prune")
 def store_prune(
-    directory: Path,
+    directory: StoreFolder,
     /,
     *,
     keep: int = 1,
@@ -358,8 +328,6 @@ def store_prune(
 
     Parameters
     ----------
-    directory
-        As in storage.directory, or any folder below it.
     keep
         Number of stores kept for each model, namespace and rank: those opened last.
     namespace
@@ -372,10 +340,7 @@ def store_prune(
     from kvactors.storage.inspect import prune, prune_lines
 
     done = prune(directory, keep=keep, namespace=namespace, dry_run=dry_run)
-    for line in prune_lines(done, dry_run=dry_run):
-        print(line, file=sys.stderr if to_stdout(json) else None)
-    if json is not None:
-        write_json(done, json)
+    show_lines(prune_lines(done, dry_run=dry_run), done, json)
     return 1 if any(one.refused for one in done) else 0
 
 
@@ -384,11 +349,16 @@ def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
     from kvactors.storage.inspect import inspect, inspection_lines
 
     found = inspect(directory, verify=verify)
-    for line in inspection_lines(found):
+    show_lines(inspection_lines(found), found, json)
+    return 1 if any(one.bad or (verify and one.state == "damaged") for one in found) else 0
+
+
+def show_lines(lines: Iterable[str], data: Any, json: Path | None) -> None:
+    """Print lines, and write the data that they are about."""
+    for line in lines:
         print(line, file=sys.stderr if to_stdout(json) else None)
     if json is not None:
-        write_json(found, json)
-    return 1 if any(one.bad or (verify and one.state == "damaged") for one in found) else 0
+        write_json(data, json)
 
 
 def joined_outputs(words: list[str]) -> list[str]:

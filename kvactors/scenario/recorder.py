@@ -8,27 +8,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from kvactors.cache import KVCache
 from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
-from kvactors.observe.lag import LagMonitor
+from kvactors.observe.lag import LagMonitor, Tick
 from kvactors.observe.metrics import Histograms, watch_of
 from kvactors.observe.statistics import CacheStatistics
 
 Observe: TypeAlias = Callable[[KVCache], AbstractAsyncContextManager[Any]]
 """Entered with the open cache of a run, and left before it closes."""
-
-
-def unobserved(_: KVCache) -> AbstractAsyncContextManager[Any]:
-    """Nothing looks at the run."""
-    return nullcontext()
-
 
 POINTS = 400
 """Samples kept at most."""
@@ -39,38 +32,9 @@ WINDOWS = 60
 INTERVAL = 0.05
 """Seconds between samples at the start."""
 
-COUNTERS = (
-    "looked_up",
-    "device_hits",
-    "host_hits",
-    "storage_hits",
-    "bytes_to_host",
-    "bytes_to_device",
-    "bytes_written",
-    "bytes_read",
-    "messages",
-    "tasks",
-    *NOT_FETCHED,
-    *NOT_STORED,
-)
-"""Series that only rise."""
-
-GAUGES = (
-    "device_used",
-    "host_used",
-    "stored",
-    "leases",
-    "waiting",
-    "pending",
-    "pending_age_s",
-    "lag_ms",
-    "own_lag_ms",
-)
-"""Series of values at one moment."""
-
 WORST = ("lag_ms", "own_lag_ms")
-"""Gauges that are the worst value since the sample before: the loop's lag, and the lag without
-waits for a core."""
+"""Series of the worst value since the sample before: the loop's lag, and the lag without waits for
+a core."""
 
 
 class Recording(msgspec.Struct):
@@ -89,10 +53,10 @@ class Recording(msgspec.Struct):
     def rates(self, name: str) -> tuple[list[float], list[float]]:
         """Increase of a counter a second, in windows of about equal length."""
         count = len(self.seconds)
-        ends = _distinct(np.linspace(0, count - 1, min(count, WINDOWS + 1)).astype(np.int64))
+        ends = np.unique(np.linspace(0, count - 1, min(count, WINDOWS + 1)).astype(np.int64))
         seconds = np.asarray(self.seconds)[ends]
         rates = np.diff(np.asarray(self.series[name])[ends]) / np.diff(seconds)
-        return _listed(seconds[1:]), _listed(rates)
+        return seconds[1:].tolist(), rates.tolist()
 
     def shares(self, name: str, of: str) -> tuple[list[float], list[float]]:
         """Increase of a counter divided by that of another, in windows of about equal increase of
@@ -100,27 +64,17 @@ class Recording(msgspec.Struct):
         """
         whole = np.asarray(self.series[of])
         steps = np.linspace(whole[0], whole[-1], min(len(whole), WINDOWS // 2 + 1))
-        ends = _distinct(np.searchsorted(whole, steps))
+        ends = np.unique(np.searchsorted(whole, steps))
         below = np.diff(whole[ends])
         shares = np.diff(np.asarray(self.series[name])[ends]) / np.maximum(below, 1)
-        return _listed(np.asarray(self.seconds)[ends[1:]]), _listed(shares)
-
-
-def _distinct(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The positions in their order, each once."""
-    kept: NDArray[np.int64] = np.unique(positions)
-    return kept
-
-
-def _listed(values: NDArray[np.float64]) -> list[float]:
-    return [float(value) for value in values]
+        return np.asarray(self.seconds)[ends[1:]].tolist(), shares.tolist()
 
 
 class Recorder:
-    """Samples a cache while `observing`."""
+    """Samples a cache while `observing`. interval: seconds between samples at the start."""
 
     def __init__(self, interval: float = INTERVAL) -> None:
-        self.recording = Recording([], {name: [] for name in (*COUNTERS, *GAUGES)})
+        self.recording = Recording([], {})
         self._interval = interval
         self._lag = LagMonitor()
         self._begin = 0.0
@@ -155,42 +109,25 @@ class Recorder:
         recording.seconds.append(asyncio.get_running_loop().time() - self._begin)
         recording.device_blocks = statistics.prefix.blocks_total
         recording.host_slots = statistics.host.capacity
-        values = self._gauges(statistics) | counters_of(statistics)
-        for name, value in values.items():
-            recording.series[name].append(value)
+        for name, value in values_of(statistics, self._lag.take()).items():
+            recording.series.setdefault(name, []).append(value)
         if len(recording.seconds) >= POINTS:
             self._thin_out()
-
-    def _gauges(self, statistics: CacheStatistics) -> dict[str, float]:
-        ticks = self._lag.take()
-        prefix, store = statistics.prefix, statistics.store
-        return {
-            "device_used": prefix.blocks_total - prefix.blocks_free,
-            "host_used": statistics.host.resident,
-            "stored": store.objects if store is not None else 0,
-            "leases": prefix.leases,
-            "waiting": prefix.waiting,
-            "pending": sum(sink.pending for sink in statistics.flush),
-            "pending_age_s": max((s.oldest_pending_age for s in statistics.flush), default=0.0),
-            "lag_ms": max((tick.lag for tick in ticks), default=0.0) * 1e3,
-            "own_lag_ms": max((tick.own for tick in ticks), default=0.0) * 1e3,
-        }
 
     def _thin_out(self) -> None:
         recording = self.recording
         recording.seconds = recording.seconds[::2]
-        thinned = {name: values[::2] for name, values in recording.series.items()}
-        for name in WORST:
-            values = recording.series[name]
-            thinned[name] = [max(values[i : i + 2]) for i in range(0, len(values), 2)]
-        recording.series = thinned
+        for name, values in recording.series.items():
+            pairs = (values[i : i + 2] for i in range(0, len(values), 2))
+            recording.series[name] = list(map(max, pairs)) if name in WORST else values[::2]
         self._interval *= 2
 
 
-def counters_of(statistics: CacheStatistics) -> dict[str, float]:
-    """The counters of `COUNTERS` as they are now."""
+def values_of(statistics: CacheStatistics, ticks: list[Tick]) -> dict[str, float]:
+    """The values of a sample: counters, which only rise, and the present state. ticks: since the
+    sample before."""
+    prefix, host = statistics.prefix, statistics.host
     swapper, store = statistics.swapper, statistics.store
-    size = store.object_bytes if store is not None else 0
     return {
         "looked_up": statistics.blocks_looked_up,
         "device_hits": statistics.device_hits,
@@ -198,9 +135,18 @@ def counters_of(statistics: CacheStatistics) -> dict[str, float]:
         "storage_hits": statistics.storage_hits,
         "bytes_to_host": swapper.bytes_to_host,
         "bytes_to_device": swapper.bytes_to_device,
-        "bytes_written": store.writes * size if store is not None else 0,
-        "bytes_read": store.reads * size if store is not None else 0,
+        "bytes_written": store.writes * store.object_bytes if store is not None else 0,
+        "bytes_read": store.reads * store.object_bytes if store is not None else 0,
         "messages": statistics.messages,
         "tasks": sum(sink.delivered for sink in statistics.flush),
-        **{name: getattr(statistics.host, name) for name in (*NOT_FETCHED, *NOT_STORED)},
+        **{name: getattr(host, name) for name in (*NOT_FETCHED, *NOT_STORED)},
+        "device_used": prefix.blocks_total - prefix.blocks_free,
+        "host_used": host.resident,
+        "stored": store.objects if store is not None else 0,
+        "leases": prefix.leases,
+        "waiting": prefix.waiting,
+        "pending": sum(sink.pending for sink in statistics.flush),
+        "pending_age_s": max((sink.oldest_pending_age for sink in statistics.flush), default=0.0),
+        "lag_ms": max((tick.lag for tick in ticks), default=0.0) * 1e3,
+        "own_lag_ms": max((tick.own for tick in ticks), default=0.0) * 1e3,
     }

@@ -18,7 +18,7 @@ from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
 from kvactors.scenario.engine import Engine, beside, reporting
 from kvactors.scenario.output import in_unicode
-from kvactors.scenario.recorder import Observe, unobserved
+from kvactors.scenario.recorder import Observe
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.serving import (
     Baseline,
@@ -89,7 +89,7 @@ async def replay(
     trace: str | Path,
     config: ReplayConfig,
     progress: Progress = lambda _: None,
-    observe: Observe = unobserved,
+    observe: Observe = nullcontext,
 ) -> Report:
     """Replay a trace."""
     settings, totals, served = config.replay, Totals(), ServingFigures()

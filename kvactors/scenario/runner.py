@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -18,7 +18,7 @@ from kvactors.scenario.child import compare, routing
 from kvactors.scenario.engine import Engine, beside
 from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.processes import run_processes
-from kvactors.scenario.recorder import Observe, unobserved
+from kvactors.scenario.recorder import Observe
 from kvactors.scenario.report import Progress, Report, Totals
 from kvactors.scenario.session import Session, session
 from kvactors.scenario.spec import Pool, Scenario, Workload, events_of
@@ -37,7 +37,7 @@ def run_scenario(
     seed: int | None = None,
     virtual: bool = False,
     progress: Progress = lambda _: None,
-    observe: Observe = unobserved,
+    observe: Observe = nullcontext,
 ) -> tuple[Scenario, Report]:
     """Run the scenario of a file.
 

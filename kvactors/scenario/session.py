@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -17,7 +17,7 @@ from kvactors.layout import make_layout
 from kvactors.observe.lag import NO_LAGS, LagMonitor
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine, beside, reporting
-from kvactors.scenario.recorder import Observe, unobserved
+from kvactors.scenario.recorder import Observe
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario, events_of
@@ -157,7 +157,7 @@ class Session:
 
 @asynccontextmanager
 async def session(
-    scenario: Scenario, *, virtual: bool, observe: Observe = unobserved
+    scenario: Scenario, *, virtual: bool, observe: Observe = nullcontext
 ) -> AsyncIterator[Session]:
     """A scenario's cache, open, its sinks wrapped so that they can misbehave."""
     config = Config.from_env(base=cache_config(scenario))

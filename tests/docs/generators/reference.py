@@ -159,7 +159,15 @@ def _arguments(function: Callable[..., Any], described: dict[str, str]) -> Itera
             default = "one or more"
         elif one.default not in (one.empty, None):
             default = "off" if one.default is False else f"`{toml_value(one.default)}`"
-        yield _row((name, values, default, described[one.name]))
+        meaning = described.get(one.name) or _help_of(hints[one.name])
+        yield _row((name, values, default, meaning))
+
+
+def _help_of(hint: Any) -> str:
+    """The help that an argument's type has for every command."""
+    parts = (hint, *typing.get_args(hint))
+    marks = (mark for part in parts for mark in getattr(part, "__metadata__", ()))
+    return next(mark.help for mark in marks if getattr(mark, "help", None))
 
 
 # -- errors
