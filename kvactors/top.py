@@ -236,7 +236,6 @@ class Interval(NamedTuple):
 
     @property
     def seconds(self) -> float | None:
-        """Seconds between the two."""
         return None if self.before is None else self.last.at - self.before.at
 
     def _total(self, name: str, labels: Labels) -> float:

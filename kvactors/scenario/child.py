@@ -38,22 +38,18 @@ class Child:
 
     @property
     def name(self) -> str:
-        """The process as error messages name it."""
         return f"child process {self.process.pid}"
 
     async def send(self, line: str) -> None:
-        """Write one line to its standard input."""
         try:
             await self._input.send(line.encode() + b"\n")
         except (anyio.BrokenResourceError, anyio.ClosedResourceError) as error:
             raise KVActorsError(f"{self.name} has ended") from error
 
     async def send_json(self, message: Any) -> None:
-        """Write one line of JSON."""
         await self.send(msgspec.json.encode(message).decode())
 
     async def receive(self, deadline: float = PATIENCE) -> str:
-        """Read one line of its standard output."""
         try:
             with anyio.fail_after(deadline):
                 return (await self._lines.receive_until(b"\n", LONGEST_LINE)).decode()
@@ -64,7 +60,6 @@ class Child:
             raise KVActorsError(f"{self.name} has ended, exit status {status}") from error
 
     def signal(self, number: Signals) -> None:
-        """Send a signal if the process still runs."""
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
 

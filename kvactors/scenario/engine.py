@@ -67,7 +67,6 @@ class ScenarioRequest:
 
     @property
     def full(self) -> int:
-        """Number of full blocks."""
         return self.lease.num_tokens // self._block_size
 
     def landed(self) -> None:
@@ -75,7 +74,6 @@ class ScenarioRequest:
         self.known = self.lease.cached_tokens // self._block_size
 
     async def compute(self) -> None:
-        """Compute every full block that is not known."""
         first, self.known = self.known, self.full
         if first < self.known:
             blocks = self.lease.block_table[first : self.known]
@@ -124,7 +122,6 @@ class Engine:
         self._on_error = on_error
 
     def request(self, lease: Lease) -> ScenarioRequest:
-        """The state of a request that was granted a lease."""
         return ScenarioRequest(lease, self.cache.block_size, self.model)
 
     async def begin(self, request: ScenarioRequest, *, resumed: bool = False) -> None:
@@ -148,12 +145,10 @@ class Engine:
             await self.verify(request, hits.device, sum(hits), "served")
 
     async def compute(self, request: ScenarioRequest) -> None:
-        """Compute what is missing, and commit it."""
         await request.compute()
         await request.lease.commit(request.lease.num_tokens)
 
     async def verify(self, request: ScenarioRequest, start: int, stop: int, when: str) -> None:
-        """Verify blocks, and count them."""
         if start >= stop:
             return
         wrong = await request.verify(start, stop)
@@ -237,7 +232,6 @@ class Engine:
             self.totals.complain(f"between turns: {error}")
 
     def failed(self, name: str, error: KVActorsError) -> None:
-        """A request was not served."""
         if self._on_error is not None:
             self._on_error(name, error)
         else:

@@ -68,12 +68,10 @@ class Identities:
         self._known: dict[str, dict[Hash, bytes]] = {name: {} for name in READERS}
 
     def clear(self) -> None:
-        """Drop every block."""
         for known in self._known.values():
             known.clear()
 
     def stored(self, event: BlockStored) -> None:
-        """Compute the identity of these blocks for each kind of reader."""
         tokens = event.token_ids
         assert isinstance(tokens, list), "an event that was read"
         for name, read in READERS.items():
@@ -149,7 +147,6 @@ class Mirror:
         self._below: dict[Hash, set[Hash]] = {}  # blocks in the view, by parent
 
     def apply(self, events: Iterable[Event]) -> None:
-        """Take events, in order."""
         for event in events:
             if isinstance(event, BlockStored):
                 self.identities.stored(event)
@@ -340,7 +337,6 @@ class Reader:
         return self.mirror.expected >= sequence
 
     def report(self) -> dict[str, Any]:
-        """The mirror as builtins."""
         return {
             "sequence": self.mirror.expected,
             "view": {medium: hashes for medium, hashes in self.mirror.view.items() if hashes},
@@ -349,7 +345,6 @@ class Reader:
         }
 
     def close(self) -> None:
-        """Close the sockets."""
         self.socket.disable_monitor()
         self.monitor.close()
         self.socket.close(linger=0)

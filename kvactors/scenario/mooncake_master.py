@@ -38,7 +38,6 @@ class Master:
 
     @property
     def address(self) -> str:
-        """host:port."""
         return f"{self._host}:{self.port}"
 
     @property

@@ -91,13 +91,11 @@ class ArrivalOrder:
         self._held = 0
 
     def add(self, request: TracedRequest, blocks: int) -> None:
-        """A request of so many blocks arrives."""
         self._waiting.append(request)
         self.grow(request, blocks)
         self._held += REQUEST_BYTES
 
     def grow(self, request: TracedRequest, blocks: int) -> None:
-        """A waiting request has more blocks."""
         request.size += 8 * blocks
         self._held += 8 * blocks
 
@@ -128,12 +126,10 @@ class TraceFile:
         self._failed: OSError | None = None
 
     def header(self, source: str, block_size: int) -> None:
-        """Write the first line."""
         header = {"source": source, "block_size": block_size}
         self._append(ENCODER.encode_lines([{"header": header}]))
 
     def requests(self, requests: Iterable[TracedRequest]) -> None:
-        """Write a line for each request."""
         lines = [
             {
                 "timestamp": round(1000 * one.at),
@@ -161,7 +157,6 @@ class TraceFile:
         self._size += len(data)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._fd)
 
 
@@ -195,7 +190,6 @@ class TraceRecording(Instrument):
     # -- see `Instrument`
 
     def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
-        """A lease is asked for or ends."""
         message: Any = envelope.message
         if isinstance(message, Acquire):
             self._arrived(message)
@@ -207,7 +201,6 @@ class TraceRecording(Instrument):
     def answered(
         self, receiver: ActorRef, envelope: Envelope[Any], value: Any, error: Exception | None
     ) -> None:
-        """A lease is granted or refused."""
         message: Any = envelope.message
         if isinstance(message, Acquire) and (request := self._leases.get(message.lease)):
             request.granted = isinstance(value, AcquireResult)
@@ -279,7 +272,6 @@ class TraceRecording(Instrument):
             self.requests += len(requests)
 
     def _end(self, error: str) -> None:
-        """End the recording early."""
         self._instruments.remove(self)
         if not self.error:
             self.error = error
@@ -385,7 +377,6 @@ class EventRequests:
 
     @property
     def full(self) -> bool:
-        """Whether there are MAX_BLOCKS."""
         return len(self._parents) >= MAX_BLOCKS
 
     def message(self, frames: Sequence[bytes]) -> None:

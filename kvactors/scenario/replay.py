@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import msgspec
 import numpy as np
 
 from kvactors.cache import open_cache
@@ -21,49 +20,16 @@ from kvactors.scenario.output import in_unicode
 from kvactors.scenario.recorder import Observe
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.serving import (
-    Baseline,
-    Pace,
+    ReplaySettings,
     Serving,
     ServingFigures,
     ThreadModel,
     serve_on_model,
-    sizes_of,
 )
-from kvactors.scenario.spec import Positive
 from kvactors.scenario.sweep import lru_rates
 from kvactors.scenario.trace import TraceRequest, read_trace, tokens_of
 from kvactors.settings import Config
-from kvactors.settings.check import Count, Number
 from kvactors.threads import in_thread
-
-
-class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of a replay.
-
-    Attributes:
-        mode: sequential (a request ends, and everything it caused, before the next begins) or
-            timed (arrivals by their time stamps).
-        speed: factor on the trace's clock.
-        prefill_tokens_per_s: tokens of prompts that the model computes in a second, in timed mode.
-        decode_tokens_per_s: decode steps in a second. Each running request gets a token a step.
-        step_tokens: tokens of prompts computed in one step at most (chunked prefill).
-        most_running: requests with device blocks at most.
-        patience: seconds after which the earliest request that waits for blocks is given up.
-        baselines: caches that the same requests are served on, as models, for comparison: none
-            (every prompt is computed) and lru (an exact LRU of the same sizes whose loads take no
-            time).
-    """
-
-    mode: Literal["sequential", "timed"] = "sequential"
-    coarse: Count = 1
-    limit: Number = 0
-    speed: Positive = 1.0
-    prefill_tokens_per_s: Positive = 50_000.0
-    decode_tokens_per_s: Positive = 50.0
-    step_tokens: Count = 8192
-    most_running: Count = 256
-    patience: Positive = 120.0
-    baselines: tuple[Baseline, ...] = ("none", "lru")
 
 
 class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +39,6 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def from_mapping(cls, data: Any) -> ReplayConfig:
-        """Check a mapping. Raises ConfigError with the reason."""
         config = super().from_mapping(data)
         if not config.device.num_blocks:
             raise ConfigError("device.num_blocks must be at least 1: a replay sets it nowhere else")
@@ -104,14 +69,7 @@ async def replay(
                 began = time.monotonic()
                 if timed:
                     async with beside(reporting(totals, progress)):
-                        served = await Serving(
-                            engine,
-                            arrivals,
-                            pace_of(settings),
-                            speed=settings.speed,
-                            most_running=settings.most_running,
-                            patience=settings.patience,
-                        ).run()
+                        served = await Serving(engine, arrivals, settings).run()
                     progress(totals)
                 else:
                     await replay_in_order(engine, read(), progress, clock)
@@ -124,7 +82,10 @@ async def replay(
     else:
 
         def all_figures() -> dict[str, dict[str, Any]]:
-            return {"cache": served.as_dict()} | serve_baselines(arrivals, settings, used)
+            models = {
+                name: serve_on_model(arrivals, used, name, settings) for name in settings.baselines
+            }
+            return {name: one.as_dict() for name, one in ({"cache": served} | models).items()}
 
         report.serving = await in_thread(all_figures, "kvactors-baselines")
     return report
@@ -137,7 +98,6 @@ class TraceClock:
         self.at = 0.0
 
     def __call__(self) -> float:
-        """The time."""
         return self.at
 
 
@@ -173,21 +133,3 @@ def uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def pace_of(settings: ReplaySettings) -> Pace:
-    """The model's step times."""
-    return Pace(
-        settings.prefill_tokens_per_s, 1.0 / settings.decode_tokens_per_s, settings.step_tokens
-    )
-
-
-def serve_baselines(
-    requests: Sequence[TraceRequest], settings: ReplaySettings, config: Config
-) -> dict[str, dict[str, Any]]:
-    """The figures of a serving loop on each baseline."""
-    pace, most = pace_of(settings), settings.most_running
-    return {
-        name: serve_on_model(requests, sizes_of(config, name), pace, most).as_dict()
-        for name in settings.baselines
-    }

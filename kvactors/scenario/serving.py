@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import anyio
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,9 +23,43 @@ from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.decode_batch import Step
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.scenario.engine import Engine, ScenarioRequest
+from kvactors.scenario.spec import Positive
 from kvactors.scenario.trace import TraceRequest, tokens_of
 from kvactors.settings import Config
+from kvactors.settings.check import Count, Number
 from kvactors.threads import Workers
+
+Baseline = Literal["none", "lru"]
+
+
+class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of a replay.
+
+    Attributes:
+        mode: sequential (a request ends, and everything it caused, before the next begins) or
+            timed (arrivals by their time stamps).
+        speed: factor on the trace's clock.
+        prefill_tokens_per_s: tokens of prompts that the model computes in a second, in timed mode.
+        decode_tokens_per_s: decode steps in a second. Each running request gets a token a step.
+        step_tokens: tokens of prompts computed in one step at most (chunked prefill).
+        most_running: requests with device blocks at most.
+        patience: seconds after which the earliest request that waits for blocks is given up.
+        baselines: caches that the same requests are served on, as models, for comparison: none
+            (every prompt is computed) and lru (an exact LRU of the same sizes whose loads take no
+            time).
+    """
+
+    mode: Literal["sequential", "timed"] = "sequential"
+    coarse: Count = 1
+    limit: Number = 0
+    speed: Positive = 1.0
+    prefill_tokens_per_s: Positive = 50_000.0
+    decode_tokens_per_s: Positive = 50.0
+    step_tokens: Count = 8192
+    most_running: Count = 256
+    patience: Positive = 120.0
+    baselines: tuple[Baseline, ...] = ("none", "lru")
+
 
 # -- continuous batching: pure state on a clock that only the steps advance
 
@@ -67,14 +102,6 @@ class ServingJob:
         return self.number < other.number
 
 
-class Pace(NamedTuple):
-    """The model's step times."""
-
-    prefill_tokens_per_s: float
-    decode_s: float
-    step_tokens: int
-
-
 class Stride(NamedTuple):
     """One step with prefill, or several decode steps in a row."""
 
@@ -98,8 +125,10 @@ class RequestOutcome(NamedTuple):
 class Scheduler:
     """Requests that wait, are admitted, prefill and decode."""
 
-    def __init__(self, pace: Pace) -> None:
-        self.pace = pace
+    def __init__(self, settings: ReplaySettings) -> None:
+        self._prefill_tokens_per_s = settings.prefill_tokens_per_s
+        self._decode_s = 1.0 / settings.decode_tokens_per_s
+        self._step_tokens = settings.step_tokens
         self.now = 0.0
         self.waiting: list[ServingJob] = []
         self.prefilling: deque[ServingJob] = deque()
@@ -108,7 +137,6 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step can be computed."""
         return bool(self.prefilling or self.decoding)
 
     def arrive(self, job: ServingJob, device_tokens: int) -> bool:
@@ -134,17 +162,17 @@ class Scheduler:
 
     def plan(self, until: float) -> Stride:
         """The next stride. It ends at the time `until`, or after one step if that takes longer."""
-        prefill, budget = list[tuple[ServingJob, int]](), self.pace.step_tokens
+        prefill, budget = list[tuple[ServingJob, int]](), self._step_tokens
         for job in self.prefilling:
             count = min(job.missing, budget)
             budget -= count
             prefill.append((job, count))
             if not budget:
                 break
-        decode_s = self.pace.decode_s if self.decoding else 0.0
+        decode_s = self._decode_s if self.decoding else 0.0
         if prefill:
-            computed = self.pace.step_tokens - budget
-            seconds = decode_s + computed / self.pace.prefill_tokens_per_s
+            computed = self._step_tokens - budget
+            seconds = decode_s + computed / self._prefill_tokens_per_s
             return Stride(seconds, tuple(prefill), int(bool(self.decoding)))
         steps = min(
             min(job.output_tokens - job.produced, job.steps_covered)
@@ -154,7 +182,6 @@ class Scheduler:
         return Stride(steps * decode_s, (), steps)
 
     def carry_out(self, stride: Stride) -> RequestOutcome:
-        """The stride has been computed."""
         self.now += stride.seconds
         self.figures.steps += max(1, stride.decode_steps)
         for job in self.decoding.values():
@@ -206,7 +233,6 @@ class ServingFigures:
         self.end = 0.0
 
     def finish(self, job: ServingJob, now: float) -> None:
-        """A request has all its tokens."""
         self.first_token_s.append(job.first_token_at - job.arrival)
         self.queue_s.append(job.admitted_at - job.arrival)
         self.total_s.append(now - job.arrival)
@@ -216,7 +242,6 @@ class ServingFigures:
         self.end = now
 
     def as_dict(self) -> dict[str, Any]:
-        """For reports."""
         seconds = max(self.end, 1e-9)
         return {
             "requests": len(self.first_token_s),
@@ -287,23 +312,15 @@ class ThreadModel:
 
 
 class Serving:
-    """Serves a trace on a cache."""
+    """Serves the requests of a trace on a cache."""
 
     def __init__(
-        self,
-        engine: Engine,
-        requests: Iterable[TraceRequest],
-        pace: Pace,
-        *,
-        speed: float,
-        most_running: int,
-        patience: float,
+        self, engine: Engine, requests: Iterable[TraceRequest], settings: ReplaySettings
     ) -> None:
         self._engine, self._cache, self._totals = engine, engine.cache, engine.totals
         self._size = engine.cache.block_size
-        self._speed, self._patience = speed, patience
-        self._most_running = most_running
-        self._scheduler = Scheduler(pace)
+        self._settings, self._speed = settings, settings.speed
+        self._scheduler = Scheduler(settings)
         self._arriving = jobs_of(requests, self._size)[::-1]
         self._requests: dict[int, ScenarioRequest] = {}
         self._loop = asyncio.get_running_loop()
@@ -314,7 +331,6 @@ class Serving:
         self._running = 0  # requests with a lease, or about to have one
 
     async def run(self) -> ServingFigures:
-        """Serve every request."""
         scheduler = self._scheduler
         try:
             while self._arriving or scheduler.waiting or self._running:
@@ -374,7 +390,7 @@ class Serving:
 
     def _admit(self) -> None:
         """Let the earliest request wait for its blocks. The others wait behind it."""
-        if self._admitting is not None or self._running >= self._most_running:
+        if self._admitting is not None or self._running >= self._settings.most_running:
             return
         if self._scheduler.waiting:
             self._admitting = self._loop.create_task(self._admit_all())
@@ -382,7 +398,7 @@ class Serving:
     async def _admit_all(self) -> None:
         try:
             waiting = self._scheduler.waiting
-            while waiting and self._running < self._most_running:
+            while waiting and self._running < self._settings.most_running:
                 self._running += 1
                 await self._acquire(heapq.heappop(waiting))
         finally:
@@ -392,7 +408,10 @@ class Serving:
     async def _acquire(self, job: ServingJob) -> None:
         try:
             lease = await self._cache.acquire(
-                str(job.number), self._tokens(job), wait_for_room=True, deadline=self._patience
+                str(job.number),
+                self._tokens(job),
+                wait_for_room=True,
+                deadline=self._settings.patience,
             )
         except (NoRoom, DeadlineExceeded):
             self._running -= 1
@@ -431,7 +450,6 @@ class Serving:
             self._woken.set()
 
     def _fail(self, job: ServingJob, error: KVActorsError) -> None:
-        """A request ends with an error."""
         self._running -= 1
         self._scheduler.decoding.pop(job.number, None)
         request = self._requests.pop(job.number, None)
@@ -516,60 +534,43 @@ class Serving:
 # -- models of caches, for comparison
 
 
-Baseline = Literal["none", "lru"]
-
 LONGEST_S = 3600.0
 """Seconds of a stride after the last arrival at most."""
 
 
-class Sizes(NamedTuple):
-    """Sizes of a modelled cache.
+class ModelCache:
+    """Device blocks of running requests, shared by those with the same ids, and an LRU of ids in
+    any tier. A path is touched deepest first, so that a block is younger than those after it.
+
+    Exclusive tiers of a config hit like one tier of their sum, inclusive ones like the largest.
 
     Attributes:
         cached: blocks in all tiers, 0 for no cache, None for no limit.
     """
 
-    block_size: int
-    num_blocks: int
-    cached: int | None
-    recompute_last_token: bool
-
-
-def sizes_of(config: Config, baseline: Baseline) -> Sizes:
-    """The sizes of the cache that a config describes. Exclusive tiers hit like one tier of their
-    sum, inclusive ones like the largest."""
-    device, host, storage = config.device.num_blocks, config.host.slots, config.storage
-    stored: int | None = 0
-    if storage.backend != "none" and not config.flush.flush_only:
-        stored = storage.capacity_blocks if storage.capacity_bytes is None else None
-    exclusive = config.host.mode == "exclusive" or not host
-    if baseline == "none":
-        cached: int | None = 0
-    elif stored is None:
-        cached = None
-    elif exclusive:
-        cached = device + host + stored
-    else:
-        cached = max(device, host, stored)
-    return Sizes(config.cache.block_size, device, cached, config.cache.recompute_last_token)
-
-
-class ModelCache:
-    """Device blocks of running requests, shared by those with the same ids, and an LRU of ids in
-    any tier. A path is touched deepest first, so that a block is younger than those after it."""
-
-    def __init__(self, sizes: Sizes) -> None:
-        self.sizes, self.free = sizes, sizes.num_blocks
+    def __init__(self, config: Config, baseline: Baseline) -> None:
+        self.block_size = config.cache.block_size
+        self.free = self.num_blocks = config.device.num_blocks
+        self._recompute_last_token = config.cache.recompute_last_token
         self._uses: Counter[int] = Counter()  # of blocks of prompts
         self._own: dict[int, int] = {}  # other blocks, by request
         self._cached: OrderedDict[int, None] = OrderedDict()
+        storage, tiers = config.storage, [config.device.num_blocks, config.host.slots]
+        is_stored = storage.backend != "none" and not config.flush.flush_only
+        if is_stored and storage.capacity_blocks is not None:
+            tiers.append(storage.capacity_blocks)
+        exclusive = config.host.mode == "exclusive" or not config.host.slots
+        self.cached: int | None = sum(tiers) if exclusive else max(tiers)
+        if baseline == "none":
+            self.cached = 0
+        elif is_stored and (storage.capacity_blocks is None or storage.capacity_bytes is not None):
+            self.cached = None
 
     def acquire(self, job: ServingJob) -> int | None:
         """Give a request its blocks. Returns the cached tokens, None without enough free blocks."""
-        size = self.sizes
         ids: list[int] = job.ids.tolist()
-        own = -(-job.num_tokens // size.block_size) - len(ids)
-        shared = size.cached != 0
+        own = -(-job.num_tokens // self.block_size) - len(ids)
+        shared = self.cached != 0
         new = sum(not self._uses[one] for one in ids) if shared else len(ids)
         if new + own > self.free:
             return None
@@ -579,10 +580,10 @@ class ModelCache:
             return 0
         self._uses.update(ids)
         hit = next((at for at, one in enumerate(ids) if one not in self._cached), len(ids))
-        if hit == len(ids) and size.recompute_last_token and not job.produced:
+        if hit == len(ids) and self._recompute_last_token and not job.produced:
             hit -= 1
         self._touch(ids[:hit])
-        return hit * size.block_size
+        return hit * self.block_size
 
     def _touch(self, ids: Iterable[int]) -> None:
         for one in reversed(list(ids)):
@@ -590,12 +591,10 @@ class ModelCache:
             self._cached.move_to_end(one)
 
     def computed(self, job: ServingJob) -> None:
-        """The prompt of a request is computed: it is cached."""
-        cached = self.sizes.cached
-        if cached == 0:
+        if self.cached == 0:
             return
         self._touch(job.ids.tolist())
-        while cached is not None and len(self._cached) > cached:
+        while self.cached is not None and len(self._cached) > self.cached:
             self._cached.popitem(last=False)
 
     def grow(self, job: ServingJob) -> bool:
@@ -604,13 +603,13 @@ class ModelCache:
             return False
         self.free -= 1
         self._own[job.number] += 1
-        job.covered += self.sizes.block_size
+        job.covered += self.block_size
         return True
 
     def release(self, job: ServingJob) -> None:
         """A request gives its blocks up."""
         self.free += self._own.pop(job.number)
-        if self.sizes.cached == 0:
+        if self.cached == 0:
             return
         for one in job.ids.tolist():
             self._uses[one] -= 1
@@ -620,10 +619,11 @@ class ModelCache:
 
 
 def serve_on_model(
-    requests: Iterable[TraceRequest], sizes: Sizes, pace: Pace, most_running: int
+    requests: Iterable[TraceRequest], config: Config, baseline: Baseline, settings: ReplaySettings
 ) -> ServingFigures:
-    """Serve a trace on a modelled cache, with `most_running` requests at once."""
-    cache, scheduler, size = ModelCache(sizes), Scheduler(pace), sizes.block_size
+    """Serve a trace on a modelled cache of a config's sizes."""
+    cache, scheduler = ModelCache(config, baseline), Scheduler(settings)
+    size = cache.block_size
     arriving, running = jobs_of(requests, size)[::-1], 0
 
     def grow(job: ServingJob) -> int:
@@ -639,8 +639,8 @@ def serve_on_model(
 
     while arriving or scheduler.waiting or running:
         while arriving and arriving[-1].arrival <= scheduler.now:
-            scheduler.arrive(arriving.pop(), sizes.num_blocks * size)
-        while scheduler.waiting and running < most_running:
+            scheduler.arrive(arriving.pop(), cache.num_blocks * size)
+        while scheduler.waiting and running < settings.most_running:
             job = scheduler.waiting[0]
             cached = cache.acquire(job)
             if cached is None:

@@ -122,12 +122,10 @@ class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def lasting(self) -> bool:
-        """Whether it never ends."""
         return not self.seconds and not self.turns and self.kind != "loses_state"
 
     @property
     def fault(self) -> Fault:
-        """As the injectors have it."""
         kinds = STORAGE_FAULTS if self.storage else SINK_FAULTS
         return Fault(
             kinds[self.kind], self.at, self.sink, self.seconds, every=self.every, delay=self.delay
@@ -251,7 +249,6 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     @classmethod
     def from_mapping(cls, data: Any) -> Scenario:
-        """Check a mapping. Raises ConfigError with the reason."""
         data = {**data, "expect": flatten(data.get("expect", {}))}
         scenario = super().from_mapping(data)
         for about in (about_workload, about_parts, about_fleet):

@@ -46,7 +46,6 @@ class Paths(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Blocks of the largest request."""
         return int(np.diff(self.ends, prepend=0).max(initial=0))
 
 
@@ -149,7 +148,6 @@ class RecencyStack:
         return runs
 
     def _add(self, request: int, blocks: int) -> None:
-        """Change the number of blocks in a segment."""
         at = request + 1
         while at < len(self._tree):
             self._tree[at] += blocks

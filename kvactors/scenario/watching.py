@@ -61,7 +61,6 @@ class Watching:
 
     @asynccontextmanager
     async def observing(self, cache: KVCache) -> AsyncIterator[None]:
-        """Enter every observer with an open cache."""
         self._seen = True
         async with AsyncExitStack() as stack:
             for observe in self._observers:
@@ -69,7 +68,6 @@ class Watching:
             yield
 
     def write_trace(self) -> None:
-        """Write the trace of the run that has ended."""
         if self._asked and not self._seen:
             raise ConfigError(
                 "a scenario that kills its processes cannot be observed by --trace and "

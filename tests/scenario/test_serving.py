@@ -10,6 +10,7 @@ import threading
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvactors.cache import open_cache
 from kvactors.device.host import HostDevice
@@ -17,20 +18,26 @@ from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import ReplayConfig, cache_config, replay
 from kvactors.scenario.report import Totals
 from kvactors.scenario.serving import (
-    Pace,
+    ReplaySettings,
     Scheduler,
     Serving,
     ServingJob,
     percentiles,
     serve_on_model,
-    sizes_of,
 )
 from kvactors.scenario.trace import TraceRequest
 from kvactors.testing.loop import simulate
 from kvactors.testing.sim import problems_at_rest
 
 SIZE = 4
-PACE = Pace(prefill_tokens_per_s=100.0, decode_s=0.1, step_tokens=8)
+PACE = ReplaySettings(
+    prefill_tokens_per_s=100.0,
+    decode_tokens_per_s=10.0,
+    step_tokens=8,
+    most_running=16,
+    patience=1e4,
+)
+FEW, IMPATIENT = replace(PACE, most_running=4), replace(PACE, patience=0.5)
 
 
 def request(at: float, output: int, *ids: int) -> TraceRequest:
@@ -50,20 +57,13 @@ def config(*, device: int = 8, host: int = 16, **tables) -> ReplayConfig:
     )
 
 
-def serve(requests, settings=None, *, pace=PACE, seed=0, most=16, patience=1e4, late=0.0):
+def serve(requests, settings=None, *, pace=PACE, seed=0, late=0.0):
     """Serve requests on a cache in virtual time. late: seconds that the process is late."""
 
     async def main():
         totals = Totals()
         async with open_cache(cache_config(settings or config()), inline_copies=True) as cache:
-            loop = Serving(
-                Engine(cache, totals, thorough=True),
-                requests,
-                pace,
-                speed=1.0,
-                most_running=most,
-                patience=patience,
-            )
+            loop = Serving(Engine(cache, totals, thorough=True), requests, pace)
             loop._began -= late
             figures = await loop.run()
             assert await problems_at_rest(cache, 60) == []
@@ -136,9 +136,9 @@ def test_a_hit_shortens_the_time_to_the_first_token():
     assert figures.first_token_s == pytest.approx([0.12, 0.04], abs=0.01)
     assert (figures.saved_tokens, figures.computed_tokens) == (12, 16)
     assert (totals.requests, totals.device) == (2, 3)
-    without = serve_on_model(requests, sizes_of(config(), "none"), PACE, 16)
+    without = serve_on_model(requests, config(), "none", PACE)
     assert without.first_token_s == pytest.approx([0.12, 0.16])
-    ideal = serve_on_model(requests, sizes_of(config(), "lru"), PACE, 16)
+    ideal = serve_on_model(requests, config(), "lru", PACE)
     assert ideal.first_token_s == pytest.approx([0.12, 0.04])
 
 
@@ -150,7 +150,7 @@ def test_a_decode_step_without_a_free_block_preempts_the_last_arrival():
     assert (totals.finished, totals.rejected, totals.requests) == (2, 0, 2)
     assert figures.first_token_s[0] < figures.first_token_s[1]  # the first arrival ends first
     assert figures.output_tokens == 34
-    model = serve_on_model(requests, sizes_of(config(), "none"), PACE, 16)
+    model = serve_on_model(requests, config(), "none", PACE)
     assert model.preemptions == 1
 
 
@@ -166,14 +166,14 @@ def test_every_request_that_fits_is_served(seed):
         requests.append(request(at, rng.randrange(1, 20), *ids))
     tables = {} if seed % 2 else {"storage": {"backend": "memory", "write_policy": "write_back"}}
     settings = config(device=10, host=rng.choice([0, 6]), **tables)
-    figures, totals, statistics = serve(requests, settings, seed=seed, most=4)
+    figures, totals, statistics = serve(requests, settings, pace=FEW, seed=seed)
     jobs = [ServingJob(0, one, SIZE) for one in requests]
     fitting = [job for job in jobs if job.prompt_tokens + job.output_tokens - 1 <= 10 * SIZE]
     assert totals.finished == len(figures.first_token_s) == len(fitting)
     assert totals.rejected == 25 - len(fitting)
     assert statistics.prefix.leases == 0
     for baseline in ("none", "lru"):
-        model = serve_on_model(requests, sizes_of(settings, baseline), PACE, 4)
+        model = serve_on_model(requests, settings, baseline, FEW)
         assert len(model.first_token_s) == len(fitting)
         assert model.output_tokens == figures.output_tokens
         assert baseline == "lru" or model.saved_tokens == 0
@@ -196,11 +196,11 @@ def test_a_request_that_waits_too_long_is_rejected():
     figures, totals, _ = serve(
         [request(0, 1000, 1, 2, 3, 4, 5), request(0.1, 1, 11, 12, 13, 14, 15)],
         config(device=1000 // SIZE + 6),
-        patience=0.5,
+        pace=IMPATIENT,
     )
     assert totals.finished == 2
     blocked = [request(0, 12, 1, 2, 3, 4, 5), request(0.1, 1, 11, 12, 13, 14, 15)]
-    figures, totals, _ = serve(blocked, patience=0.5)
+    figures, totals, _ = serve(blocked, pace=IMPATIENT)
     assert (totals.finished, totals.rejected, figures.rejected) == (1, 1, 1)
 
 
@@ -274,14 +274,8 @@ async def test_blocks_are_computed_and_verified_beside_the_loop(tmp_path, monkey
 
 async def test_an_interrupted_replay_leaves_no_lease():
     async with open_cache(cache_config(config())) as cache:
-        loop = Serving(
-            Engine(cache, Totals()),
-            [request(0, 20, 1, 2), request(0, 1, *range(20, 28))],
-            PACE,
-            speed=1.0,
-            most_running=4,
-            patience=60.0,
-        )
+        requests = [request(0, 20, 1, 2), request(0, 1, *range(20, 28))]
+        loop = Serving(Engine(cache, Totals()), requests, ReplaySettings())
         task = asyncio.ensure_future(loop.run())
         while not cache.statistics().prefix.leases:
             assert not task.done()

@@ -91,7 +91,6 @@ class NodeFigures:
         self.seen.update(whole)
 
     def ended(self, answer: NodeAnswer, whole: Sequence[bytes]) -> None:
-        """A node has served a request."""
         self.finished += 1
         self.hits = [total + blocks for total, blocks in zip(self.hits, answer.hits, strict=True)]
         self.computed.update(whole[sum(answer.hits) :])
@@ -151,7 +150,6 @@ class Member:
         self._answers: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the process and wait until its cache is open."""
         self._child = child = await start_child(
             "-m", "kvactors.scenario.fleet.node", prefix=self._network.prefix, errors=self._log
         )
@@ -195,7 +193,6 @@ class Member:
         return await waiting
 
     def signal(self, number: Signals) -> None:
-        """Send a signal if the process runs."""
         if self._child is not None and self.up:
             self._child.signal(number)
 
@@ -209,7 +206,6 @@ class Member:
         self._child = self._answers = None
 
     async def close(self) -> None:
-        """End the process and the mirror."""
         await self.kill()
         self.reader.close()
         self._log.close()
@@ -220,7 +216,6 @@ class Member:
         return self.reader.mirror.view
 
     def divergence(self, answer: NodeAnswer) -> int:
-        """Blocks on which the mirror and the node differ."""
         self.reader.reach(answer.sequence, ANSWER_S)
         return differing(self.reader.mirror.view, answer.held)
 
@@ -290,7 +285,6 @@ class Run:
         ]
 
     def _data(self, data: dict[str, Any], node: int) -> dict[str, Any]:
-        """The scenario of a node."""
         of_node = {name: value for name, value in deepcopy(data).items() if name not in DRIVERS}
         if not self._pooled:
             return of_node | {"storage": {"backend": "none"}}

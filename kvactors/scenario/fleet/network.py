@@ -58,7 +58,6 @@ class Network:
             run("ip", "link", "set", BRIDGE, "up")
 
     def address(self, node: int) -> str:
-        """The address of a node."""
         return f"10.77.0.{10 + node}" if self.isolated else f"127.0.0.{10 + node}"
 
     def attach(self, node: int, pid: int) -> list[list[str]]:

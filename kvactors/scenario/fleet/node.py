@@ -109,7 +109,6 @@ class Node:
         self._conversation = lru_cache(512)(lambda number: Conversation(self._work, seed, number))
 
     async def carry_out(self, order: Order) -> NodeAnswer:
-        """Do what is asked."""
         if order.do == "serve":
             return await self._serve(order)
         if order.do == "settle":
