@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from http.client import HTTPException
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 from urllib.error import HTTPError
@@ -36,7 +36,7 @@ from rich.text import Text
 from kvactors.actor.clock import now
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.observe.metrics import PREFIX
-from kvactors.scenario.output import Output, to_stdout, write_output
+from kvactors.scenario.output import Output, need, to_stdout, write_output
 from kvactors.settings.check import human
 from kvactors.signals import run_terminable
 from kvactors.threads import DaemonExecutor
@@ -270,7 +270,7 @@ class Interval(NamedTuple):
     def _hit_rate_ever(self, name: str, labels: Labels) -> float | None:
         return quotient(self.last.metrics.value(name, labels), self._limit(QUERIES, {}))
 
-    def _p50(self, name: str, labels: Labels, share: float = 0.5) -> float | None:
+    def _quantile(self, name: str, labels: Labels, share: float) -> float | None:
         if self.before is None:
             return None
         earlier = dict(self.before.metrics.buckets(name, labels))
@@ -278,14 +278,8 @@ class Interval(NamedTuple):
         grown = [(bound, max(0.0, count - earlier.get(bound, 0.0))) for bound, count in found]
         return quantile(grown, share)
 
-    def _p99(self, name: str, labels: Labels) -> float | None:
-        return self._p50(name, labels, 0.99)
-
-    def _p50_ever(self, name: str, labels: Labels, share: float = 0.5) -> float | None:
+    def _quantile_ever(self, name: str, labels: Labels, share: float) -> float | None:
         return quantile(self.last.metrics.buckets(name, labels), share)
-
-    def _p99_ever(self, name: str, labels: Labels) -> float | None:
-        return self._p50_ever(name, labels, 0.99)
 
 
 def quotient(part: float | None, of: float | None) -> float | None:
@@ -337,6 +331,8 @@ Field: TypeAlias = tuple[
 
 HITS, QUERIES = "kv_block_hits_total", "kv_block_queries_total"
 MOVED, MOVES = "kv_offload_total_bytes_total", "kv_offload_seconds"
+P50, P99 = (partial(Interval._quantile, share=share) for share in (0.5, 0.99))
+P50_EVER, P99_EVER = (partial(Interval._quantile_ever, share=share) for share in (0.5, 0.99))
 
 TIER: tuple[Field, ...] = (
     ("blocks", "blocks", _count, Interval._total, "tier_blocks"),
@@ -358,15 +354,15 @@ REQUESTS: tuple[Field, ...] = (
 TRANSFER: tuple[Field, ...] = (
     ("bytes_per_s", "now", _bandwidth, Interval._per_s, MOVED),
     ("bytes_since_start", "since start", human, Interval._total, MOVED),
-    ("p50_s", "p50", _time, Interval._p50, MOVES),
-    ("p99_s", "p99", _time, Interval._p99, MOVES),
+    ("p50_s", "p50", _time, P50, MOVES),
+    ("p99_s", "p99", _time, P99, MOVES),
 )
 LATENCY: tuple[Field, ...] = (
     ("per_s", "/s", _rate, Interval._events_per_s, ""),
-    ("p50_s", "p50 now", _time, Interval._p50, ""),
-    ("p99_s", "p99 now", _time, Interval._p99, ""),
-    ("p50_since_start_s", "p50 start", _time, Interval._p50_ever, ""),
-    ("p99_since_start_s", "p99 start", _time, Interval._p99_ever, ""),
+    ("p50_s", "p50 now", _time, P50, ""),
+    ("p99_s", "p99 now", _time, P99, ""),
+    ("p50_since_start_s", "p50 start", _time, P50_EVER, ""),
+    ("p99_since_start_s", "p99 start", _time, P99_EVER, ""),
 )
 SINK: tuple[Field, ...] = (
     ("up", "state", _state, Interval._flag, "sink_up"),
@@ -397,12 +393,19 @@ def _row(
 def view_of(both: Interval, url: str, at: float, restarts: int) -> Row:
     """The values of a frame, as `--json` writes them."""
     metrics, health = both.last.metrics, both.last.health or _health_of(both.last.metrics)
+    by = metrics.by
     settings = next((labels for labels, _ in metrics.samples.get("cache_config_info", ())), {})
     has_store = settings.get("store", "none") != "none"
-    tiers = {"device"} | ({"storage"} if has_store else set())
-    tiers |= {"host"} if metrics.value("tier_capacity_blocks", {"tier": "host"}) else set()
+    has = {"device": True, "storage": has_store}
+    has["host"] = bool(metrics.value("tier_capacity_blocks", {"tier": "host"}))
+    tiers = (name for name in by("tier_blocks", "tier") if has.get(name))
     start = metrics.value("start_time_seconds")
     lag = _row(both, LATENCY, {"operation": "loop lag"}, "loop_lag_seconds")
+
+    def rows(first: str, fields: Iterable[Field], label: str, names: Iterable[str]) -> list[Row]:
+        shown = islice(names, MAX_ROWS)
+        return [_row(both, fields, {first: name}, **{label: name}) for name in shown]
+
     return {
         "time": at,
         "url": url,
@@ -414,29 +417,16 @@ def view_of(both: Interval, url: str, at: float, restarts: int) -> Row:
         "reasons": [msgspec.structs.asdict(one) for one in health.reasons[:MAX_ROWS]],
         "settings": settings,
         "requests": _row(both, REQUESTS, {}) if "requests_total" in metrics.samples else None,
-        "tiers": [
-            _row(both, TIER, {"name": name}, tier=name)
-            for name in metrics.by("tier_blocks", "tier")
-            if name in tiers
-        ],
-        "transfers": [
-            _row(both, TRANSFER, {"route": name}, transfer_type=name)
-            for name in metrics.by(MOVED, "transfer_type")
-        ],
+        "tiers": rows("name", TIER, "tier", tiers),
+        "transfers": rows("route", TRANSFER, "transfer_type", by(MOVED, "transfer_type")),
         "latencies": [
             _row(both, LATENCY, {"operation": name}, f"{name}_seconds")
             for name in OPERATIONS
             if f"{name}_seconds_count" in metrics.samples
         ],
-        "sinks": [
-            _row(both, SINK, {"name": name}, sink=name)
-            for name in list(metrics.by("flush_pending", "sink"))[:MAX_ROWS]
-        ],
+        "sinks": rows("name", SINK, "sink", by("flush_pending", "sink")),
         "breaker_open": both._flag("store_breaker_open", {}) if has_store else None,
-        "actors": [
-            _row(both, ACTOR, {"name": name}, actor=name)
-            for name in list(metrics.by("actor_turns_total", "actor"))[:MAX_ROWS]
-        ],
+        "actors": rows("name", ACTOR, "actor", by("actor_turns_total", "actor")),
         "loop_lag": lag if "loop_lag_seconds_count" in metrics.samples else None,
     }
 
@@ -496,7 +486,7 @@ def printable(text: object) -> str:
     return "".join(one if one.isprintable() else "?" for one in str(text))
 
 
-def _table(title: str, fields: Sequence[Field], rows: Iterable[Row], first: str = "name") -> Table:
+def _table(title: str, fields: Sequence[Field], rows: Iterable[Row]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
     table.add_column(title, no_wrap=True, overflow="crop")
     for _, heading, *_ in fields:
@@ -504,10 +494,8 @@ def _table(title: str, fields: Sequence[Field], rows: Iterable[Row], first: str 
     for row in rows:
         warned = row.get("leases_waiting") or row.get("restarts")
         style = "bold red" if not row.get("up", True) else "yellow" if warned else ""
-        cells = (text(row[key]) for key, _, text, *_ in fields)
-        table.add_row(
-            *(Text(cell, style=style) for cell in (printable(row.get(first, "")), *cells))
-        )
+        cells = [printable(row.get("name", "")), *(text(row[key]) for key, _, text, *_ in fields)]
+        table.add_row(*(Text(cell, style=style) for cell in cells))
     return table
 
 
@@ -551,14 +539,14 @@ def frame(view: Row, console: Console) -> RenderableType:
         ever = sum(row["hit_rate_since_start"] for row in found)
         tiers.add_row("all", "", "", "", "", _percent(now), _percent(ever), style="bold")
     routes = [row | {"name": row["route"].replace("_to_", " to ")} for row in view["transfers"]]
-    left = [
-        tiers,
-        _table("transfers", TRANSFER, routes),
-        _table("latency", LATENCY, view["latencies"]),
-    ]
+    latencies = [row | {"name": row["operation"]} for row in view["latencies"]]
+    left = [tiers, _table("transfers", TRANSFER, routes), _table("latency", LATENCY, latencies)]
     requests = [view["requests"]] if view["requests"] is not None else []
-    right = [_table("requests", REQUESTS, requests), _table("sink", SINK, view["sinks"])]
-    right.append(_table("actor", ACTOR, view["actors"]))
+    right = [
+        _table("requests", REQUESTS, requests),
+        _table("sink", SINK, view["sinks"]),
+        _table("actor", ACTOR, view["actors"]),
+    ]
 
     def stack(tables: Iterable[Table]) -> Group:
         return Group(*[part for table in tables if table.row_count for part in (table, "")][:-1])
@@ -654,20 +642,13 @@ def top(
         Where to write the values in place of frames, one JSON object a line.
     """
     target = parse_url(url)
-    for name, value, least in (
-        ("--interval", interval, MIN_INTERVAL_S),
-        ("--timeout", timeout, 0.0),
-    ):
+    bounded = (("--interval", interval, MIN_INTERVAL_S), ("--timeout", timeout, 0.0))
+    for name, value, least in bounded:
         if not (math.isfinite(value) and least <= value <= MAX_INTERVAL_S and value > 0):
             raise ConfigError(
                 f"{name} must be {least or 'above 0'} to {MAX_INTERVAL_S:g} s, not {value:g}"
             )
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "kvactors top needs prometheus_client: pip install 'kvactors[metrics]'"
-        ) from error
+    need("prometheus_client", "kvactors top needs prometheus_client", "metrics")
     with output(json, once=once) as (show, ended):
         view = run_terminable(watch(target, show, ended, interval, timeout, once=once))
     return 0 if view is None or view["status"] in ("ok", "degraded") else 1

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from kvactors.scenario.output import print_rows, wide_console, write_json
+from kvactors.scenario.output import print_rows, write_json
+from tests.support.console import wide_console
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvactors"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
@@ -26,9 +27,6 @@ from rich.progress import (
 from rich.table import Table
 
 from kvactors.errors import ConfigError
-
-WIDTH = 160
-"""Columns of `wide_console` in a file or a pipe."""
 
 BAR = 20
 """Columns of the bar of progress."""
@@ -102,6 +100,14 @@ def in_unicode(name: str) -> str:
     return name.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
+def need(module: str, what: str, extra: str) -> None:
+    """Raise ConfigError, beginning with `what`, if a module of an extra is not installed."""
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{what}: pip install 'kvactors[{extra}]'") from error
+
+
 def check_distinct(inputs: Iterable[Path | None], **outputs: Path | None) -> None:
     """Check that no output of a command is a file that it reads, or another output."""
     taken = {path.resolve(): str(path) for path in inputs if path is not None}
@@ -151,34 +157,17 @@ def print_details(text: str, console: Console) -> None:
     console.print(text, style="dim", highlight=False, markup=False)
 
 
-def wide_console() -> Console:
-    """The terminal, or a console in which a wide table is whole."""
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
-
-
-class ShowProgress(Protocol):
-    """Sets the text of a line of progress, and the number of steps done."""
-
-    def __call__(self, text: str, done: int = 0) -> None:
-        """Set both."""
-
-
 def shows_progress() -> bool:
     """Whether standard error is a terminal."""
     return Console(stderr=True).is_terminal
 
 
-def _unseen(text: str, done: int = 0) -> None:
-    """Progress that no terminal shows."""
-
-
 @contextmanager
-def live_line(total: int | None = None) -> Iterator[ShowProgress]:
+def live_line(total: int | None = None) -> Iterator[Callable[..., object]]:
     """A line of progress on a terminal's standard error, and nothing elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:  # a disabled Progress of older versions of rich ends with a line
-        yield _unseen
+        yield lambda *_: None
         return
     columns: list[ProgressColumn] = [SpinnerColumn(), TextColumn("{task.description}")]
     if total is not None:
@@ -187,7 +176,4 @@ def live_line(total: int | None = None) -> Iterator[ShowProgress]:
     with Progress(*columns, console=console, transient=True) as progress:
         line = progress.add_task("starting", total=total)
 
-        def show(text: str, done: int = 0) -> None:
-            progress.update(line, description=text, completed=done)
-
-        yield show
+        yield lambda text, done=0: progress.update(line, description=text, completed=done)

@@ -14,9 +14,8 @@ import numpy as np
 from rich.console import Console
 
 from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
-from kvactors.errors import ConfigError
 from kvactors.histogram import Histogram
-from kvactors.scenario.output import print_details, write_output
+from kvactors.scenario.output import need, print_details, write_output
 from kvactors.scenario.recorder import Recording
 from kvactors.scenario.report import Report, print_report
 from kvactors.scenario.sweep_report import SweepReport, print_sweep, unit_of
@@ -66,12 +65,7 @@ class Chart(NamedTuple):
 
 def check_charts() -> None:
     """Raise ConfigError if charts cannot be drawn here."""
-    try:
-        import matplotlib.figure  # noqa: F401  (whether it is there)
-    except ImportError as error:
-        raise ConfigError(
-            "a report with charts needs matplotlib: pip install 'kvactors[report]'"
-        ) from error
+    need("matplotlib.figure", "a report with charts needs matplotlib", "report")
 
 
 def svg_of(chart: Chart) -> str:

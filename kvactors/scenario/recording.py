@@ -31,7 +31,7 @@ from kvactors.files import open_private
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Abandon, Acquire, AcquireResult, Finish, Preempt
-from kvactors.scenario.output import Output, live_line, to_stdout
+from kvactors.scenario.output import Output, live_line, need, to_stdout
 from kvactors.settings.sinks import Endpoint
 from kvactors.signals import signals_noted
 from kvactors.threads import Workers, in_thread
@@ -484,10 +484,9 @@ def record_events(
     progress: Callable[[int], None] = lambda _: None,
 ) -> EventRequests:
     """Record the requests of an engine from its KV events, until SIGINT, SIGTERM or `seconds`."""
-    try:
-        import zmq
-    except ImportError as error:
-        raise ConfigError("KV events need ZMQ: pip install 'kvactors[kv-events]'") from error
+    need("zmq", "KV events need ZMQ", "kv-events")
+    import zmq
+
     if not seconds > 0:
         raise ConfigError(f"seconds must be positive, not {seconds}")
     found, signals = EventRequests(), list[int]()

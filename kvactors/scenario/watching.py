@@ -14,7 +14,7 @@ from rich.console import Console
 from kvactors.cache import KVCache
 from kvactors.errors import ConfigError
 from kvactors.observe.chrome_trace import ChromeTrace
-from kvactors.scenario.output import to_stdout, write_json, write_output
+from kvactors.scenario.output import need, to_stdout, write_json, write_output
 from kvactors.scenario.pages import check_charts, run_page, write_page
 from kvactors.scenario.recorder import Observe, Recorder
 from kvactors.scenario.report import Report, print_report
@@ -49,12 +49,7 @@ class Watching:
                 raise ConfigError(
                     "--metrics-port needs a run on the real clock: leave out --virtual"
                 )
-            try:
-                import prometheus_client  # noqa: F401
-            except ImportError as error:
-                raise ConfigError(
-                    "--metrics-port needs prometheus_client: pip install 'kvactors[metrics]'"
-                ) from error
+            need("prometheus_client", "--metrics-port needs prometheus_client", "metrics")
             from kvactors.observe.http_endpoint import HttpEndpoint
 
             self._observers.append(partial(HttpEndpoint().attached, host, port))

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvactors.scenario.output import live_line, print_rows, wide_console, write_json
+from kvactors.scenario.output import live_line, print_rows, write_json
 from kvactors.signals import run_terminable
 from tests.chaos.record import ChaosReport, Row, Tally
 from tests.chaos.run import ROUND, chaos
 from tests.chaos.run import Progress as Report
 from tests.chaos.situations import situations
+from tests.support.console import wide_console
 
 TITLES = (
     "situation",
