@@ -264,6 +264,7 @@ def sweep_command(
     settings = None
     if config is not None:
         settings = ReplayConfig.from_mapping(read_toml(find_file(config, "settings")))
+        coarse, limit = settings.replay.coarse, limit or settings.replay.limit
         layout = make_layout(settings.layout, settings.cache.block_size)
         settings = in_blocks(settings, layout, settings.storage)
         nbytes = layout.block_bytes if nbytes is None else nbytes

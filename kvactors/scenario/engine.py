@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any, Literal, Protocol
 
 import anyio
@@ -29,6 +29,10 @@ RETRY = 0.005
 
 End = Literal["finish", "preempt", "abandon"]
 """How a request ends. `abandon`: before its loads have landed."""
+
+
+Observe: TypeAlias = Callable[[KVCache], AbstractAsyncContextManager[Any]]
+"""Entered with the open cache of a run, and left before it closes."""
 
 
 class Model(Protocol):

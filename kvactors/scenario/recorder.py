@@ -7,9 +7,8 @@ The recorder reads `KVCache.statistics()` at a fixed interval of the loop's time
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, TypeAlias
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import msgspec
 import numpy as np
@@ -19,9 +18,6 @@ from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
 from kvactors.observe.lag import LagMonitor, Tick
 from kvactors.observe.metrics import Histograms, watch_of
 from kvactors.observe.statistics import CacheStatistics
-
-Observe: TypeAlias = Callable[[KVCache], AbstractAsyncContextManager[Any]]
-"""Entered with the open cache of a run, and left before it closes."""
 
 POINTS = 400
 """Samples kept at most."""

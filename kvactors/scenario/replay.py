@@ -15,9 +15,8 @@ import numpy as np
 from kvactors.cache import open_cache
 from kvactors.errors import ConfigError, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
-from kvactors.scenario.engine import Engine, beside, reporting
+from kvactors.scenario.engine import Engine, Observe, beside, reporting
 from kvactors.scenario.output import in_unicode
-from kvactors.scenario.recorder import Observe
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.serving import (
     ReplaySettings,

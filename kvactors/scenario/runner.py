@@ -15,10 +15,9 @@ from msgspec.structs import replace
 
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.scenario.child import compare, routing
-from kvactors.scenario.engine import Engine, beside
+from kvactors.scenario.engine import Engine, Observe, beside
 from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.processes import run_processes
-from kvactors.scenario.recorder import Observe
 from kvactors.scenario.report import Progress, Report, Totals
 from kvactors.scenario.session import Session, session
 from kvactors.scenario.spec import Pool, Scenario, Workload, events_of

@@ -16,8 +16,7 @@ from kvactors.flush_notifier.sinks.kv_wire import MEDIA
 from kvactors.layout import make_layout
 from kvactors.observe.lag import NO_LAGS, LagMonitor
 from kvactors.observe.statistics import announceable
-from kvactors.scenario.engine import Engine, beside, reporting
-from kvactors.scenario.recorder import Observe
+from kvactors.scenario.engine import Engine, Observe, beside, reporting
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario, events_of

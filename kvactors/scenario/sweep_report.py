@@ -10,7 +10,6 @@ from rich.console import Console
 
 from kvactors.errors import ConfigError
 from kvactors.scenario.output import in_unicode, print_details, print_fields, print_rows
-from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.sweep import (
     Paths,
     curve_of,
@@ -24,6 +23,7 @@ from kvactors.scenario.sweep import (
     sizes_to_show,
 )
 from kvactors.scenario.trace import TraceRequest, read_trace
+from kvactors.settings import Config
 
 SHARES = (0.5, 0.8, 0.9, 0.95, 0.99, 1.0)
 """Shares of the most hits possible, for which the smallest cache is reported."""
@@ -72,7 +72,7 @@ def sweep(
     coarse: int = 1,
     limit: int = 0,
     block_bytes: int | None = None,
-    config: ReplayConfig | None = None,
+    config: Config | None = None,
     retain: bool = True,
     progress: SweepProgress = lambda _text, _share: None,
 ) -> SweepReport:
@@ -86,7 +86,6 @@ def sweep(
         raise ConfigError(f"a device has at least one block, not {min(sizes)}")
     whole = True
     if config is not None:
-        coarse, limit = config.replay.coarse, limit or config.replay.limit
         whole = not config.cache.recompute_last_token
     requests = list(read_trace(trace, coarse=coarse, limit=limit))
     paths = read_paths(one.ids for one in requests)

@@ -14,9 +14,10 @@ from rich.console import Console
 from kvactors.cache import KVCache
 from kvactors.errors import ConfigError
 from kvactors.observe.chrome_trace import ChromeTrace
+from kvactors.scenario.engine import Observe
 from kvactors.scenario.output import need, to_stdout, write_json, write_output
 from kvactors.scenario.pages import check_charts, run_page, write_page
-from kvactors.scenario.recorder import Observe, Recorder
+from kvactors.scenario.recorder import Recorder
 from kvactors.scenario.report import Report, print_report
 from kvactors.settings import Config
 
