@@ -25,7 +25,7 @@ from kvactors.scenario.output import (
     to_stdout,
     write_json,
 )
-from kvactors.scenario.pages import check_charts, write_page
+from kvactors.scenario.pages import Watching, check_charts, write_page
 from kvactors.scenario.recording import record_command
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Totals, totals_line
@@ -33,7 +33,6 @@ from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import disappointments, requests_of
 from kvactors.scenario.trace import count_requests
-from kvactors.scenario.watching import Watching
 from kvactors.settings import check, read_toml
 from kvactors.settings_report import config as config_app
 from kvactors.settings_report import size
@@ -252,7 +251,7 @@ def sweep_command(
     """
     from kvactors.layout import make_layout
     from kvactors.scenario.pages import sweep_chart, sweep_page, write_png
-    from kvactors.scenario.sweep_report import print_sweep, sweep
+    from kvactors.scenario.sweep import print_sweep, sweep
 
     check_distinct((trace, config), json=json, html=html, png=png)
     if html is not None or png is not None:

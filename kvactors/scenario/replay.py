@@ -2,33 +2,675 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import heapq
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import anyio
+import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.cache import open_cache
-from kvactors.errors import ConfigError, KVActorsError, NoRoom
+from kvactors.decode_batch import Step
+from kvactors.errors import ConfigError, DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
-from kvactors.scenario.engine import Engine, Observe, beside, reporting
+from kvactors.scenario.engine import Engine, Observe, ScenarioRequest, beside, reporting
 from kvactors.scenario.output import in_unicode
 from kvactors.scenario.report import Progress, Report, Totals, make_report
-from kvactors.scenario.serving import (
-    ReplaySettings,
-    Serving,
-    ServingFigures,
-    ThreadModel,
-    serve_on_model,
-)
+from kvactors.scenario.spec import Positive
 from kvactors.scenario.sweep import lru_rates
 from kvactors.scenario.trace import TraceRequest, read_trace, tokens_of
 from kvactors.settings import Config
-from kvactors.threads import in_thread
+from kvactors.settings.check import Count, Number
+from kvactors.threads import Workers, in_thread
+
+Baseline = Literal["none", "lru"]
+
+
+class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Settings of a replay.
+
+    Attributes:
+        mode: sequential (a request ends, and everything it caused, before the next begins) or
+            timed (arrivals by their time stamps).
+        speed: factor on the trace's clock.
+        prefill_tokens_per_s: tokens of prompts that the model computes in a second, in timed mode.
+        decode_tokens_per_s: decode steps in a second. Each running request gets a token a step.
+        step_tokens: tokens of prompts computed in one step at most (chunked prefill).
+        most_running: requests with device blocks at most.
+        patience: seconds after which the earliest request that waits for blocks is given up.
+        baselines: caches that the same requests are served on, as models, for comparison: none
+            (every prompt is computed) and lru (an exact LRU of the same sizes whose loads take no
+            time).
+    """
+
+    mode: Literal["sequential", "timed"] = "sequential"
+    coarse: Count = 1
+    limit: Number = 0
+    speed: Positive = 1.0
+    prefill_tokens_per_s: Positive = 50_000.0
+    decode_tokens_per_s: Positive = 50.0
+    step_tokens: Count = 8192
+    most_running: Count = 256
+    patience: Positive = 120.0
+    baselines: tuple[Baseline, ...] = ("none", "lru")
+
+
+# -- a timed replay: requests of a trace arrive by its clock, wait in a queue, and are computed by
+# continuous batching. The cache is real, the model's step times are modelled.
+#
+# The trace's clock advances by the steps, and, when no step can be computed, with the wall clock
+# times `speed`. A process that is too slow for the speed takes longer for the replay. Arrivals
+# follow the trace's clock, so the figures are those of a machine that keeps up.
+
+
+class ServingJob:
+    """A request of a trace in the serving loop.
+
+    Attributes:
+        produced: tokens decoded so far. A preempted request keeps them.
+        missing: tokens to prefill before the next decode step.
+        covered: tokens that its device blocks have place for.
+        cached_tokens: tokens that its first admission found in the cache.
+    """
+
+    def __init__(self, number: int, request: TraceRequest, block_size: int) -> None:
+        self.number = number
+        self.arrival = request.timestamp
+        self.ids = request.ids
+        self.prompt_tokens = len(request.ids) * block_size
+        self.output_tokens = max(1, request.output_length)
+        self.produced = self.missing = self.covered = self.cached_tokens = 0
+        self.admitted_at = self.first_token_at = -1.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt and those decoded."""
+        return self.prompt_tokens + self.produced
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all tokens are decoded."""
+        return self.produced >= self.output_tokens
+
+    @property
+    def steps_covered(self) -> int:
+        """Decode steps that it has blocks for. A step writes the token decoded before it."""
+        return self.covered - self.num_tokens + 1
+
+    def __lt__(self, other: ServingJob) -> bool:
+        return self.number < other.number
+
+
+class Stride(NamedTuple):
+    """One step with prefill, or several decode steps in a row."""
+
+    seconds: float
+    prefill: tuple[tuple[ServingJob, int], ...]
+    decode_steps: int
+
+
+class RequestOutcome(NamedTuple):
+    """Requests after a stride.
+
+    Attributes:
+        full: that need another device block before the next step, the earliest first.
+    """
+
+    prefilled: list[ServingJob]
+    done: list[ServingJob]
+    full: list[ServingJob]
+
+
+class Scheduler:
+    """Requests that wait, are admitted, prefill and decode."""
+
+    def __init__(self, settings: ReplaySettings) -> None:
+        self._prefill_tokens_per_s = settings.prefill_tokens_per_s
+        self._decode_s = 1.0 / settings.decode_tokens_per_s
+        self._step_tokens = settings.step_tokens
+        self.now = 0.0
+        self.waiting: list[ServingJob] = []
+        self.prefilling: deque[ServingJob] = deque()
+        self.decoding: dict[int, ServingJob] = {}
+        self.figures = ServingFigures()
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.prefilling or self.decoding)
+
+    def arrive(self, job: ServingJob, device_tokens: int) -> bool:
+        """A request arrives, and waits behind earlier ones. One that the device can never hold is
+        rejected: False."""
+        if job.prompt_tokens + job.output_tokens - 1 > device_tokens:
+            self.figures.rejected += 1
+            return False
+        heapq.heappush(self.waiting, job)
+        return True
+
+    def begin(self, job: ServingJob, cached_tokens: int, covered: int) -> None:
+        """A request has its blocks, and the bytes of the cached ones. covered: see `ServingJob`."""
+        if job.admitted_at < 0:
+            job.admitted_at = self.now
+            job.cached_tokens = cached_tokens
+        job.covered = covered
+        # the token decoded last has no keys and values: the next decode step computes it
+        computed = job.num_tokens - (job.produced > 0)
+        job.missing = max(0, computed - cached_tokens)
+        self.figures.computed_tokens += job.missing
+        self.prefilling.append(job)
+
+    def plan(self, until: float) -> Stride:
+        """The next stride. It ends at the time `until`, or after one step if that takes longer."""
+        prefill, budget = list[tuple[ServingJob, int]](), self._step_tokens
+        for job in self.prefilling:
+            count = min(job.missing, budget)
+            budget -= count
+            prefill.append((job, count))
+            if not budget:
+                break
+        decode_s = self._decode_s if self.decoding else 0.0
+        if prefill:
+            computed = self._step_tokens - budget
+            seconds = decode_s + computed / self._prefill_tokens_per_s
+            return Stride(seconds, tuple(prefill), int(bool(self.decoding)))
+        steps = min(
+            min(job.output_tokens - job.produced, job.steps_covered)
+            for job in self.decoding.values()
+        )
+        steps = max(1, min(steps, math.ceil((until - self.now) / decode_s)))
+        return Stride(steps * decode_s, (), steps)
+
+    def carry_out(self, stride: Stride) -> RequestOutcome:
+        self.now += stride.seconds
+        self.figures.steps += max(1, stride.decode_steps)
+        for job in self.decoding.values():
+            job.produced += stride.decode_steps
+        for job, count in stride.prefill:
+            job.missing -= count
+        prefilled = [job for job, _ in stride.prefill if not job.missing]
+        for job in prefilled:
+            self.prefilling.remove(job)
+            if not job.produced:
+                job.produced, job.first_token_at = 1, self.now
+            self.decoding[job.number] = job
+        done = [job for job in self.decoding.values() if job.is_done]
+        full = [job for job in self.decoding.values() if not job.is_done and job.steps_covered < 1]
+        for job in done:
+            del self.decoding[job.number]
+            self.figures.finish(job, self.now)
+        return RequestOutcome(prefilled, done, sorted(full))
+
+    def victim(self) -> ServingJob:
+        """The decoding request that gives its blocks up: the one that arrived last."""
+        return max(self.decoding.values())
+
+    def preempt(self, job: ServingJob) -> None:
+        """A decoding request has given its blocks up. It waits again, before later ones."""
+        del self.decoding[job.number]
+        self.give_up(job)
+
+    def give_up(self, job: ServingJob) -> None:
+        """A request without blocks waits again, before later ones."""
+        self.figures.preemptions += 1
+        heapq.heappush(self.waiting, job)
+
+
+class ServingFigures:
+    """Measured times of the requests of one run.
+
+    Attributes:
+        queue_s: seconds from arrival until a request had its blocks and the cached bytes.
+        computed_tokens: tokens that were prefilled, those of preempted requests again.
+    """
+
+    def __init__(self) -> None:
+        self.first_token_s: list[float] = []
+        self.queue_s: list[float] = []
+        self.total_s: list[float] = []
+        self.prompt_tokens = self.output_tokens = self.saved_tokens = self.computed_tokens = 0
+        self.preemptions = self.rejected = self.steps = 0
+        self.end = 0.0
+
+    def finish(self, job: ServingJob, now: float) -> None:
+        self.first_token_s.append(job.first_token_at - job.arrival)
+        self.queue_s.append(job.admitted_at - job.arrival)
+        self.total_s.append(now - job.arrival)
+        self.prompt_tokens += job.prompt_tokens
+        self.output_tokens += job.output_tokens
+        self.saved_tokens += job.cached_tokens
+        self.end = now
+
+    def as_dict(self) -> dict[str, Any]:
+        seconds = max(self.end, 1e-9)
+        return {
+            "requests": len(self.first_token_s),
+            "rejected": self.rejected,
+            "first_token_s": percentiles(self.first_token_s),
+            "queue_s": percentiles(self.queue_s),
+            "request_s": percentiles(self.total_s),
+            "seconds": round(self.end, 3),
+            "requests_per_s": round(len(self.first_token_s) / seconds, 3),
+            "prompt_tokens_per_s": round(self.prompt_tokens / seconds, 1),
+            "output_tokens_per_s": round(self.output_tokens / seconds, 1),
+            "prompt_tokens": self.prompt_tokens,
+            "saved_tokens": self.saved_tokens,
+            "computed_tokens": self.computed_tokens,
+            "preemptions": self.preemptions,
+            "steps": self.steps,
+        }
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p90 and p99, zero without values."""
+    found = np.percentile(np.array(values or [0.0]), [50, 90, 99]).tolist()
+    return {f"p{share}": round(one, 4) for share, one in zip((50, 90, 99), found, strict=True)}
+
+
+def jobs_of(requests: Iterable[TraceRequest], block_size: int) -> list[ServingJob]:
+    """The requests of a trace, with times from the first one on."""
+    jobs = [ServingJob(number, request, block_size) for number, request in enumerate(requests)]
+    start = jobs[0].arrival if jobs else 0.0
+    for job in jobs:
+        job.arrival -= start
+    return jobs
+
+
+def output_ids(job: ServingJob, blocks: int) -> NDArray[np.uint64]:
+    """Ids of the first blocks of decoded tokens, which no prompt of a trace has."""
+    first = (1 << 63) + (job.number << 20)
+    return np.arange(first, first + blocks, dtype=np.uint64)
+
+
+SLICE = 0.002
+"""Seconds of the wall clock that a stride of decode steps lasts at most, so that requests whose
+loads have arrived join soon."""
+
+YIELD = 0.0005
+"""Seconds that the clock may be ahead of the wall clock: a shorter sleep is not exact."""
+
+PASSES = 8
+"""Passes of the event loop for the cache between two strides, when strides are late."""
+
+
+class ThreadModel:
+    """Computes and verifies blocks in a thread, beside the loop."""
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._workers = Workers(1, "kvactors-model")
+
+    async def _run(self, call: Callable[[], Any]) -> Any:
+        return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(call)))
+
+    async def fill(self, blocks: Sequence[int], names: bytes) -> None:
+        await self._run(lambda: self._device.fill(blocks, names))
+
+    async def check(self, blocks: Sequence[int], names: bytes) -> Sequence[int]:
+        bad: list[int] = await self._run(lambda: self._device.check(blocks, names))
+        return bad
+
+
+class Serving:
+    """Serves the requests of a trace on a cache."""
+
+    def __init__(
+        self, engine: Engine, requests: Iterable[TraceRequest], settings: ReplaySettings
+    ) -> None:
+        self._engine, self._cache, self._totals = engine, engine.cache, engine.totals
+        self._size = engine.cache.block_size
+        self._settings, self._speed = settings, settings.speed
+        self._scheduler = Scheduler(settings)
+        self._arriving = jobs_of(requests, self._size)[::-1]
+        self._requests: dict[int, ScenarioRequest] = {}
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._woken = asyncio.Event()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._admitting: asyncio.Task[None] | None = None
+        self._running = 0  # requests with a lease, or about to have one
+
+    async def run(self) -> ServingFigures:
+        scheduler = self._scheduler
+        try:
+            while self._arriving or scheduler.waiting or self._running:
+                self._arrive()
+                self._admit()
+                if scheduler.has_work:
+                    await self._compute()
+                else:
+                    await self._wait()
+        finally:
+            tasks = [*self._starting, *([self._admitting] if self._admitting else [])]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for request in self._requests.values():
+                request.lease.abandon()
+        return scheduler.figures
+
+    # -- the clock
+
+    def _wall(self) -> float:
+        """The latest time that the trace's clock may have."""
+        return (self._loop.time() - self._began) * self._speed
+
+    async def _reach(self, time: float) -> None:
+        """Return when the wall clock has reached a time of the trace's clock."""
+        ahead = (time - self._wall()) / self._speed - YIELD
+        if ahead > 0:
+            await asyncio.sleep(ahead)
+            return
+        for _ in range(PASSES):
+            await asyncio.sleep(0)
+        self._set_back(time)
+
+    def _set_back(self, time: float) -> None:
+        """If the wall clock has passed a time of the trace's clock, this process is too slow for
+        the speed: set the wall clock back."""
+        self._began += max(0.0, self._wall() - time) / self._speed
+
+    async def _wait(self) -> None:
+        """Nothing can be computed: wait for an arrival, or until a request has its blocks."""
+        scheduler = self._scheduler
+        self._set_back(scheduler.now)
+        due = self._arriving[-1].arrival if self._arriving else math.inf
+        self._woken.clear()
+        with anyio.move_on_after(max(0.0, (due - self._wall()) / self._speed)):
+            await self._woken.wait()
+        scheduler.now = max(scheduler.now, min(self._wall(), due))
+
+    # -- admission
+
+    def _arrive(self) -> None:
+        scheduler, device = self._scheduler, self._cache.device
+        while self._arriving and self._arriving[-1].arrival <= scheduler.now:
+            if not scheduler.arrive(self._arriving.pop(), device.num_blocks * self._size):
+                self._totals.rejected += 1
+
+    def _admit(self) -> None:
+        """Let the earliest request wait for its blocks. The others wait behind it."""
+        if self._admitting is not None or self._running >= self._settings.most_running:
+            return
+        if self._scheduler.waiting:
+            self._admitting = self._loop.create_task(self._admit_all())
+
+    async def _admit_all(self) -> None:
+        try:
+            waiting = self._scheduler.waiting
+            while waiting and self._running < self._settings.most_running:
+                self._running += 1
+                await self._acquire(heapq.heappop(waiting))
+        finally:
+            self._admitting = None
+            self._woken.set()
+
+    async def _acquire(self, job: ServingJob) -> None:
+        try:
+            lease = await self._cache.acquire(
+                str(job.number),
+                self._tokens(job),
+                wait_for_room=True,
+                deadline=self._settings.patience,
+            )
+        except (NoRoom, DeadlineExceeded):
+            self._running -= 1
+            self._scheduler.figures.rejected += 1
+            self._totals.rejected += 1
+        except KVActorsError as error:
+            self._fail(job, error)
+        else:
+            self._requests[job.number] = self._engine.request(lease)
+            task = self._loop.create_task(self._start(job))
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    def _tokens(self, job: ServingJob) -> np.ndarray:
+        """The prompt, and the blocks of tokens that were decoded before a preemption."""
+        blocks = -(-job.num_tokens // self._size) - len(job.ids)
+        ids = np.concatenate([job.ids, output_ids(job, blocks)]) if blocks else job.ids
+        return tokens_of(ids, self._size)
+
+    async def _start(self, job: ServingJob) -> None:
+        """Wait for the loads, and verify what they brought."""
+        request = self._requests[job.number]
+        try:
+            await self._engine.begin(request, resumed=job.admitted_at >= 0)
+        except NoRoom:  # blocks of a load that failed could not be replaced
+            request.lease.abandon()
+            del self._requests[job.number]
+            self._running -= 1
+            self._scheduler.give_up(job)
+        except KVActorsError as error:
+            self._fail(job, error)
+        else:
+            lease = request.lease
+            self._scheduler.begin(job, lease.cached_tokens, lease.covered_tokens)
+        finally:
+            self._woken.set()
+
+    def _fail(self, job: ServingJob, error: KVActorsError) -> None:
+        self._running -= 1
+        self._scheduler.decoding.pop(job.number, None)
+        request = self._requests.pop(job.number, None)
+        if request is not None:
+            request.lease.abandon()
+        self._engine.failed(str(job.number), error)
+
+    # -- steps
+
+    async def _compute(self) -> None:
+        """One stride of the model, and the calls of the cache that follow from it."""
+        scheduler = self._scheduler
+        until = scheduler.now + SLICE * self._speed
+        if self._arriving:
+            until = min(until, self._arriving[-1].arrival)
+        stride = scheduler.plan(until)
+        await self._reach(scheduler.now + stride.seconds)
+        outcome = scheduler.carry_out(stride)
+        await self._commit(outcome)
+        await self._finish(outcome)
+        await self._grow(outcome.full)
+
+    async def _commit(self, outcome: RequestOutcome) -> None:
+        """The prompts that were computed become shareable."""
+        for job in outcome.prefilled:
+            request = self._requests[job.number]
+            try:
+                await request.compute()
+                await request.lease.commit(job.prompt_tokens)
+            except KVActorsError as error:
+                self._fail(job, error)
+
+    async def _finish(self, outcome: RequestOutcome) -> None:
+        for job in outcome.done:
+            request = self._requests.pop(job.number, None)
+            if request is None:
+                continue  # its commit has failed
+            self._running -= 1
+            try:
+                await request.lease.finish()
+                self._totals.finished += 1
+            except KVActorsError as error:
+                self._engine.failed(str(job.number), error)
+
+    async def _grow(self, full: Sequence[ServingJob]) -> None:
+        """Take a block for each request that has filled its last one. Without a free block the
+        requests that arrived last give theirs up."""
+        decoding = self._scheduler.decoding
+        while full := [job for job in full if job.number in decoding]:
+            steps = []
+            for job in full:
+                number = job.covered // self._size - len(job.ids)
+                tokens = tokens_of(output_ids(job, number + 1)[number:], self._size)
+                steps.append(Step(self._requests[job.number].lease, tokens))
+            without = list[ServingJob]()
+            for job, stepped in zip(full, await self._cache.step(steps), strict=True):
+                if stepped.error is None:
+                    job.covered += self._size
+                elif isinstance(stepped.error, NoRoom):
+                    without.append(job)
+                elif isinstance(stepped.error, KVActorsError):
+                    self._fail(job, stepped.error)
+                else:
+                    raise stepped.error
+            full = without
+            if full:
+                await self._preempt(self._scheduler.victim())
+
+    async def _preempt(self, job: ServingJob) -> None:
+        """A request gives its blocks up. The computed ones stay cached."""
+        request = self._requests.pop(job.number)
+        self._scheduler.preempt(job)
+        self._running -= 1
+        try:
+            await request.compute()
+            await request.lease.preempt(job.num_tokens - 1)
+        except KVActorsError as error:
+            request.lease.abandon()
+            self._totals.complain(f"request {job.number}: {error}")
+
+
+# -- models of caches, for comparison
+
+
+LONGEST_S = 3600.0
+"""Seconds of a stride after the last arrival at most."""
+
+
+class ModelCache:
+    """Device blocks of running requests, shared by those with the same ids, and an LRU of ids in
+    any tier. A path is touched deepest first, so that a block is younger than those after it.
+
+    Exclusive tiers of a config hit like one tier of their sum, inclusive ones like the largest.
+
+    Attributes:
+        cached: blocks in all tiers, 0 for no cache, None for no limit.
+    """
+
+    def __init__(self, config: Config, baseline: Baseline) -> None:
+        self.block_size = config.cache.block_size
+        self.free = self.num_blocks = config.device.num_blocks
+        self._recompute_last_token = config.cache.recompute_last_token
+        self._uses: Counter[int] = Counter()  # of blocks of prompts
+        self._own: dict[int, int] = {}  # other blocks, by request
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        storage, tiers = config.storage, [config.device.num_blocks, config.host.slots]
+        is_stored = storage.backend != "none" and not config.flush.flush_only
+        if is_stored and storage.capacity_blocks is not None:
+            tiers.append(storage.capacity_blocks)
+        exclusive = config.host.mode == "exclusive" or not config.host.slots
+        self.cached: int | None = sum(tiers) if exclusive else max(tiers)
+        if baseline == "none":
+            self.cached = 0
+        elif is_stored and (storage.capacity_blocks is None or storage.capacity_bytes is not None):
+            self.cached = None
+
+    def acquire(self, job: ServingJob) -> int | None:
+        """Give a request its blocks. Returns the cached tokens, None without enough free blocks."""
+        ids: list[int] = job.ids.tolist()
+        own = -(-job.num_tokens // self.block_size) - len(ids)
+        shared = self.cached != 0
+        new = sum(not self._uses[one] for one in ids) if shared else len(ids)
+        if new + own > self.free:
+            return None
+        self.free -= new + own
+        self._own[job.number] = own if shared else new + own
+        if not shared:
+            return 0
+        self._uses.update(ids)
+        hit = next((at for at, one in enumerate(ids) if one not in self._cached), len(ids))
+        if hit == len(ids) and self._recompute_last_token and not job.produced:
+            hit -= 1
+        self._touch(ids[:hit])
+        return hit * self.block_size
+
+    def _touch(self, ids: Iterable[int]) -> None:
+        for one in reversed(list(ids)):
+            self._cached[one] = None
+            self._cached.move_to_end(one)
+
+    def computed(self, job: ServingJob) -> None:
+        if self.cached == 0:
+            return
+        self._touch(job.ids.tolist())
+        while self.cached is not None and len(self._cached) > self.cached:
+            self._cached.popitem(last=False)
+
+    def grow(self, job: ServingJob) -> bool:
+        """Give a request another block. False without a free one."""
+        if not self.free:
+            return False
+        self.free -= 1
+        self._own[job.number] += 1
+        job.covered += self.block_size
+        return True
+
+    def release(self, job: ServingJob) -> None:
+        """A request gives its blocks up."""
+        self.free += self._own.pop(job.number)
+        if self.cached == 0:
+            return
+        for one in job.ids.tolist():
+            self._uses[one] -= 1
+            if not self._uses[one]:
+                del self._uses[one]
+                self.free += 1
+
+
+def serve_on_model(
+    requests: Iterable[TraceRequest], config: Config, baseline: Baseline, settings: ReplaySettings
+) -> ServingFigures:
+    """Serve a trace on a modelled cache of a config's sizes."""
+    cache, scheduler = ModelCache(config, baseline), Scheduler(settings)
+    size = cache.block_size
+    arriving, running = jobs_of(requests, size)[::-1], 0
+
+    def grow(job: ServingJob) -> int:
+        """Take a block for a request. Without a free one the requests that arrived last give theirs
+        up. Returns their number."""
+        victims = 0
+        while job.number in scheduler.decoding and not cache.grow(job):
+            victims += 1
+            victim = scheduler.victim()
+            cache.release(victim)
+            scheduler.preempt(victim)
+        return victims
+
+    while arriving or scheduler.waiting or running:
+        while arriving and arriving[-1].arrival <= scheduler.now:
+            scheduler.arrive(arriving.pop(), cache.num_blocks * size)
+        while scheduler.waiting and running < settings.most_running:
+            job = scheduler.waiting[0]
+            cached = cache.acquire(job)
+            if cached is None:
+                break
+            heapq.heappop(scheduler.waiting)
+            running += 1
+            scheduler.begin(job, cached, -(-job.num_tokens // size) * size)
+        next_arrival = arriving[-1].arrival if arriving else scheduler.now + LONGEST_S
+        if scheduler.has_work:
+            outcome = scheduler.carry_out(scheduler.plan(next_arrival))
+            for job in outcome.prefilled:
+                cache.computed(job)
+            for job in outcome.done:
+                cache.release(job)
+            running -= len(outcome.done) + sum(map(grow, outcome.full))
+        elif arriving:
+            scheduler.now = max(scheduler.now, next_arrival)
+        else:
+            raise RuntimeError(f"{len(scheduler.waiting)} requests wait, and none runs")
+    return scheduler.figures
 
 
 class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):

@@ -8,8 +8,17 @@ import numpy as np
 import pytest
 
 from kvactors.histogram import Histogram
-from kvactors.scenario.pages import course, durations, run_page, shares_below
-from kvactors.scenario.recorder import POINTS, WINDOWS, WORST, Recorder, Recording
+from kvactors.scenario.pages import (
+    POINTS,
+    WINDOWS,
+    WORST,
+    Recorder,
+    Recording,
+    course,
+    durations,
+    run_page,
+    shares_below,
+)
 from kvactors.scenario.report import Report
 from kvactors.testing.loop import simulate
 from tests.support.cache import opened, prompt, serve

@@ -15,16 +15,18 @@ from msgspec.structs import replace
 from kvactors.cache import open_cache
 from kvactors.device.host import HostDevice
 from kvactors.scenario.engine import Engine
-from kvactors.scenario.replay import ReplayConfig, cache_config, replay
-from kvactors.scenario.report import Totals
-from kvactors.scenario.serving import (
+from kvactors.scenario.replay import (
+    ReplayConfig,
     ReplaySettings,
     Scheduler,
     Serving,
     ServingJob,
+    cache_config,
     percentiles,
+    replay,
     serve_on_model,
 )
+from kvactors.scenario.report import Totals
 from kvactors.scenario.trace import TraceRequest
 from kvactors.testing.loop import simulate
 from kvactors.testing.sim import problems_at_rest

@@ -13,7 +13,7 @@ from rich.console import Console
 from kvactors.errors import ConfigError
 from kvactors.scenario.pages import svg_of, sweep_chart, sweep_page, write_png
 from kvactors.scenario.replay import ReplayConfig, replay
-from kvactors.scenario.sweep_report import (
+from kvactors.scenario.sweep import (
     bytes_text,
     print_sweep,
     sweep,

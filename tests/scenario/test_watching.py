@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.watching import Watching
+from kvactors.scenario.pages import Watching
 from tests.cache.test_degraded import requests
 from tests.observe.test_http_endpoint import call, get
 from tests.support.cache import opened

@@ -32,7 +32,7 @@ from kvactors.layout import make_layout
 from kvactors.native import Path
 from kvactors.scenario.child import Child, differing, log_errors_only, say, start_child
 from kvactors.scenario.engine import beside
-from kvactors.scenario.fleet.network import Network
+from kvactors.scenario.fleet import Network
 from kvactors.scenario.fleet.node import NodeAnswer, Order, Orders
 from kvactors.scenario.mirror import Reader
 from kvactors.scenario.mooncake_master import Master, free_port

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvactors.scenario.fleet.network import Network, run
+from kvactors.scenario.fleet import Network, run
 from kvactors.scenario.mooncake_master import Master
 from tests.interop.conftest import INSIDE_NETWORK
 from tests.interop.consumers.base import wait_until
