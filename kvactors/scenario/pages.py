@@ -25,7 +25,7 @@ from kvactors.observe.chrome_trace import ChromeTrace
 from kvactors.observe.lag import LagMonitor, Tick
 from kvactors.observe.metrics import Histograms, watch_of
 from kvactors.observe.statistics import CacheStatistics
-from kvactors.scenario.engine import Observe
+from kvactors.scenario.engine import Observe, beside
 from kvactors.scenario.output import need, print_details, to_stdout, write_json, write_output
 from kvactors.scenario.report import Report, print_report
 from kvactors.scenario.sweep import SweepReport, print_sweep, unit_of
@@ -50,16 +50,10 @@ a core."""
 
 
 class Recording(msgspec.Struct):
-    """Samples of a run.
-
-    Attributes:
-        host_slots: size of the host tier, without slots for blocks in transit.
-    """
+    """Samples of a run. series: a value of each name at each of `seconds`."""
 
     seconds: list[float]
     series: dict[str, list[float]]
-    device_blocks: int = 0
-    host_slots: int = 0
     histograms: Histograms | None = None
 
     def rates(self, name: str) -> tuple[list[float], list[float]]:
@@ -94,19 +88,16 @@ class Recorder:
     @asynccontextmanager
     async def observing(self, cache: KVCache) -> AsyncIterator[Recorder]:
         """Sample a cache until the block ends, and once more then."""
-        loop = asyncio.get_running_loop()
-        self._begin = loop.time()
+        self._begin = asyncio.get_running_loop().time()
         self._sample(cache)
         watch = watch_of(cache.system)
         self.recording.histograms = watch.histograms
         watch.attach(cache.system)
         async with self._lag.running():
-            task = loop.create_task(self._run(cache))
             try:
-                yield self
+                async with beside(self._run(cache)):
+                    yield self
             finally:
-                task.cancel()
-                await asyncio.gather(task, return_exceptions=True)
                 watch.detach(cache.system)
                 self._lag.take()  # what came last is the lag of making the report
                 self._sample(cache)
@@ -119,8 +110,6 @@ class Recorder:
     def _sample(self, cache: KVCache) -> None:
         statistics, recording = cache.statistics(), self.recording
         recording.seconds.append(asyncio.get_running_loop().time() - self._begin)
-        recording.device_blocks = statistics.prefix.blocks_total
-        recording.host_slots = statistics.host.capacity
         for name, value in values_of(statistics, self._lag.take()).items():
             recording.series.setdefault(name, []).append(value)
         if len(recording.seconds) >= POINTS:
@@ -152,8 +141,8 @@ def values_of(statistics: CacheStatistics, ticks: list[Tick]) -> dict[str, float
         "messages": statistics.messages,
         "tasks": sum(sink.delivered for sink in statistics.flush),
         **{name: getattr(host, name) for name in (*NOT_FETCHED, *NOT_STORED)},
-        "device_used": prefix.blocks_total - prefix.blocks_free,
-        "host_used": host.resident,
+        "device_full": (prefix.blocks_total - prefix.blocks_free) / prefix.blocks_total,
+        "host_full": host.resident / max(1, host.capacity),  # without slots for blocks in transit
         "stored": store.objects if store is not None else 0,
         "leases": prefix.leases,
         "waiting": prefix.waiting,
@@ -317,17 +306,11 @@ def course(recording: Recording) -> list[Chart]:
             for label, (ends, values) in rates.items()
         }
 
-    def full(name: str, size: float) -> tuple[Sequence[float], Sequence[float]]:
-        return time, [value / size if size else 0.0 for value in series[name]]
-
     hits = {
         tier: recording.shares(f"{tier}_hits", "looked_up")
         for tier in ("device", "host", "storage")
     }
-    occupied = {
-        "device": full("device_used", recording.device_blocks),
-        "host": full("host_used", recording.host_slots),
-    }
+    occupied = at(device="device_full", host="host_full")
     missed = at(**{name: name for name in (*NOT_FETCHED, *NOT_STORED) if series[name][-1]})
     bytes_moved = rate(
         1e6,
