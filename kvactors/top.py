@@ -657,11 +657,8 @@ def top(
 async def watch(
     url: str, show: Show, ended: Ended, interval: float, timeout: float, *, once: bool
 ) -> Row | None:
-    """Read a process and show it, until the user ends it or after the second reading.
-
-    Raises:
-        Unreachable, BadMetrics: at the first reading, or with `once`.
-    """
+    """Read a process and show it, until the user ends it or after the second reading. Raises
+    Unreachable, BadMetrics: at the first reading, or with `once`."""
     readings = Readings()
     readings.add(await read(url, timeout))
     if not once:

@@ -95,12 +95,9 @@ async def start_child(
     prefix: Sequence[str] = (),
     errors: IO[bytes] | None = None,
 ) -> Child:
-    """Start a Python process. `Child.kill` ends it.
-
-    Args:
-        folder: the working directory, from which modules are imported as well. By default the
-            process imports from where this one does, in any working directory.
-    """
+    """Start a Python process. `Child.kill` ends it. folder: the working directory, from which
+    modules are imported as well. By default the process imports from where this one does, in any
+    working directory."""
     isolated = [] if folder else ["-P"]
     return Child(
         await anyio.open_process(
@@ -160,11 +157,8 @@ async def compare(
     router: Child, sequence: int, truth: Mapping[str, Collection[int]]
 ) -> dict[str, int]:
     """Compare the router's view with the tiers, once it has read every batch before `sequence`.
-
-    Returns:
-        The router's counts. divergence: number of blocks on which its view differs from the
-        truth. ambiguous: blocks that it cannot tell apart by tokens, adapter, salt and media.
-    """
+    Returns the router's counts. divergence: number of blocks on which its view differs from the
+    truth. ambiguous: blocks that it cannot tell apart by tokens, adapter, salt and media."""
     await router.send(f"report {sequence}")
     said = msgspec.json.decode(await router.receive())
     return {

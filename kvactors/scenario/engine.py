@@ -172,11 +172,8 @@ class Engine:
         output_tokens: int | None = None,
         **options: Any,
     ) -> Lease:
-        """Serve one request from acquire to its end.
-
-        Raises:
-            NoRoom: the cache has no free blocks for the request.
-        """
+        """Serve one request from acquire to its end. Raises NoRoom: the cache has no free blocks
+        for the request."""
         async with await self.cache.acquire(name, tokens, **options) as lease:
             if end == "abandon":
                 lease.abandon()

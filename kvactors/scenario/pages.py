@@ -179,12 +179,8 @@ svg { width: 100%; height: auto; max-width: 46rem; }
 
 
 class Chart(NamedTuple):
-    """Lines over one axis.
-
-    Attributes:
-        stacked: whether the lines are drawn as areas on top of each other. All lines then have the
-            same x values.
-    """
+    """Lines over one axis. stacked: whether the lines are drawn as areas on top of each other. All
+    lines then have the same x values."""
 
     title: str
     x_label: str

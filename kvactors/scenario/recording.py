@@ -51,13 +51,9 @@ CLOSE_S = 10.0
 
 
 class TracedRequest(msgspec.Struct, eq=False):
-    """A request of the trace.
-
-    Attributes:
-        size: bytes that the request holds while it waits.
-        ids: of the prompt's blocks, None while a lease has them.
-        ended: the request is complete, or was refused (then without ids).
-    """
+    """A request of the trace. size: bytes that the request holds while it waits. ids: of the
+    prompt's blocks, None while a lease has them. ended: the request is complete, or was refused
+    (then without ids)."""
 
     at: float
     input_length: int

@@ -121,11 +121,8 @@ class Stride(NamedTuple):
 
 
 class RequestOutcome(NamedTuple):
-    """Requests after a stride.
-
-    Attributes:
-        full: that need another device block before the next step, the earliest first.
-    """
+    """Requests after a stride. full: that need another device block before the next step, the
+    earliest first."""
 
     prefilled: list[ServingJob]
     done: list[ServingJob]
@@ -227,12 +224,9 @@ class Scheduler:
 
 
 class ServingFigures:
-    """Measured times of the requests of one run.
-
-    Attributes:
-        queue_s: seconds from arrival until a request had its blocks and the cached bytes.
-        computed_tokens: tokens that were prefilled, those of preempted requests again.
-    """
+    """Measured times of the requests of one run. queue_s: seconds from arrival until a request had
+    its blocks and the cached bytes. computed_tokens: tokens that were prefilled, those of preempted
+    requests again."""
 
     def __init__(self) -> None:
         self.first_token_s: list[float] = []

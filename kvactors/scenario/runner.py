@@ -318,12 +318,8 @@ def run_scenario(
     progress: Progress = lambda _: None,
     observe: Observe = nullcontext,
 ) -> tuple[Scenario, Report]:
-    """Run the scenario of a file.
-
-    Args:
-        observe: entered with the open cache of the run that counts. Not called if the run has
-            several processes.
-    """
+    """Run the scenario of a file. observe: entered with the open cache of the run that counts. Not
+    called if the run has several processes."""
     with temporary_folder() as folder:
         data = with_temporary(data, folder)
         scenario = Scenario.from_mapping(data)

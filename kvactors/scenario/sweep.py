@@ -37,12 +37,9 @@ ACCESSES = 1 << 28
 
 
 class Paths(NamedTuple):
-    """The requests of a trace, each a path of blocks from the root.
-
-    Attributes:
-        blocks: the blocks of all requests, one request after another, int64 [accesses].
-        ends: the end of each request in `blocks`, int64 [requests].
-    """
+    """The requests of a trace, each a path of blocks from the root. blocks: the blocks of all
+    requests, one request after another, int64 [accesses]. ends: the end of each request in
+    `blocks`, int64 [requests]."""
 
     blocks: Blocks
     ends: Blocks
@@ -54,12 +51,9 @@ class Paths(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Hits of an LRU cache by its size, for one size of the device.
-
-    Attributes:
-        hits: blocks hit by a cache of that many blocks, int64 [distinct + 1], rising.
-        looked_up: blocks of all requests, those of refused ones included.
-    """
+    """Hits of an LRU cache by its size, for one size of the device. hits: blocks hit by a cache of
+    that many blocks, int64 [distinct + 1], rising. looked_up: blocks of all requests, those of
+    refused ones included."""
 
     hits: Blocks
     looked_up: int
@@ -71,12 +65,8 @@ class Curve(NamedTuple):
 
 
 def read_paths(requests: Iterable[NDArray[np.uint64]]) -> Paths:
-    """Number the blocks of a trace.
-
-    Args:
-        requests: the block ids of each request, in the order of arrival. Equal ids are the same
-            block after the same prefix.
-    """
+    """Number the blocks of a trace. requests: the block ids of each request, in the order of
+    arrival. Equal ids are the same block after the same prefix."""
     ids = list(requests)
     ends = np.cumsum([len(one) for one in ids], dtype=np.int64)
     if len(ends) and ends[-1] > ACCESSES:
@@ -106,11 +96,8 @@ def _check_chained(paths: Paths, names: NDArray[np.uint64]) -> None:
 
 
 class Known(NamedTuple):
-    """A run of blocks of a path that an earlier request used last.
-
-    Attributes:
-        distance: stack distance of the first. It rises by 1 a block.
-    """
+    """A run of blocks of a path that an earlier request used last. distance: stack distance of the
+    first. It rises by 1 a block."""
 
     low: int
     high: int
@@ -205,13 +192,9 @@ def curve_of(paths: Paths, uses: Uses) -> Curve:
 
 
 def hit_curve(paths: Paths, device: int | None = None, *, whole: bool = True) -> Curve:
-    """The hits of LRU caches of every size.
-
-    Args:
-        whole: whether a request may hit all its blocks (`cache.recompute_last_token` is off). If
-            not, a real device of exactly one size may hit less: a prompt that is cached whole takes
-            one block more for its last token.
-    """
+    """The hits of LRU caches of every size. whole: whether a request may hit all its blocks
+    (`cache.recompute_last_token` is off). If not, a real device of exactly one size may hit less: a
+    prompt that is cached whole takes one block more for its last token."""
     return curve_of(paths, uses_of(paths, device, whole=whole))
 
 
@@ -325,16 +308,9 @@ class DeviceTier:
         ends: bool = False,
         returns_in: float = -1.0,
     ) -> int:
-        """Serve one request from its beginning to its end.
-
-        Args:
-            output: tokens that the model produced, -1 if that is not known.
-            returns_in: a hint in seconds, -1 without.
-
-        Returns:
-            The blocks that it hits. A request larger than the device is refused: it hits none and
-            changes nothing.
-        """
+        """Serve one request from its beginning to its end. output: tokens that the model produced,
+        -1 if that is not known. returns_in: a hint in seconds, -1 without. Returns the blocks that
+        it hits. A request larger than the device is refused: it hits none and changes nothing."""
         if len(ids) > self.size:
             self.refused += 1
             return 0
@@ -369,12 +345,8 @@ def retain_hits(
     whole: bool = True,
     progress: RequestsDone = lambda _: None,
 ) -> int:
-    """The blocks that a device of `size` blocks hits under RETAIN.
-
-    Args:
-        paths: the blocks of the requests.
-        progress: called with the number of requests that are done, from time to time.
-    """
+    """The blocks that a device of `size` blocks hits under RETAIN. paths: the blocks of the
+    requests. progress: called with the number of requests that are done, from time to time."""
     device = DeviceTier(size, LifeTables(first=OBSERVED_REQUESTS))
     blocks = paths.blocks.astype(np.uint32)
     hits = begin = 0
@@ -448,11 +420,8 @@ class SweepPoint(msgspec.Struct):
 
 
 class SweepReport(msgspec.Struct):
-    """Hit rates of tiers on a trace.
-
-    Attributes:
-        size_for: the blocks that have a share of the most hits, by share.
-    """
+    """Hit rates of tiers on a trace. size_for: the blocks that have a share of the most hits, by
+    share."""
 
     trace: str
     requests: int
@@ -477,12 +446,8 @@ def sweep(
     retain: bool = True,
     progress: SweepProgress = lambda _text, _share: None,
 ) -> SweepReport:
-    """Hit rates of a trace by cache size.
-
-    Args:
-        sizes: of the device, in blocks. Empty: from one block to the whole trace.
-        limit: see `read_trace`. A config's if there is one and this is 0.
-    """
+    """Hit rates of a trace by cache size. sizes: of the device, in blocks. Empty: from one block to
+    the whole trace. limit: see `read_trace`. A config's if there is one and this is 0."""
     if any(size < 1 for size in sizes):
         raise ConfigError(f"a device has at least one block, not {min(sizes)}")
     whole = True

@@ -21,11 +21,8 @@ from kvactors.errors import ConfigError
 
 
 class TraceRequest(NamedTuple):
-    """A request of a trace.
-
-    Attributes:
-        input_length: tokens of the prompt, 0 if the trace lacks it or blocks are coarse.
-    """
+    """A request of a trace. input_length: tokens of the prompt, 0 if the trace lacks it or blocks
+    are coarse."""
 
     timestamp: float
     output_length: int
@@ -101,15 +98,9 @@ class _LineChecks:
 
 
 def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator[TraceRequest]:
-    """The requests of a trace in file order.
-
-    Args:
-        coarse: keep every so many-th id (blocks so many times as large, whole ones only).
-
-    Raises:
-        ConfigError: names the line that cannot be read or contradicts those above, or the file that
-            has no requests.
-    """
+    """The requests of a trace in file order. coarse: keep every so many-th id (blocks so many times
+    as large, whole ones only). Raises ConfigError: names the line that cannot be read or
+    contradicts those above, or the file that has no requests."""
     check_range(coarse, limit)
     decoder, checks, taken = msgspec.json.Decoder(_Line), _LineChecks(), 0
     for number, raw in enumerate(read_lines(path), 1):
@@ -185,10 +176,7 @@ def expand(line: _Line) -> NDArray[np.uint64]:
 
 def tokens_of(ids: NDArray[np.uint64], block_size: int) -> NDArray[np.uint32]:
     """Tokens of blocks, uint32 [len(ids) * block_size]: a fixed, one-to-one function of each id.
-
-    Args:
-        block_size: at least 2 for ids from 2**32 on.
-    """
+    block_size: at least 2 for ids from 2**32 on."""
     position = np.arange(block_size, dtype=np.uint32) * np.uint32(2654435761)
     tokens = (
         ids.astype(np.uint32)[:, None] ^ position[None, :]

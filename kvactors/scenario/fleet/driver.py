@@ -123,11 +123,8 @@ class NodeFigures:
 
 
 class Member:
-    """A node as its driver sees it: a process, and a mirror of its blocks.
-
-    Attributes:
-        in_flight: tokens that its requests must compute or fetch.
-    """
+    """A node as its driver sees it: a process, and a mirror of its blocks. in_flight: tokens that
+    its requests must compute or fetch."""
 
     def __init__(self, number: int, network: Network, data: dict[str, Any], seed: int) -> None:
         self.number = number

@@ -66,12 +66,8 @@ class Blocks(NamedTuple):
 
 
 class NodeAnswer(msgspec.Struct):
-    """The answer of a node.
-
-    Attributes:
-        wait_s: seconds from the grant of the lease until the loads had ended and their blocks were
-            verified.
-    """
+    """The answer of a node. wait_s: seconds from the grant of the lease until the loads had ended
+    and their blocks were verified."""
 
     number: int
     hits: Blocks = Blocks()
