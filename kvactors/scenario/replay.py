@@ -8,7 +8,7 @@ import heapq
 import math
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -130,14 +130,18 @@ class RequestOutcome(NamedTuple):
 
 
 class Scheduler:
-    """Requests that wait, are admitted, prefill and decode."""
+    """Requests that arrive, wait, are admitted, prefill and decode. device_tokens: that the device
+    holds."""
 
-    def __init__(self, settings: ReplaySettings) -> None:
+    def __init__(
+        self, settings: ReplaySettings, jobs: Sequence[ServingJob] = (), device_tokens: int = 0
+    ) -> None:
         self._prefill_tokens_per_s = settings.prefill_tokens_per_s
         self._decode_s = 1.0 / settings.decode_tokens_per_s
         self._step_tokens = settings.step_tokens
+        self._arriving, self._device_tokens = list(reversed(jobs)), device_tokens
         self.now = 0.0
-        self.waiting: list[ServingJob] = []
+        self.waiting: list[ServingJob] = []  # a heap
         self.prefilling: deque[ServingJob] = deque()
         self.decoding: dict[int, ServingJob] = {}
         self.figures = ServingFigures()
@@ -146,14 +150,22 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.prefilling or self.decoding)
 
-    def arrive(self, job: ServingJob, device_tokens: int) -> bool:
-        """A request arrives, and waits behind earlier ones. One that the device can never hold is
-        rejected: False."""
-        if job.prompt_tokens + job.output_tokens - 1 > device_tokens:
-            self.figures.rejected += 1
-            return False
-        heapq.heappush(self.waiting, job)
-        return True
+    @property
+    def due(self) -> float:
+        """When the next request arrives, infinity without one."""
+        return self._arriving[-1].arrival if self._arriving else math.inf
+
+    def arrive(self) -> int:
+        """Requests that are due arrive, and wait behind earlier ones. Returns the number of those
+        that the device can never hold, which are rejected."""
+        before = self.figures.rejected
+        while self.due <= self.now:
+            job = self._arriving.pop()
+            if job.prompt_tokens + job.output_tokens - 1 > self._device_tokens:
+                self.figures.rejected += 1
+            else:
+                heapq.heappush(self.waiting, job)
+        return self.figures.rejected - before
 
     def begin(self, job: ServingJob, cached_tokens: int, covered: int) -> None:
         """A request has its blocks, and the bytes of the cached ones. covered: see `ServingJob`."""
@@ -185,7 +197,8 @@ class Scheduler:
             min(job.output_tokens - job.produced, job.steps_covered)
             for job in self.decoding.values()
         )
-        steps = max(1, min(steps, math.ceil((until - self.now) / decode_s)))
+        if until < math.inf:
+            steps = max(1, min(steps, math.ceil((until - self.now) / decode_s)))
         return Stride(steps * decode_s, (), steps)
 
     def carry_out(self, stride: Stride) -> RequestOutcome:
@@ -324,8 +337,11 @@ class Serving:
         self._engine, self._cache, self._totals = engine, engine.cache, engine.totals
         self._size = engine.cache.block_size
         self._settings, self._speed = settings, settings.speed
-        self._scheduler = Scheduler(settings)
-        self._arriving = jobs_of(requests, self._size)[::-1]
+        jobs, device_tokens = (
+            jobs_of(requests, self._size),
+            self._cache.device.num_blocks * self._size,
+        )
+        self._scheduler = Scheduler(settings, jobs, device_tokens)
         self._requests: dict[int, ScenarioRequest] = {}
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
@@ -337,8 +353,8 @@ class Serving:
     async def run(self) -> ServingFigures:
         scheduler = self._scheduler
         try:
-            while self._arriving or scheduler.waiting or self._running:
-                self._arrive()
+            while scheduler.due < math.inf or scheduler.waiting or self._running:
+                self._totals.rejected += scheduler.arrive()
                 self._admit()
                 if scheduler.has_work:
                     await self._compute()
@@ -378,19 +394,12 @@ class Serving:
         """Nothing can be computed: wait for an arrival, or until a request has its blocks."""
         scheduler = self._scheduler
         self._set_back(scheduler.now)
-        due = self._arriving[-1].arrival if self._arriving else math.inf
         self._woken.clear()
-        with anyio.move_on_after(max(0.0, (due - self._wall()) / self._speed)):
+        with anyio.move_on_after(max(0.0, (scheduler.due - self._wall()) / self._speed)):
             await self._woken.wait()
-        scheduler.now = max(scheduler.now, min(self._wall(), due))
+        scheduler.now = max(scheduler.now, min(self._wall(), scheduler.due))
 
     # -- admission
-
-    def _arrive(self) -> None:
-        scheduler, device = self._scheduler, self._cache.device
-        while self._arriving and self._arriving[-1].arrival <= scheduler.now:
-            if not scheduler.arrive(self._arriving.pop(), device.num_blocks * self._size):
-                self._totals.rejected += 1
 
     def _admit(self) -> None:
         """Let the earliest request wait for its blocks. The others wait behind it."""
@@ -466,37 +475,26 @@ class Serving:
     async def _compute(self) -> None:
         """One stride of the model, and the calls of the cache that follow from it."""
         scheduler = self._scheduler
-        until = scheduler.now + SLICE * self._speed
-        if self._arriving:
-            until = min(until, self._arriving[-1].arrival)
-        stride = scheduler.plan(until)
+        stride = scheduler.plan(min(scheduler.now + SLICE * self._speed, scheduler.due))
         await self._reach(scheduler.now + stride.seconds)
         outcome = scheduler.carry_out(stride)
-        await self._commit(outcome)
-        await self._finish(outcome)
-        await self._grow(outcome.full)
-
-    async def _commit(self, outcome: RequestOutcome) -> None:
-        """The prompts that were computed become shareable."""
-        for job in outcome.prefilled:
+        for job in outcome.prefilled:  # their prompts become shareable
             request = self._requests[job.number]
             try:
                 await request.compute()
                 await request.lease.commit(job.prompt_tokens)
             except KVActorsError as error:
                 self._fail(job, error)
-
-    async def _finish(self, outcome: RequestOutcome) -> None:
         for job in outcome.done:
-            request = self._requests.pop(job.number, None)
-            if request is None:
+            if job.number not in self._requests:
                 continue  # its commit has failed
             self._running -= 1
             try:
-                await request.lease.finish()
+                await self._requests.pop(job.number).lease.finish()
                 self._totals.finished += 1
             except KVActorsError as error:
                 self._engine.failed(str(job.number), error)
+        await self._grow(outcome.full)
 
     async def _grow(self, full: Sequence[ServingJob]) -> None:
         """Take a block for each request that has filled its last one. Without a free block the
@@ -538,50 +536,46 @@ class Serving:
 # -- models of caches, for comparison
 
 
-LONGEST_S = 3600.0
-"""Seconds of a stride after the last arrival at most."""
-
-
 class ModelCache:
     """Device blocks of running requests, shared by those with the same ids, and an LRU of ids in
     any tier. A path is touched deepest first, so that a block is younger than those after it.
 
     Exclusive tiers of a config hit like one tier of their sum, inclusive ones like the largest.
-
-    Attributes:
-        cached: blocks in all tiers, 0 for no cache, None for no limit.
     """
 
     def __init__(self, config: Config, baseline: Baseline) -> None:
         self.block_size = config.cache.block_size
-        self.free = self.num_blocks = config.device.num_blocks
+        self.free = config.device.num_blocks
         self._recompute_last_token = config.cache.recompute_last_token
-        self._uses: Counter[int] = Counter()  # of blocks of prompts
+        self._uses: Counter[Hashable] = Counter()  # of blocks of prompts
         self._own: dict[int, int] = {}  # other blocks, by request
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached: OrderedDict[Hashable, None] = OrderedDict()
+        self._shares = baseline == "lru"
         storage, tiers = config.storage, [config.device.num_blocks, config.host.slots]
         is_stored = storage.backend != "none" and not config.flush.flush_only
         if is_stored and storage.capacity_blocks is not None:
             tiers.append(storage.capacity_blocks)
         exclusive = config.host.mode == "exclusive" or not config.host.slots
-        self.cached: int | None = sum(tiers) if exclusive else max(tiers)
+        self._capacity: int | None = sum(tiers) if exclusive else max(tiers)
         if baseline == "none":
-            self.cached = 0
+            self._capacity = 0
         elif is_stored and (storage.capacity_blocks is None or storage.capacity_bytes is not None):
-            self.cached = None
+            self._capacity = None
+
+    def _ids(self, job: ServingJob) -> list[Hashable]:
+        """The ids of a prompt. Without a cache no request has those of another."""
+        ids: list[Hashable] = job.ids.tolist()
+        return ids if self._shares else [(job.number, one) for one in ids]
 
     def acquire(self, job: ServingJob) -> int | None:
         """Give a request its blocks. Returns the cached tokens, None without enough free blocks."""
-        ids: list[int] = job.ids.tolist()
+        ids = self._ids(job)
         own = -(-job.num_tokens // self.block_size) - len(ids)
-        shared = self.cached != 0
-        new = sum(not self._uses[one] for one in ids) if shared else len(ids)
-        if new + own > self.free:
+        new = sum(not self._uses[one] for one in ids) + own
+        if new > self.free:
             return None
-        self.free -= new + own
-        self._own[job.number] = own if shared else new + own
-        if not shared:
-            return 0
+        self.free -= new
+        self._own[job.number] = own
         self._uses.update(ids)
         hit = next((at for at, one in enumerate(ids) if one not in self._cached), len(ids))
         if hit == len(ids) and self._recompute_last_token and not job.produced:
@@ -589,16 +583,14 @@ class ModelCache:
         self._touch(ids[:hit])
         return hit * self.block_size
 
-    def _touch(self, ids: Iterable[int]) -> None:
-        for one in reversed(list(ids)):
+    def _touch(self, ids: Sequence[Hashable]) -> None:
+        for one in reversed(ids):
             self._cached[one] = None
             self._cached.move_to_end(one)
 
     def computed(self, job: ServingJob) -> None:
-        if self.cached == 0:
-            return
-        self._touch(job.ids.tolist())
-        while self.cached is not None and len(self._cached) > self.cached:
+        self._touch(self._ids(job))
+        while self._capacity is not None and len(self._cached) > self._capacity:
             self._cached.popitem(last=False)
 
     def grow(self, job: ServingJob) -> bool:
@@ -613,9 +605,7 @@ class ModelCache:
     def release(self, job: ServingJob) -> None:
         """A request gives its blocks up."""
         self.free += self._own.pop(job.number)
-        if self.cached == 0:
-            return
-        for one in job.ids.tolist():
+        for one in self._ids(job):
             self._uses[one] -= 1
             if not self._uses[one]:
                 del self._uses[one]
@@ -626,9 +616,9 @@ def serve_on_model(
     requests: Iterable[TraceRequest], config: Config, baseline: Baseline, settings: ReplaySettings
 ) -> ServingFigures:
     """Serve a trace on a modelled cache of a config's sizes."""
-    cache, scheduler = ModelCache(config, baseline), Scheduler(settings)
-    size = cache.block_size
-    arriving, running = jobs_of(requests, size)[::-1], 0
+    cache, size = ModelCache(config, baseline), config.cache.block_size
+    scheduler = Scheduler(settings, jobs_of(requests, size), config.device.num_blocks * size)
+    running = 0
 
     def grow(job: ServingJob) -> int:
         """Take a block for a request. Without a free one the requests that arrived last give theirs
@@ -641,9 +631,8 @@ def serve_on_model(
             scheduler.preempt(victim)
         return victims
 
-    while arriving or scheduler.waiting or running:
-        while arriving and arriving[-1].arrival <= scheduler.now:
-            scheduler.arrive(arriving.pop(), cache.num_blocks * size)
+    while scheduler.due < math.inf or scheduler.waiting or running:
+        scheduler.arrive()
         while scheduler.waiting and running < settings.most_running:
             job = scheduler.waiting[0]
             cached = cache.acquire(job)
@@ -652,16 +641,15 @@ def serve_on_model(
             heapq.heappop(scheduler.waiting)
             running += 1
             scheduler.begin(job, cached, -(-job.num_tokens // size) * size)
-        next_arrival = arriving[-1].arrival if arriving else scheduler.now + LONGEST_S
         if scheduler.has_work:
-            outcome = scheduler.carry_out(scheduler.plan(next_arrival))
+            outcome = scheduler.carry_out(scheduler.plan(scheduler.due))
             for job in outcome.prefilled:
                 cache.computed(job)
             for job in outcome.done:
                 cache.release(job)
             running -= len(outcome.done) + sum(map(grow, outcome.full))
-        elif arriving:
-            scheduler.now = max(scheduler.now, next_arrival)
+        elif scheduler.due < math.inf:
+            scheduler.now = max(scheduler.now, scheduler.due)
         else:
             raise RuntimeError(f"{len(scheduler.waiting)} requests wait, and none runs")
     return scheduler.figures
