@@ -87,14 +87,7 @@ def parse_url(text: str) -> str:
     return f"{parts.scheme}://{host}:{port}{path}"
 
 
-class TopAnswer(NamedTuple):
-    """An HTTP answer."""
-
-    status: int
-    body: bytes
-
-
-def _get(url: str, seconds: float) -> TopAnswer:
+def _get(url: str, seconds: float) -> tuple[int, bytes]:
     try:
         answer = build_opener(ProxyHandler({})).open(url, timeout=seconds)
     except HTTPError as error:
@@ -105,11 +98,11 @@ def _get(url: str, seconds: float) -> TopAnswer:
             raise ValueError(f"more than {MAX_ANSWER_BYTES >> 20} MiB")
         if getattr(answer, "length", None):
             raise ValueError("the connection ended before the end of the answer")
-        return TopAnswer(answer.status, body)
+        return answer.status, body
 
 
-async def fetch(url: str, seconds: float) -> TopAnswer:
-    """One GET, which may take some seconds in all."""
+async def fetch(url: str, seconds: float) -> tuple[int, bytes]:
+    """One GET, which may take some seconds in all. Returns the status and the body."""
     try:
         with anyio.fail_after(seconds):
             loop = asyncio.get_running_loop()
@@ -390,47 +383,6 @@ def _row(
     return first | {key: value(both, of or metric, labels) for key, _, _, value, of in fields}
 
 
-def view_of(both: Interval, url: str, at: float, restarts: int) -> Row:
-    """The values of a frame, as `--json` writes them."""
-    metrics, health = both.last.metrics, both.last.health or _health_of(both.last.metrics)
-    by = metrics.by
-    settings = next((labels for labels, _ in metrics.samples.get("cache_config_info", ())), {})
-    has_store = settings.get("store", "none") != "none"
-    has = {"device": True, "storage": has_store}
-    has["host"] = bool(metrics.value("tier_capacity_blocks", {"tier": "host"}))
-    tiers = (name for name in by("tier_blocks", "tier") if has.get(name))
-    start = metrics.value("start_time_seconds")
-    lag = _row(both, LATENCY, {"operation": "loop lag"}, "loop_lag_seconds")
-
-    def rows(first: str, fields: Iterable[Field], label: str, names: Iterable[str]) -> list[Row]:
-        shown = islice(names, MAX_ROWS)
-        return [_row(both, fields, {first: name}, **{label: name}) for name in shown]
-
-    return {
-        "time": at,
-        "url": url,
-        "status": health.status,
-        "error": "",
-        "restarts_seen": restarts,
-        "interval_s": both.seconds,
-        "uptime_s": max(0.0, at - start) if start else None,
-        "reasons": [msgspec.structs.asdict(one) for one in health.reasons[:MAX_ROWS]],
-        "settings": settings,
-        "requests": _row(both, REQUESTS, {}) if "requests_total" in metrics.samples else None,
-        "tiers": rows("name", TIER, "tier", tiers),
-        "transfers": rows("route", TRANSFER, "transfer_type", by(MOVED, "transfer_type")),
-        "latencies": [
-            _row(both, LATENCY, {"operation": name}, f"{name}_seconds")
-            for name in OPERATIONS
-            if f"{name}_seconds_count" in metrics.samples
-        ],
-        "sinks": rows("name", SINK, "sink", by("flush_pending", "sink")),
-        "breaker_open": both._flag("store_breaker_open", {}) if has_store else None,
-        "actors": rows("name", ACTOR, "actor", by("actor_turns_total", "actor")),
-        "loop_lag": lag if "loop_lag_seconds_count" in metrics.samples else None,
-    }
-
-
 def _health_of(metrics: Metrics) -> ShownHealth:
     """The health as far as the metrics have it."""
     status = next((name for name, value in metrics.by("health", "status").items() if value), None)
@@ -466,10 +418,49 @@ class Readings:
         self._open = metrics
 
     def view(self, url: str, at: float) -> Row:
-        """The values of the last reading, see `view_of`."""
+        """The values of a frame at the last reading, as `--json` writes them."""
         if self._last is None:
             raise RuntimeError("there is no reading")
-        return view_of(Interval(self._last, self._before), url, at, self._restarts)
+        both = Interval(self._last, self._before)
+        metrics, health = both.last.metrics, both.last.health or _health_of(both.last.metrics)
+        by = metrics.by
+        settings = next((labels for labels, _ in metrics.samples.get("cache_config_info", ())), {})
+        has_store = settings.get("store", "none") != "none"
+        has = {"device": True, "storage": has_store}
+        has["host"] = bool(metrics.value("tier_capacity_blocks", {"tier": "host"}))
+        tiers = (name for name in by("tier_blocks", "tier") if has.get(name))
+        start = metrics.value("start_time_seconds")
+        lag = _row(both, LATENCY, {"operation": "loop lag"}, "loop_lag_seconds")
+
+        def rows(
+            first: str, fields: Iterable[Field], label: str, names: Iterable[str]
+        ) -> list[Row]:
+            shown = islice(names, MAX_ROWS)
+            return [_row(both, fields, {first: name}, **{label: name}) for name in shown]
+
+        return {
+            "time": at,
+            "url": url,
+            "status": health.status,
+            "error": "",
+            "restarts_seen": self._restarts,
+            "interval_s": both.seconds,
+            "uptime_s": max(0.0, at - start) if start else None,
+            "reasons": [msgspec.structs.asdict(one) for one in health.reasons[:MAX_ROWS]],
+            "settings": settings,
+            "requests": _row(both, REQUESTS, {}) if "requests_total" in metrics.samples else None,
+            "tiers": rows("name", TIER, "tier", tiers),
+            "transfers": rows("route", TRANSFER, "transfer_type", by(MOVED, "transfer_type")),
+            "latencies": [
+                _row(both, LATENCY, {"operation": name}, f"{name}_seconds")
+                for name in OPERATIONS
+                if f"{name}_seconds_count" in metrics.samples
+            ],
+            "sinks": rows("name", SINK, "sink", by("flush_pending", "sink")),
+            "breaker_open": both._flag("store_breaker_open", {}) if has_store else None,
+            "actors": rows("name", ACTOR, "actor", by("actor_turns_total", "actor")),
+            "loop_lag": lag if "loop_lag_seconds_count" in metrics.samples else None,
+        }
 
     def unreachable(self, url: str, at: float, error: str) -> Row:
         """A process that does not answer: the next interval begins with the next reading."""
@@ -683,16 +674,16 @@ async def watch(
 
 async def read(url: str, timeout: float) -> Reading:
     """One reading of a process."""
-    answer = await fetch(url, timeout)
-    if answer.status != 200:
-        raise Unreachable(f"{url} answers with status {answer.status}")
+    status, body = await fetch(url, timeout)
+    if status != 200:
+        raise Unreachable(f"{url} answers with status {status}")
     try:
-        metrics = Metrics(answer.body.decode())
+        metrics = Metrics(body.decode())
     except (BadMetrics, UnicodeDecodeError) as error:
         raise BadMetrics(f"{url} has no metrics of a kvactors cache: {error}") from error
     health = None
     if "health" in metrics.samples:  # else the process has no such path
         with suppress(Unreachable, msgspec.DecodeError, UnicodeDecodeError):
-            answer = await fetch(url.rpartition("/")[0] + "/health", timeout)
-            health = msgspec.json.decode(answer.body, type=ShownHealth)
+            _, body = await fetch(url.rpartition("/")[0] + "/health", timeout)
+            health = msgspec.json.decode(body, type=ShownHealth)
     return Reading(now(), metrics, health)

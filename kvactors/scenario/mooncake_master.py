@@ -6,8 +6,6 @@ from __future__ import annotations
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 
@@ -98,14 +96,3 @@ class Master:
             self.process.kill()
             self.process.wait()
             self.process = None
-
-
-@contextmanager
-def master(*flags: str) -> Iterator[Master]:
-    """One that runs while the block does."""
-    one = Master(*flags)
-    one.start()
-    try:
-        yield one
-    finally:
-        one.kill()

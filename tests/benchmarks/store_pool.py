@@ -13,13 +13,13 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.native import check_headers, make_headers
-from kvactors.scenario.mooncake_master import master
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.signals import run_terminable
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import HEADER, Fit, MooncakeBackend, MooncakeObjects, PoolHeaders
 from tests.benchmarks.report import Row, rate_row
 from tests.benchmarks.store_rounds import DIGEST, names, processor_seconds, rounds_within
+from tests.support.masters import master
 
 ROUNDS = 9
 LOADS = ((2 << 20, 256 << 20), (64 << 10, 128 << 20), (4 << 10, 16 << 20))

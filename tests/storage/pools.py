@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.scenario.mooncake_master import Master, free_port, master
+from kvactors.scenario.mooncake_master import Master, free_port
+from tests.support.masters import master
 
 try:
     import mooncake.store  # noqa: F401
