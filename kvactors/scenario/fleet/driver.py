@@ -31,7 +31,7 @@ from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
 from kvactors.native import Path
 from kvactors.scenario.child import Child, differing, log_errors_only, say, start_child
-from kvactors.scenario.engine import beside
+from kvactors.scenario.engine import beside, reporting
 from kvactors.scenario.fleet import Network
 from kvactors.scenario.fleet.node import NodeAnswer, Order, Orders
 from kvactors.scenario.mirror import Reader
@@ -45,9 +45,6 @@ from kvactors.types import split_hashes
 
 START_S, ANSWER_S = 120.0, 300.0
 """Seconds within which a node must start, and answer. Only a hang takes as long."""
-
-PROGRESS_S = 0.2
-"""Seconds between two lines of totals."""
 
 LOG_BYTES = 3000
 """Bytes of a node's log in the error of a failed start."""
@@ -302,7 +299,8 @@ class Run:
             began = time.monotonic()
             async with anyio.create_task_group() as faults:
                 faults.start_soon(self._faults)
-                await self._chat()
+                for turn in range(self._work.turns):
+                    await serve_turn(self._work, turn, self._turn)
                 self._served = True
             seconds = time.monotonic() - began
             return self.figures.as_dict() | {"seconds": round(seconds, 2)} | await self._judge()
@@ -312,13 +310,8 @@ class Run:
                     await member.close()
                 await run_sync(self._master.kill)
 
-    async def _chat(self) -> None:
-        """Every conversation has its turn before any has its next one. Requests wait for a fault
-        that is due."""
-        for turn in range(self._work.turns):
-            await serve_turn(self._work, turn, self._turn)
-
     async def _turn(self, session: int, turn: int) -> None:
+        """Serve a turn of a conversation, once no fault is due that must begin before it."""
         while self.figures.finished >= self._pause_at:  # noqa: ASYNC110  (set elsewhere)
             await anyio.sleep(0.02)
         prompt, answer = self._texts[session].turn(turn)
@@ -452,7 +445,7 @@ async def drive(task: Task) -> Report:
     network = Network(isolated=task.isolated)
     began = time.monotonic()
     figures: dict[str, dict[str, float]] = {}
-    async with beside(progress(totals)):
+    async with beside(reporting(totals, say)):
         for placement in scenario.fleet.placements:
             figures[placement] = await Run(scenario, task, network, placement, totals).run()
     divergence = sum(one["divergence"] + one["router_divergence"] for one in figures.values())
@@ -466,13 +459,6 @@ async def drive(task: Task) -> Report:
         errors=totals.errors,
         fleet={"namespaces": {"used": float(task.isolated)}, **figures},
     )
-
-
-async def progress(totals: Totals) -> None:
-    """Print the totals now and then."""
-    while True:
-        say(totals)
-        await anyio.sleep(PROGRESS_S)
 
 
 async def main() -> None:
