@@ -477,7 +477,7 @@ def record_events(
     *,
     topic: str = "",
     seconds: float = math.inf,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> EventRequests:
     """Record the requests of an engine from its KV events, until SIGINT, SIGTERM or `seconds`."""
     need("zmq", "KV events need ZMQ", "kv-events")

@@ -49,7 +49,7 @@ class Totals(msgspec.Struct):
             self.errors.append("and more")
 
 
-Progress = Callable[[Totals], None]
+Progress = Callable[[Totals], object]
 """Called with the totals a few times a second."""
 
 

@@ -405,7 +405,7 @@ ROWS = 12
 """Sizes in the table on the terminal, unless sizes are given."""
 
 
-SweepProgress = Callable[[str, float], None]
+SweepProgress = Callable[[str, float], object]
 
 
 class SweepPoint(msgspec.Struct):

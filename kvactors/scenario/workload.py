@@ -138,7 +138,7 @@ async def chat(
 
 
 REFUSALS = {NoRoom: "no_room", Paused: "paused", CacheAsleep: "asleep", LeasesOpen: "leases_open"}
-PLAIN = {
+PLAIN: dict[str, Callable[[KVCache], Awaitable[object]]] = {
     "clear": KVCache.clear,
     "pause": KVCache.pause,
     "resume": KVCache.resume,

@@ -20,7 +20,7 @@ import msgspec
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.scenario.child import log_errors_only, say
 from kvactors.scenario.engine import RETRY, Engine, ScenarioRequest
-from kvactors.scenario.session import Session, session
+from kvactors.scenario.runner import Session, session
 from kvactors.scenario.spec import Scenario
 from kvactors.scenario.workload import Conversation
 from kvactors.storage.mooncake import MooncakeBackend

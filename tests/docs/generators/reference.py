@@ -167,7 +167,8 @@ def _help_of(hint: Any) -> str:
     """The help that an argument's type has for every command."""
     parts = (hint, *typing.get_args(hint))
     marks = (mark for part in parts for mark in getattr(part, "__metadata__", ()))
-    return next(mark.help for mark in marks if getattr(mark, "help", None))
+    found: str = next(mark.help for mark in marks if getattr(mark, "help", None))
+    return found
 
 
 # -- errors
