@@ -384,7 +384,7 @@ def sweep_page(report: SweepReport) -> str:
     charts = [_charts("Hit rate by size", [sweep_chart(report)], remark)]
 
     def printed(console: Console) -> None:
-        print_sweep(report, console, rows=len(report.points))
+        print_sweep(report, console, len(report.points))
 
     return _page(f"Sweep of {report.trace}", printed, charts, "")
 

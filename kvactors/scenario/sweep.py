@@ -26,6 +26,7 @@ from kvactors.errors import ConfigError
 from kvactors.native import BlockTree, LifeTables, Path
 from kvactors.prefix_index.settings import OBSERVED_REQUESTS
 from kvactors.scenario.output import in_unicode, print_details, print_fields, print_rows
+from kvactors.scenario.report import in_line
 from kvactors.scenario.trace import TraceRequest, read_trace
 from kvactors.settings import Config
 
@@ -39,11 +40,14 @@ ACCESSES = 1 << 28
 class Paths(NamedTuple):
     """The requests of a trace, each a path of blocks from the root. blocks: the blocks of all
     requests, one request after another, int64 [accesses]. ends: the end of each request in
-    `blocks`, int64 [requests]."""
+    `blocks`, int64 [requests]. whole: whether a request may hit all its blocks
+    (`cache.recompute_last_token` is off). If not, a real device of exactly one size may hit less: a
+    prompt that is cached whole takes one block more for its last token."""
 
     blocks: Blocks
     ends: Blocks
     distinct: int
+    whole: bool = True
 
     @property
     def longest(self) -> int:
@@ -64,7 +68,7 @@ class Curve(NamedTuple):
         return int(self.hits[min(size, len(self.hits) - 1)]) / max(1, self.looked_up)
 
 
-def read_paths(requests: Iterable[NDArray[np.uint64]]) -> Paths:
+def read_paths(requests: Iterable[NDArray[np.uint64]], *, whole: bool = True) -> Paths:
     """Number the blocks of a trace. requests: the block ids of each request, in the order of
     arrival. Equal ids are the same block after the same prefix."""
     ids = list(requests)
@@ -73,7 +77,7 @@ def read_paths(requests: Iterable[NDArray[np.uint64]]) -> Paths:
         raise ConfigError(f"the trace has {ends[-1]} accesses, more than {ACCESSES}: set a limit")
     together = np.concatenate(ids) if ids else np.empty(0, np.uint64)
     names, blocks = np.unique(together, return_inverse=True)
-    paths = Paths(blocks.astype(np.int64), ends, len(names))
+    paths = Paths(blocks.astype(np.int64), ends, len(names), whole)
     _check_chained(paths, names)
     return paths
 
@@ -163,8 +167,8 @@ class Uses(NamedTuple):
     refused: int
 
 
-def uses_of(paths: Paths, device: int | None = None, *, whole: bool = True) -> Uses:
-    """The uses of blocks that a cache may hit. Arguments as for `hit_curve`."""
+def uses_of(paths: Paths, device: int | None = None) -> Uses:
+    """The uses of blocks that a cache may hit. Requests larger than the device are refused."""
     stack, begin, refused = RecencyStack(paths), 0, 0
     found: list[tuple[int, int, int, int]] = []
     for request, end in enumerate(paths.ends.tolist()):
@@ -172,7 +176,7 @@ def uses_of(paths: Paths, device: int | None = None, *, whole: bool = True) -> U
         if device is not None and len(path) > device:
             refused += 1
             continue
-        most = len(path) if whole else len(path) - 1
+        most = len(path) if paths.whole else len(path) - 1
         found += [
             (request, run.before, run.distance, min(run.high, most) - run.low)
             for run in stack.access(request, path)
@@ -191,11 +195,9 @@ def curve_of(paths: Paths, uses: Uses) -> Curve:
     return Curve(hits, int(paths.ends[-1]) if len(paths.ends) else 0, uses.refused)
 
 
-def hit_curve(paths: Paths, device: int | None = None, *, whole: bool = True) -> Curve:
-    """The hits of LRU caches of every size. whole: whether a request may hit all its blocks
-    (`cache.recompute_last_token` is off). If not, a real device of exactly one size may hit less: a
-    prompt that is cached whole takes one block more for its last token."""
-    return curve_of(paths, uses_of(paths, device, whole=whole))
+def hit_curve(paths: Paths, device: int | None = None) -> Curve:
+    """The hits of LRU caches of every size."""
+    return curve_of(paths, uses_of(paths, device))
 
 
 def tier_rates(
@@ -219,17 +221,15 @@ def sizes_to_show(distinct: int, points: int = 40) -> list[int]:
     return sorted({round(size) for size in np.geomspace(1, distinct, points)})
 
 
-def device_uses(paths: Paths, sizes: Iterable[int], *, whole: bool = True) -> Iterator[Uses]:
-    """The uses of blocks that a device alone may hit, for each size.
-
-    Sizes that hold every request share one pass.
-    """
+def device_uses(paths: Paths, sizes: Iterable[int]) -> Iterator[Uses]:
+    """The uses of blocks that a device alone may hit, for each size. Sizes that hold every request
+    share one pass."""
     longest, shared = paths.longest, None
     for size in sizes:
         if size < longest:
-            yield uses_of(paths, size, whole=whole)
+            yield uses_of(paths, size)
         else:
-            shared = shared or uses_of(paths, whole=whole)
+            shared = shared or uses_of(paths)
             yield shared
 
 
@@ -341,8 +341,6 @@ def retain_hits(
     paths: Paths,
     requests: Sequence[TraceRequest],
     size: int,
-    *,
-    whole: bool = True,
     progress: RequestsDone = lambda _: None,
 ) -> int:
     """The blocks that a device of `size` blocks hits under RETAIN. paths: the blocks of the
@@ -352,7 +350,7 @@ def retain_hits(
     hits = begin = 0
     for number, (request, end) in enumerate(zip(requests, paths.ends.tolist(), strict=True), 1):
         ids, begin = blocks[begin:end], end
-        most = len(ids) if whole else len(ids) - 1
+        most = len(ids) if paths.whole else len(ids) - 1
         hits += min(most, device.request(ids, request.timestamp, request.output_length))
         if number % REPORTED == 0:
             progress(number)
@@ -368,9 +366,8 @@ def rates_of(paths: Paths, config: Config) -> dict[str, float]:
     stored = 0
     if store.backend != "none" and not config.flush.flush_only:
         stored = paths.distinct if store.capacity_blocks is None else store.capacity_blocks
-    whole = not config.cache.recompute_last_token
     return tier_rates(
-        hit_curve(paths, config.device.num_blocks, whole=whole),
+        hit_curve(paths, config.device.num_blocks),
         config.device.num_blocks,
         config.host.slots,
         stored,
@@ -388,7 +385,8 @@ def lru_rates(requests: Iterable[TraceRequest], config: Config) -> dict[str, flo
     if "retain" not in policies or config.storage.capacity_bytes is not None:
         return {}
     try:
-        rates = rates_of(read_paths(one.ids for one in requests), config)
+        whole = not config.cache.recompute_last_token
+        rates = rates_of(read_paths((one.ids for one in requests), whole=whole), config)
     except ConfigError:
         return {}
     del rates["refused"]
@@ -450,19 +448,37 @@ def sweep(
     the whole trace. limit: see `read_trace`. A config's if there is one and this is 0."""
     if any(size < 1 for size in sizes):
         raise ConfigError(f"a device has at least one block, not {min(sizes)}")
-    whole = True
-    if config is not None:
-        whole = not config.cache.recompute_last_token
     requests = list(read_trace(trace, coarse=coarse, limit=limit))
-    paths = read_paths(one.ids for one in requests)
-    curve = hit_curve(paths, whole=whole)
-    chosen = sorted(set(sizes)) or sizes_to_show(paths.distinct)
-    points = points_of(paths, chosen, block_bytes, whole=whole)
-    if retain:
-        run_retain(paths, requests, points, progress, whole=whole)
+    whole = config is None or not config.cache.recompute_last_token
+    paths = read_paths((one.ids for one in requests), whole=whole)
+    curve, chosen = hit_curve(paths), sorted(set(sizes)) or sizes_to_show(paths.distinct)
+    points: list[SweepPoint] = []
+    for size, uses in zip(chosen, device_uses(paths, chosen), strict=True):
+        lru = curve_of(paths, uses)
+        retained = None
+        if retain:  # it is no stack algorithm: each size is a run
+
+            def done(count: int, size: int = size) -> None:
+                share = (len(points) + count / len(requests)) / len(chosen)
+                progress(f"RETAIN, {size:,} blocks", share)
+
+            done(0)
+            hits = retain_hits(paths, requests, size, done)
+            retained = round(hits / max(1, len(paths.blocks)), 6)
+        optimum = optimal_hits(uses, len(requests), size) / max(1, lru.looked_up)
+        points.append(
+            SweepPoint(
+                size,
+                block_bytes and size * block_bytes,
+                round(lru.rate(size), 6),
+                uses.refused,
+                round(optimum, 6),
+                retained,
+            )
+        )
     return SweepReport(
         in_unicode(pathlib.Path(trace).name),
-        len(paths.ends),
+        len(requests),
         curve.looked_up,
         paths.distinct,
         paths.longest,
@@ -472,46 +488,6 @@ def sweep(
         {f"{share:g}": size for share, size in sizes_for(curve, SHARES).items()},
         {} if config is None else rates_of(paths, config),
     )
-
-
-def points_of(
-    paths: Paths, sizes: Sequence[int], block_bytes: int | None, *, whole: bool
-) -> list[SweepPoint]:
-    """Devices of some sizes under LRU, and the offline optimum of the same sizes."""
-    points = []
-    for size, uses in zip(sizes, device_uses(paths, sizes, whole=whole), strict=True):
-        curve = curve_of(paths, uses)
-        optimum = optimal_hits(uses, len(paths.ends), size) / max(1, curve.looked_up)
-        points.append(
-            SweepPoint(
-                size,
-                block_bytes and size * block_bytes,
-                round(curve.rate(size), 6),
-                uses.refused,
-                round(optimum, 6),
-            )
-        )
-    return points
-
-
-def run_retain(
-    paths: Paths,
-    requests: Sequence[TraceRequest],
-    points: Sequence[SweepPoint],
-    progress: SweepProgress,
-    *,
-    whole: bool,
-) -> None:
-    """Run RETAIN on devices of some sizes. It is no stack algorithm: each size is a run."""
-    for number, point in enumerate(points):
-
-        def done(count: int, number: int = number, point: SweepPoint = point) -> None:
-            share = (number + count / len(paths.ends)) / len(points)
-            progress(f"RETAIN, {point.blocks:,} blocks", share)
-
-        done(0)
-        hits = retain_hits(paths, requests, point.blocks, whole=whole, progress=done)
-        point.retain = round(hits / max(1, len(paths.blocks)), 6)
 
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -534,9 +510,24 @@ def bytes_text(count: int | None) -> str:
     return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
 
 
-def rows_of(report: SweepReport, points: Sequence[SweepPoint]) -> list[tuple[str, ...]]:
-    """The cells of the table of sizes."""
-    return [
+COLUMNS = ("blocks", "bytes", "LRU", "RETAIN", "optimum", "LRU of the most", "too large")
+
+
+def print_sweep(report: SweepReport, console: Console, most: int = ROWS) -> None:
+    """Print the summary and a table of sizes, of `most` rows and two more at most."""
+    every = max(1, -(-len(report.points) // most)) if len(report.points) > most + 2 else 1
+    shown = report.points[::-1][::every][::-1]
+    fields = [
+        ("requests", f"{report.requests:,}, the largest {report.longest_request:,} blocks"),
+        ("blocks looked up", f"{report.blocks_looked_up:,}"),
+        ("distinct blocks", f"{report.distinct_blocks:,}"),
+        ("most hits possible", f"{report.most:.4f}"),
+    ]
+    for share, size in report.size_for.items():
+        text = bytes_text(report.block_bytes and size * report.block_bytes)
+        fields.append((f"{float(share):.0%} of them", f"{size:,} blocks  {text}"))
+    print_fields(report.trace, fields, console)
+    cells = [
         (
             f"{point.blocks:,}",
             bytes_text(point.bytes),
@@ -546,40 +537,10 @@ def rows_of(report: SweepReport, points: Sequence[SweepPoint]) -> list[tuple[str
             f"{point.hit_rate / report.most if report.most else 0.0:.1%}",
             f"{point.refused}",
         )
-        for point in points
+        for point in shown
     ]
-
-
-COLUMNS = ("blocks", "bytes", "LRU", "RETAIN", "optimum", "LRU of the most", "too large")
-
-
-def print_sweep(report: SweepReport, console: Console, rows: int = ROWS) -> None:
-    """Print the summary and a table of sizes, of `rows` rows and two more at most."""
-    every = max(1, -(-len(report.points) // rows)) if len(report.points) > rows + 2 else 1
-    shown = report.points[::-1][::every][::-1]
-    print_fields(
-        report.trace,
-        [
-            ("requests", f"{report.requests:,}, the largest {report.longest_request:,} blocks"),
-            ("blocks looked up", f"{report.blocks_looked_up:,}"),
-            ("distinct blocks", f"{report.distinct_blocks:,}"),
-            ("most hits possible", f"{report.most:.4f}"),
-            *[
-                (
-                    f"{float(share):.0%} of them",
-                    f"{size:,} blocks  {bytes_text(_bytes(report, size))}",
-                )
-                for share, size in report.size_for.items()
-            ],
-        ],
-        console,
-    )
-    cells = [(row, None) for row in rows_of(report, shown)]
-    print_rows("hit rate of one tier", COLUMNS, cells, console, numbers=range(len(COLUMNS)))
+    table = [(row, None) for row in cells]
+    print_rows("hit rate of one tier", COLUMNS, table, console, numbers=range(len(COLUMNS)))
     if report.tiers:
-        rates = "  ".join(f"{name} {value:g}" for name, value in report.tiers.items())
+        rates = in_line(report.tiers, "g")
         print_details(f"the config's tiers under LRU: {rates}", console)
-
-
-def _bytes(report: SweepReport, blocks: int) -> int | None:
-    return None if report.block_bytes is None else blocks * report.block_bytes

@@ -14,10 +14,9 @@ from tests.scenario.test_sweep import chained, paths_of
 from tests.support.traces import SHORT, read
 
 
-def found(trace, size, **options):
+def found(trace, size, device=None, *, whole=True):
     """The hits of the optimum."""
-    paths = paths_of(trace)
-    return optimal_hits(uses_of(paths, **options), len(trace), size)
+    return optimal_hits(uses_of(paths_of(trace, whole=whole), device), len(trace), size)
 
 
 def searched(trace, size, *, whole=True):
@@ -51,10 +50,10 @@ def test_no_sequence_of_contents_hits_more(trace, size, whole):
 @settings(max_examples=25)
 @given(trace=chained(), whole=st.booleans())
 def test_lru_never_hits_more(trace, whole):
-    paths = paths_of(trace)
+    paths = paths_of(trace, whole=whole)
     for size in range(1, paths.distinct + 1):
-        curve = hit_curve(paths, size, whole=whole)
-        uses = uses_of(paths, size, whole=whole)
+        curve = hit_curve(paths, size)
+        uses = uses_of(paths, size)
         assert optimal_hits(uses, len(paths.ends), size) >= curve.hits[min(size, paths.distinct)]
 
 

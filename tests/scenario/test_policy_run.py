@@ -34,7 +34,7 @@ def requests_of(*paths, output=10):
 def test_the_last_block_of_a_prompt_is_computed_again_if_asked_for():
     paths, requests = requests_of([0, 1], [0, 1], [0, 1])
     assert retain_hits(paths, requests, 2) == 4
-    assert retain_hits(paths, requests, 2, whole=False) == 2
+    assert retain_hits(paths._replace(whole=False), requests, 2) == 2
 
 
 def test_progress_is_reported_from_time_to_time():

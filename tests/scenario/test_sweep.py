@@ -49,17 +49,16 @@ def lru(trace, size, *, device=None, whole=True):
     return hits, refused
 
 
-def paths_of(trace):
+def paths_of(trace, *, whole=True):
     # Ids far apart and in no order: they are names and no positions.
-    return read_paths(
-        np.array([(i * 0x9E3779B97F4A7C15) % 2**64 for i in ids], "u8") for ids in trace
-    )
+    names = (np.array([(i * 0x9E3779B97F4A7C15) % 2**64 for i in ids], "u8") for ids in trace)
+    return read_paths(names, whole=whole)
 
 
 @given(trace=chained(), whole=st.booleans(), device=st.none() | st.integers(1, 12))
 def test_a_curve_equals_a_plain_lru_cache_of_every_size(trace, whole, device):
-    paths = paths_of(trace)
-    curve = hit_curve(paths, device, whole=whole)
+    paths = paths_of(trace, whole=whole)
+    curve = hit_curve(paths, device)
     assert curve.looked_up == sum(map(len, trace))
     for size in range(1, paths.distinct + 2):
         hits, refused = lru(trace, size, device=device, whole=whole)
@@ -70,8 +69,8 @@ def test_a_curve_equals_a_plain_lru_cache_of_every_size(trace, whole, device):
 @given(trace=chained(), whole=st.booleans())
 def test_devices_of_every_size_refuse_what_does_not_fit(trace, whole):
     sizes = list(range(1, 14))
-    paths = paths_of(trace)
-    for size, uses in zip(sizes, device_uses(paths, sizes, whole=whole), strict=True):
+    paths = paths_of(trace, whole=whole)
+    for size, uses in zip(sizes, device_uses(paths, sizes), strict=True):
         assert (curve_of(paths, uses).hits[min(size, paths.distinct)], uses.refused) == lru(
             trace, size, device=size, whole=whole
         )
