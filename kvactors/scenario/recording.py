@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, closing, suppress
 from functools import partial
 from typing import Any
@@ -471,47 +471,6 @@ def as_id(block_hash: int | bytes) -> int:
     return block_hash & ((1 << 64) - 1)
 
 
-def record_events(
-    endpoint: str,
-    path: str | os.PathLike[str],
-    *,
-    topic: str = "",
-    seconds: float = math.inf,
-    progress: Callable[[int], object] = lambda _: None,
-) -> EventRequests:
-    """Record the requests of an engine from its KV events, until SIGINT, SIGTERM or `seconds`."""
-    need("zmq", "KV events need ZMQ", "kv-events")
-    import zmq
-
-    if not seconds > 0:
-        raise ConfigError(f"seconds must be positive, not {seconds}")
-    found, signals = EventRequests(), list[int]()
-    until = time.monotonic() + seconds
-    with zmq.Context() as context, context.socket(zmq.SUB) as socket, signals_noted(signals):
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RCVHWM, QUEUED_BATCHES)
-        socket.setsockopt_string(zmq.SUBSCRIBE, topic)
-        try:
-            socket.setsockopt(zmq.IPV6, int(Endpoint.of(endpoint).ipv6))
-            socket.connect(endpoint)
-        except (zmq.ZMQError, ValueError) as error:
-            raise ConfigError(f"endpoint {endpoint}: {error}") from error
-        with closing(TraceFile(path)) as file:
-            try:
-                while not signals and not found.full and (left := until - time.monotonic()) > 0:
-                    if not socket.poll(int(1000 * min(left, POLL_S))):
-                        continue
-                    has_header = found.block_size
-                    found.message(socket.recv_multipart())
-                    if found.block_size and not has_header:
-                        file.header(endpoint, found.block_size)
-                    file.requests(found.order.take())
-                    progress(found.requests)
-            finally:
-                file.requests(found.order.take(every=True))
-    return found
-
-
 def record_command(
     endpoint: str, *, out: Output, topic: str = "", seconds: float = math.inf
 ) -> int:
@@ -532,14 +491,40 @@ def record_command(
     """
     if to_stdout(out):
         raise ConfigError("--out must be a file")
-    with live_line() as show:
-        found = record_events(
-            endpoint,
-            out,
-            topic=topic,
-            seconds=seconds,
-            progress=lambda requests: show(f"{requests:,} requests", requests),
-        )
+    need("zmq", "KV events need ZMQ", "kv-events")
+    import zmq
+
+    if not seconds > 0:
+        raise ConfigError(f"seconds must be positive, not {seconds}")
+    found, signals = EventRequests(), list[int]()
+    until = time.monotonic() + seconds
+    with (
+        live_line() as show,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as socket,
+        signals_noted(signals),
+    ):
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, QUEUED_BATCHES)
+        socket.setsockopt_string(zmq.SUBSCRIBE, topic)
+        try:
+            socket.setsockopt(zmq.IPV6, int(Endpoint.of(endpoint).ipv6))
+            socket.connect(endpoint)
+        except (zmq.ZMQError, ValueError) as error:
+            raise ConfigError(f"endpoint {endpoint}: {error}") from error
+        with closing(TraceFile(out)) as file:
+            try:
+                while not signals and not found.full and (left := until - time.monotonic()) > 0:
+                    if not socket.poll(int(1000 * min(left, POLL_S))):
+                        continue
+                    has_header = found.block_size
+                    found.message(socket.recv_multipart())
+                    if found.block_size and not has_header:
+                        file.header(endpoint, found.block_size)
+                    file.requests(found.order.take())
+                    show(f"{found.requests:,} requests", found.requests)
+            finally:
+                file.requests(found.order.take(every=True))
     if not found.requests:
         print(f"{endpoint} published no block that was stored on a device", file=sys.stderr)
         return 1

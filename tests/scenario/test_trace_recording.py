@@ -21,7 +21,7 @@ import kvactors
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks.kv_wire import END
 from kvactors.scenario import recording as module
-from kvactors.scenario.recording import EventRequests, record_events
+from kvactors.scenario.recording import EventRequests, record_command
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.trace import read_trace
 from tests.cache.test_degraded import fail
@@ -408,4 +408,4 @@ def test_the_command_names_the_error(tmp_path, arguments, status, error):
 def test_a_missing_pyzmq_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"kvactors\[kv-events\]"):
-        record_events("tcp://127.0.0.1:5557", tmp_path / "t.jsonl")
+        record_command("tcp://127.0.0.1:5557", out=tmp_path / "t.jsonl")
