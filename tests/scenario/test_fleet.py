@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from kvactors.errors import ConfigError, KVActorsError
+from kvactors.lease import Hits
 from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.fleet.driver import NodeFigures, choose
-from kvactors.scenario.fleet.node import Blocks, NodeAnswer
+from kvactors.scenario.fleet.node import NodeAnswer
 from kvactors.scenario.report import print_fleet
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import Scenario, Workload
@@ -97,9 +98,9 @@ def test_figures_count_what_was_computed_again():
     figures = NodeFigures()
     first, second = [block(name) for name in "abc"], [block(name) for name in "abde"]
     for prompt, whole, hits in (
-        (first[:2], first, Blocks()),
-        (second[:3], second, Blocks(device=1)),
-        (second[:3], second, Blocks(1, 1, 1)),
+        (first[:2], first, Hits(0, 0, 0)),
+        (second[:3], second, Hits(1, 0, 0)),
+        (second[:3], second, Hits(1, 1, 1)),
     ):
         figures.dispatched(prompt, whole)
         figures.ended(NodeAnswer(0, hits), whole)

@@ -33,7 +33,7 @@ from kvactors.native import Path
 from kvactors.scenario.child import Child, differing, log_errors_only, say, start_child
 from kvactors.scenario.engine import beside, reporting
 from kvactors.scenario.fleet import Network
-from kvactors.scenario.fleet.node import NodeAnswer, Order, Orders
+from kvactors.scenario.fleet.node import NodeAnswer, Order
 from kvactors.scenario.mirror import Reader
 from kvactors.scenario.mooncake_master import Master, free_port
 from kvactors.scenario.report import Report, Totals, report_of
@@ -58,15 +58,6 @@ DRIVERS = ("fleet", "expect", "mooncake", "fault")
 POOL = {"pool_objects": "master_key_count", "pool_evicted": "master_evicted_key_count"}
 """Figures of the pool, and the master's metrics that they come from. A restarted master begins to
 count again."""
-
-
-class Task(msgspec.Struct):
-    """The first line that the driver reads. data: the scenario. seed: of everything random.
-    isolated: whether the driver has a network namespace."""
-
-    data: dict[str, Any]
-    seed: int
-    isolated: bool
 
 
 class NodeFigures:
@@ -150,8 +141,7 @@ class Member:
         try:
             await child.receive(START_S)
             commands = self._network.attach(self.number, child.process.pid)
-            orders = Orders(self._data, self._seed, commands)
-            await child.send_json(orders)
+            await child.send_json({"data": self._data, "seed": self._seed, "commands": commands})
             await child.receive(START_S)
         except KVActorsError as error:
             self._log.seek(0)
@@ -257,8 +247,14 @@ class Run:
     """The workload under one placement."""
 
     def __init__(
-        self, scenario: Scenario, task: Task, network: Network, placement: Placement, totals: Totals
+        self,
+        data: dict[str, Any],
+        seed: int,
+        network: Network,
+        placement: Placement,
+        totals: Totals,
     ) -> None:
+        scenario = Scenario.from_mapping(data)
         self.figures = NodeFigures()
         self._served = False
         self._pause_at = 0.0  # requests wait for the first fault
@@ -267,14 +263,14 @@ class Run:
         self._aware, self._pooled = placement == "kv_aware", placement != "no_pool"
         self._totals, self._network = totals, network
         self._master = Master(host=network.hub)
-        self._draw = random.Random(task.seed)  # noqa: S311  (placement is no secret)
+        self._draw = random.Random(seed)  # noqa: S311  (placement is no secret)
         layout = make_layout(scenario.layout, self._size)
         root = CacheScope(scenario.cache.model, scenario.cache.namespace).root(layout.fingerprint)
         sessions = range(self._work.sessions)
-        self._texts = [Conversation(self._work, task.seed, number) for number in sessions]
+        self._texts = [Conversation(self._work, seed, number) for number in sessions]
         self._paths = [Path(self._size, root) for _ in sessions]  # of the texts
         self._members = [
-            Member(number, network, self._data(task.data, number), task.seed)
+            Member(number, network, self._data(data, number), seed)
             for number in range(self._fleet.nodes)
         ]
 
@@ -439,15 +435,16 @@ def gauge(address: str, name: str) -> float:
     raise KVActorsError(f"the master has no metric {name}")
 
 
-async def drive(task: Task) -> Report:
-    """Run the workload once for each placement."""
-    scenario, totals = Scenario.from_mapping(task.data), Totals()
-    network = Network(isolated=task.isolated)
+async def drive(data: dict[str, Any], seed: int, *, isolated: bool) -> Report:
+    """Run the workload once for each placement. isolated: whether this process has a network
+    namespace."""
+    scenario, totals = Scenario.from_mapping(data), Totals()
+    network = Network(isolated=isolated)
     began = time.monotonic()
     figures: dict[str, dict[str, float]] = {}
     async with beside(reporting(totals, say)):
         for placement in scenario.fleet.placements:
-            figures[placement] = await Run(scenario, task, network, placement, totals).run()
+            figures[placement] = await Run(data, seed, network, placement, totals).run()
     divergence = sum(one["divergence"] + one["router_divergence"] for one in figures.values())
     return report_of(
         scenario.scenario.name,
@@ -457,14 +454,14 @@ async def drive(task: Task) -> Report:
         loop_lag_ms={},
         messages=int(sum(one["messages"] for one in figures.values())),
         errors=totals.errors,
-        fleet={"namespaces": {"used": float(task.isolated)}, **figures},
+        fleet={"namespaces": {"used": float(isolated)}, **figures},
     )
 
 
 async def main() -> None:
-    """Read the task, carry it out, and print the report."""
-    task = msgspec.json.decode(await run_sync(sys.stdin.readline), type=Task)
-    print("report " + msgspec.json.encode(await drive(task)).decode(), flush=True)
+    """Read the arguments of `drive`, run it, and print the report."""
+    arguments = msgspec.json.decode(await run_sync(sys.stdin.readline))
+    print("report " + msgspec.json.encode(await drive(**arguments)).decode(), flush=True)
 
 
 if __name__ == "__main__":

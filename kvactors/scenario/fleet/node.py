@@ -1,6 +1,7 @@
 """One node of a fleet: `python -m kvactors.scenario.fleet.node`.
 
-It reads its orders as lines of JSON and answers each with a line. It ends with its input.
+It reads lines of JSON: first its scenario (`data`), the seed of the texts (`seed`) and `commands`
+that connect its network, then orders. It answers each with a line, and ends with its input.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import time
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 from uuid import uuid4
 
 import anyio
@@ -18,6 +19,7 @@ import anyio.to_thread
 import msgspec
 
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
+from kvactors.lease import Hits
 from kvactors.scenario.child import log_errors_only, say
 from kvactors.scenario.engine import RETRY, Engine, ScenarioRequest
 from kvactors.scenario.runner import Session, session
@@ -37,15 +39,6 @@ STORE_COUNTS = ("writes", "reads", "late", "unavailable", "no_space", "misses", 
 # -- messages between the driver and its nodes
 
 
-class Orders(msgspec.Struct):
-    """The first line that a node reads. data: its scenario. seed: of the texts. commands: to run
-    first, which connect the node's network."""
-
-    data: dict[str, Any]
-    seed: int
-    commands: list[list[str]]
-
-
 class Order(msgspec.Struct):
     """A command to a node. number: repeated in the answer. do: serve a request, fill the pool with
     pinned objects, remove them, or settle: wait until nothing is in flight, and describe the
@@ -57,20 +50,12 @@ class Order(msgspec.Struct):
     turn: int = 0
 
 
-class Blocks(NamedTuple):
-    """Numbers of blocks by tier."""
-
-    device: int = 0
-    host: int = 0
-    storage: int = 0
-
-
 class NodeAnswer(msgspec.Struct):
     """The answer of a node. wait_s: seconds from the grant of the lease until the loads had ended
     and their blocks were verified."""
 
     number: int
-    hits: Blocks = Blocks()
+    hits: Hits = Hits(0, 0, 0)
     wait_s: float = 0.0
     held: dict[str, set[int]] = {}
     sequence: int = 0
@@ -136,9 +121,7 @@ class Node:
                 self._engine.failed(name, error)
                 return NodeAnswer(order.number, errors=[repr(error)])
             else:
-                return NodeAnswer(
-                    order.number, Blocks(*lease.hits), self._engine.waits.pop(name, 0.0)
-                )
+                return NodeAnswer(order.number, lease.hits, self._engine.waits.pop(name, 0.0))
 
     async def _settle(self, order: Order) -> NodeAnswer:
         one, cache = self._session, self._session.cache
@@ -191,11 +174,11 @@ async def main() -> None:
     reader = asyncio.StreamReader(limit=LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     print("up", flush=True)
-    orders = msgspec.json.decode(await reader.readline(), type=Orders)
-    for command in orders.commands:
+    orders = msgspec.json.decode(await reader.readline())
+    for command in orders["commands"]:
         subprocess.run(command, check=True, timeout=60)  # noqa: S603,ASYNC221
-    async with session(Scenario.from_mapping(orders.data), virtual=False) as one:
-        node = Node(one, orders.seed)
+    async with session(Scenario.from_mapping(orders["data"]), virtual=False) as one:
+        node = Node(one, orders["seed"])
         print("ready", flush=True)
 
         async def answered(order: Order) -> None:
