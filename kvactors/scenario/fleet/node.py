@@ -66,34 +66,26 @@ class NodeAnswer(msgspec.Struct):
 # -- the node
 
 
-class TimedEngine(Engine):
-    """An engine that measures how long loads take. waits: seconds by request."""
+class Node(Engine):
+    """Serves orders on an open cache."""
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.waits: dict[str, float] = {}
+    def __init__(self, one: Session, seed: int) -> None:
+        super().__init__(one.cache, one.totals)
+        self._session, self._work = one, one.scenario.workload
+        self._waits: dict[str, float] = {}  # seconds that loads take, by request
+        self._filling: asyncio.Task[None] | None = None
+        self._conversation = lru_cache(512)(lambda number: Conversation(self._work, seed, number))
 
     async def begin(self, request: ScenarioRequest, *, resumed: bool = False) -> None:
         began = time.monotonic()
         await super().begin(request, resumed=resumed)
-        self.waits[request.lease.request_id] = time.monotonic() - began
-
-
-class Node:
-    """Serves orders on an open cache."""
-
-    def __init__(self, one: Session, seed: int) -> None:
-        self._session = one
-        self._filling: asyncio.Task[None] | None = None
-        self._engine = TimedEngine(one.cache, one.totals)
-        self._work = one.scenario.workload
-        self._conversation = lru_cache(512)(lambda number: Conversation(self._work, seed, number))
+        self._waits[request.lease.request_id] = time.monotonic() - began
 
     async def carry_out(self, order: Order) -> NodeAnswer:
         if order.do == "serve":
-            return await self._serve(order)
+            return await self._serve_turn(order)
         if order.do == "settle":
-            return await self._settle(order)
+            return await self._describe(order)
         if order.do == "fill":
             await self._pool(fill)
             self._filling = asyncio.get_running_loop().create_task(self._keep_full())
@@ -108,27 +100,27 @@ class Node:
             await self._pool(fill)
             await anyio.sleep(REFILL_S)
 
-    async def _serve(self, order: Order) -> NodeAnswer:
+    async def _serve_turn(self, order: Order) -> NodeAnswer:
         prompt, answer = self._conversation(order.session).turn(order.turn)
         name = f"{order.session}.{order.turn}.{order.number}"
         while True:
             try:
-                lease = await self._engine.serve(name, prompt, answer, think=self._work.think)
+                lease = await self.serve(name, prompt, answer, think=self._work.think)
             except (NoRoom, DeadlineExceeded):  # of free blocks: ask again
-                self._session.totals.no_room += 1
+                self.totals.no_room += 1
                 await anyio.sleep(RETRY)
             except KVActorsError as error:
-                self._engine.failed(name, error)
+                self.failed(name, error)
                 return NodeAnswer(order.number, errors=[repr(error)])
             else:
-                return NodeAnswer(order.number, lease.hits, self._engine.waits.pop(name, 0.0))
+                return NodeAnswer(order.number, lease.hits, self._waits.pop(name, 0.0))
 
-    async def _settle(self, order: Order) -> NodeAnswer:
-        one, cache = self._session, self._session.cache
-        await self._engine.idle()  # saves in flight are objects of the pool that is judged
-        await self._engine.settle()
-        sequence, held = one.published()
-        statistics, totals = cache.statistics(), one.totals
+    async def _describe(self, order: Order) -> NodeAnswer:
+        cache, totals = self.cache, self.totals
+        await self.idle()  # saves in flight are objects of the pool that is judged
+        await self.settle()
+        sequence, held = self._session.published()
+        statistics = cache.statistics()
         counts: dict[str, float] = {
             "verified": totals.verified_blocks,
             "corrupt": totals.corrupt_blocks_served,
@@ -145,7 +137,7 @@ class Node:
         return NodeAnswer(order.number, held=held, sequence=sequence, counts=counts, errors=errors)
 
     async def _pool(self, work: Any) -> None:
-        backend: Any = self._session.cache.system.backend
+        backend: Any = self.cache.system.backend
         while not isinstance(backend, MooncakeBackend):
             backend = backend.inner
         await backend.client.call(work, None)
