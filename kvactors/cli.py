@@ -32,7 +32,7 @@ from kvactors.scenario.report import Totals, totals_line
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import disappointments, requests_of
-from kvactors.scenario.trace import count_requests
+from kvactors.scenario.trace import read_trace
 from kvactors.settings import check, read_toml
 from kvactors.settings_report import config as config_app
 from kvactors.settings_report import size
@@ -187,8 +187,11 @@ def replay_command(
         settings = ReplayConfig.from_mapping(to_builtins(settings) | {"replay": table})
         if speed is not None and settings.replay.mode != "timed":
             raise ConfigError("--speed needs --timed")
-        bounds = {"coarse": settings.replay.coarse, "limit": settings.replay.limit}
-        with live_line(count_requests(trace, **bounds) if shows_progress() else None) as show:
+        total = None
+        if shows_progress():
+            bounds = {"coarse": settings.replay.coarse, "limit": settings.replay.limit}
+            total = sum(1 for _ in read_trace(trace, **bounds))
+        with live_line(total) as show:
 
             def progress(totals: Totals) -> None:
                 show(totals_line(totals), totals.requests)

@@ -63,12 +63,7 @@ class _LineChecks:
 
     def __init__(self) -> None:
         self._timestamp = 0.0
-        self._least, self._most = 1, 1 << 32
-
-    def header(self, header: _Header) -> None:
-        """The block size is known from here on."""
-        if header.block_size is not None:
-            self._least = self._most = header.block_size
+        self.least, self.most = 1, 1 << 32  # tokens of a block
 
     def timestamp(self, line: _Line) -> float:
         """Milliseconds of a request. One without a time arrives with the request before it.
@@ -84,24 +79,27 @@ class _LineChecks:
 
     def length(self, tokens: int, blocks: int) -> None:
         """ValueError for a prompt of `tokens` that does not have so many blocks."""
-        least = max(self._least, tokens // (blocks + 1) + 1)
-        most = self._most
+        least = max(self.least, tokens // (blocks + 1) + 1)
+        most = self.most
         if blocks > 1:
             most = min(most, (tokens - 1) // (blocks - 1))
         if least > most or (blocks and not tokens):
-            known = f"{self._least}" + f" to {self._most}" * (self._most > self._least)
+            known = f"{self.least}" + f" to {self.most}" * (self.most > self.least)
             raise ValueError(
                 f"input_length {tokens} does not match {blocks} ids of blocks of {known} tokens, "
                 "the size in the lines above"
             )
-        self._least, self._most = least, most
+        self.least, self.most = least, most
 
 
 def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator[TraceRequest]:
     """The requests of a trace in file order. coarse: keep every so many-th id (blocks so many times
     as large, whole ones only). Raises ConfigError: names the line that cannot be read or
     contradicts those above, or the file that has no requests."""
-    check_range(coarse, limit)
+    if coarse < 1:
+        raise ConfigError(f"coarse must be at least 1, not {coarse}")
+    if limit < 0:
+        raise ConfigError(f"limit must not be negative, not {limit}")
     decoder, checks, taken = msgspec.json.Decoder(_Line), _LineChecks(), 0
     for number, raw in enumerate(read_lines(path), 1):
         if not raw.strip():
@@ -109,7 +107,8 @@ def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator
         try:
             line = decoder.decode(raw)
             if line.header is not None:
-                checks.header(line.header)
+                if (size := line.header.block_size) is not None:
+                    checks.least = checks.most = size
                 continue
             ids, timestamp = expand(line), checks.timestamp(line)
             if line.input_length is not None:
@@ -127,19 +126,6 @@ def read_trace(path: str | Path, *, coarse: int = 1, limit: int = 0) -> Iterator
     if not taken:
         blocks = "block" if coarse == 1 else f"block of {coarse} ids (coarse)"
         raise ConfigError(f"{path}: the trace has no request with a whole {blocks}")
-
-
-def count_requests(path: str | Path, *, coarse: int = 1, limit: int = 0) -> int:
-    """The requests that `read_trace` yields, at most `limit` unless it is 0."""
-    return sum(1 for _ in read_trace(path, coarse=coarse, limit=limit))
-
-
-def check_range(coarse: int, limit: int) -> None:
-    """Raise ConfigError for values that `read_trace` does not take."""
-    if coarse < 1:
-        raise ConfigError(f"coarse must be at least 1, not {coarse}")
-    if limit < 0:
-        raise ConfigError(f"limit must not be negative, not {limit}")
 
 
 def read_lines(path: str | Path) -> Iterator[bytes]:
@@ -161,26 +147,24 @@ def expand(line: _Line) -> NDArray[np.uint64]:
         raise ValueError("a request has either hash_ids or hash_runs")
     if line.hash_ids is not None:
         return np.array(line.hash_ids, np.uint64)
-    blocks = sum(count for _, count in line.hash_runs or ())
+    runs = line.hash_runs or []
+    blocks = sum(count for _, count in runs)
     if blocks > MAX_BLOCKS:
         raise ValueError(
             f"hash_runs are {blocks} blocks, more than the {MAX_BLOCKS} of a request at most"
         )
-    if any(first + count > 1 << 64 for first, count in line.hash_runs or ()):
+    if any(first + count > 1 << 64 for first, count in runs):
         raise ValueError("hash_runs reach beyond 64 bits")
-    runs = [
-        np.arange(first, first + count, dtype=np.uint64) for first, count in line.hash_runs or ()
-    ]
-    return np.concatenate(runs) if runs else np.empty(0, np.uint64)
+    ids = (np.arange(first, first + count, dtype=np.uint64) for first, count in runs)
+    return np.concatenate([np.empty(0, np.uint64), *ids])
 
 
 def tokens_of(ids: NDArray[np.uint64], block_size: int) -> NDArray[np.uint32]:
     """Tokens of blocks, uint32 [len(ids) * block_size]: a fixed, one-to-one function of each id.
     block_size: at least 2 for ids from 2**32 on."""
     position = np.arange(block_size, dtype=np.uint32) * np.uint32(2654435761)
-    tokens = (
-        ids.astype(np.uint32)[:, None] ^ position[None, :]
-    )  # position 0 carries the id's low half
+    # position 0 carries the id's low half
+    tokens = ids.astype(np.uint32)[:, None] ^ position[None, :]
     if block_size > 1:
         tokens[:, 1] = (ids >> np.uint64(32)).astype(np.uint32)
     return tokens.reshape(-1)
