@@ -345,7 +345,7 @@ class Serving:
         self._requests: dict[int, ScenarioRequest] = {}
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
-        self._woken = asyncio.Event()
+        self._woken = self._loop.create_future()
         self._starting: set[asyncio.Task[None]] = set()
         self._admitting: asyncio.Task[None] | None = None
         self._running = 0  # requests with a lease, or about to have one
@@ -394,10 +394,14 @@ class Serving:
         """Nothing can be computed: wait for an arrival, or until a request has its blocks."""
         scheduler = self._scheduler
         self._set_back(scheduler.now)
-        self._woken.clear()
+        self._woken = self._loop.create_future()
         with anyio.move_on_after(max(0.0, (scheduler.due - self._wall()) / self._speed)):
-            await self._woken.wait()
+            await self._woken
         scheduler.now = max(scheduler.now, min(self._wall(), scheduler.due))
+
+    def _wake(self) -> None:
+        if not self._woken.done():
+            self._woken.set_result(None)
 
     # -- admission
 
@@ -416,7 +420,7 @@ class Serving:
                 await self._acquire(heapq.heappop(waiting))
         finally:
             self._admitting = None
-            self._woken.set()
+            self._wake()
 
     async def _acquire(self, job: ServingJob) -> None:
         try:
@@ -460,7 +464,7 @@ class Serving:
             lease = request.lease
             self._scheduler.begin(job, lease.cached_tokens, lease.covered_tokens)
         finally:
-            self._woken.set()
+            self._wake()
 
     def _fail(self, job: ServingJob, error: KVActorsError) -> None:
         self._running -= 1
