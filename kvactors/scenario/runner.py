@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -329,20 +330,17 @@ def run_scenario(
             raise ConfigError(f"a seed is 0 or more, not {seed}")
         if scenario.workload.kind == "tenants":
             check_tenants(scenario)
+        run = partial(run_session, scenario, seed, progress, virtual=virtual, observe=observe)
         if virtual:
             from kvactors.testing.loop import simulate
 
             check_virtual(scenario)
-            return scenario, simulate(
-                lambda: run_session(scenario, seed, progress, virtual=True, observe=observe), seed
-            )
+            return scenario, simulate(run, seed)
         if scenario.fleet.nodes:
             return scenario, run_terminable(run_fleet(data, seed, progress))
         if scenario.process.kills:
             return scenario, run_terminable(run_processes(scenario, data, seed))
-        return scenario, run_terminable(
-            run_session(scenario, seed, progress, virtual=False, observe=observe)
-        )
+        return scenario, run_terminable(run())
 
 
 def check_virtual(scenario: Scenario) -> None:
@@ -372,7 +370,12 @@ async def run_session(
         errors: list[str] = []
         if scenario.mooncake.enabled:
             address = await stack.enter_async_context(pool(scenario.mooncake))
-            scenario = with_master(scenario, address)
+            mooncake = replace(
+                scenario.storage.mooncake,
+                master_server_address=address,
+                local_hostname="127.0.0.1",
+            )
+            scenario = replace(scenario, storage=replace(scenario.storage, mooncake=mooncake))
             if scenario.mooncake.first_node:
                 first = await stack.enter_async_context(session(scenario, virtual=virtual))
                 errors = (await first.run(seed, progress)).errors
@@ -422,14 +425,6 @@ async def pool(settings: Pool) -> AsyncIterator[str]:
             yield master.address
     finally:
         master.kill()
-
-
-def with_master(scenario: Scenario, address: str) -> Scenario:
-    """The scenario with its pool's master, and small shares of memory."""
-    mooncake = replace(
-        scenario.storage.mooncake, master_server_address=address, local_hostname="127.0.0.1"
-    )
-    return replace(scenario, storage=replace(scenario.storage, mooncake=mooncake))
 
 
 def with_temporary(data: dict[str, Any], folder: str) -> dict[str, Any]:
