@@ -492,6 +492,7 @@ async def test_one_plain_frame_and_json_in_a_pipe():
         assert (status, err) == (0, "")
         assert out.isascii()
         assert "health: ok" in out
+        assert "\nacquire " in out
         assert out.count("kvactors top") == 1
         assert "\x1b" not in out
         status, out, err = await asyncio.to_thread(finished, lines)
