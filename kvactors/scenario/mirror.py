@@ -12,8 +12,7 @@ import hashlib
 import random
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -57,41 +56,7 @@ def as_vllm(event: BlockStored, block: int) -> Any:
     return event.extra_keys[block] if event.extra_keys else None
 
 
-READERS: dict[str, Callable[[BlockStored, int], Any]] = {"dynamo": as_dynamo, "vllm": as_vllm}
-
-
-class Identities:
-    """changed: events that disagree with an earlier one about the same block."""
-
-    def __init__(self) -> None:
-        self.changed = 0
-        self._known: dict[str, dict[Hash, bytes]] = {name: {} for name in READERS}
-
-    def clear(self) -> None:
-        for known in self._known.values():
-            known.clear()
-
-    def stored(self, event: BlockStored) -> None:
-        tokens = event.token_ids
-        assert isinstance(tokens, list), "an event that was read"
-        for name, read in READERS.items():
-            known, parent = self._known[name], event.parent_block_hash
-            for block, number in enumerate(event.block_hashes):
-                above = b"" if parent is None else known.get(parent, repr(parent).encode())
-                own = tokens[block * event.block_size : (block + 1) * event.block_size]
-                content = hashlib.sha256(
-                    msgspec.msgpack.encode((above, read(event, block), own))
-                ).digest()
-                self.changed += known.setdefault(number, content) != content
-                parent = number
-
-    def ambiguous(self, hashes: Collection[Hash]) -> int:
-        """Of these blocks, those that a reader takes for another one of them."""
-        counts = (
-            Counter(known[number] for number in hashes if number in known)
-            for known in self._known.values()
-        )
-        return sum(count - 1 for contents in counts for count in contents.values())
+READERS: tuple[Callable[[BlockStored, int], Any], ...] = (as_dynamo, as_vllm)
 
 
 # -- the mirror
@@ -131,25 +96,25 @@ class Mirror:
     parent is nowhere, or on GPU if that is where the block is announced. With a removed block,
     all blocks below it are removed as well (from GPU, or from everywhere).
 
-    view: hashes by medium. identities: of the blocks for a reader. expected: number of the
-    next batch. orphans: blocks that were rejected or cut off so, while the mirror followed the
-    batches one by one. After a snapshot, which is older than some of what it shows, none are
-    counted until everything is cleared.
-    """
+    view: hashes by medium. expected: number of the next batch. orphans: blocks that were rejected
+    or cut off so, while the mirror followed the batches one by one. After a snapshot, which is older
+    than some of what it shows, none are counted until everything is cleared."""
 
     def __init__(self) -> None:
         self.view: dict[str, set[Hash]] = {}
-        self.identities = Identities()
         self.expected = 0
         self.orphans = 0
         self._exact = True
         self._parents: dict[Hash, Hash | None] = {}  # of the blocks in the view
         self._below: dict[Hash, set[Hash]] = {}  # blocks in the view, by parent
+        # what identifies each block for each kind of reader, and events that disagree about a block
+        self._known: list[dict[Hash, bytes]] = [{} for _ in READERS]
+        self._changed = 0
 
     def apply(self, events: Iterable[Event]) -> None:
         for event in events:
             if isinstance(event, BlockStored):
-                self.identities.stored(event)
+                self._identify(event)
                 parent = event.parent_block_hash
                 for block in event.block_hashes:
                     self._store(block, parent, event.medium or "")
@@ -210,14 +175,34 @@ class Mirror:
 
     def _forget(self) -> None:
         self.view.clear()
-        self.identities.clear()
         self._parents.clear()
         self._below.clear()
+        for known in self._known:
+            known.clear()
+
+    def _identify(self, event: BlockStored) -> None:
+        tokens = event.token_ids
+        assert isinstance(tokens, list), "an event that was read"
+        for read, known in zip(READERS, self._known, strict=True):
+            parent = event.parent_block_hash
+            for block, number in enumerate(event.block_hashes):
+                above = b"" if parent is None else known.get(parent, repr(parent).encode())
+                own = tokens[block * event.block_size : (block + 1) * event.block_size]
+                content = hashlib.sha256(
+                    msgspec.msgpack.encode((above, read(event, block), own))
+                ).digest()
+                self._changed += known.setdefault(number, content) != content
+                parent = number
 
     def ambiguous(self) -> int:
         """Blocks that a reader takes for others, on any medium, and events that disagree about a
         block."""
-        return self.identities.ambiguous(set().union(*self.view.values())) + self.identities.changed
+        held = set[Hash]().union(*self.view.values())
+        found = self._changed
+        for known in self._known:
+            contents = [known[number] for number in held if number in known]
+            found += len(contents) - len(set(contents))
+        return found
 
 
 class Reader:
