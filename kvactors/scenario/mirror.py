@@ -97,8 +97,8 @@ class Mirror:
     all blocks below it are removed as well (from GPU, or from everywhere).
 
     view: hashes by medium. expected: number of the next batch. orphans: blocks that were rejected
-    or cut off so, while the mirror followed the batches one by one. After a snapshot, which is older
-    than some of what it shows, none are counted until everything is cleared."""
+    or cut off so, while the mirror followed the batches one by one. After a snapshot, which is
+    older than some of what it shows, none are counted until everything is cleared."""
 
     def __init__(self) -> None:
         self.view: dict[str, set[Hash]] = {}
