@@ -24,8 +24,13 @@ class ChannelStatistics(NamedTuple):
     """A moment's picture of a channel.
 
     Attributes:
+        bound: places in the data lane.
+        queued: items in the data lane.
         control: items in the control lane, and steps of the receiver's own work.
         senders_waiting: senders parked because the data lane is full.
+        peak: most items that the data lane ever held.
+        peak_control: most items that the control lane ever held.
+        taken: items that the receiver has taken, both lanes.
     """
 
     bound: int

@@ -169,7 +169,13 @@ LEAST_STEP = 0.1
 
 
 class SupervisorStatistics(NamedTuple):
-    """Counts of failures and restarts."""
+    """Counts of failures and restarts.
+
+    Attributes:
+        failures: failures of actors.
+        restarts: restarts of actors.
+        last_failure: name of the actor and cause, or empty.
+    """
 
     failures: int
     restarts: int
