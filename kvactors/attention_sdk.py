@@ -86,11 +86,8 @@ def complete(
     """Fill the values that `[attention_store]` leaves unset.
 
     Args:
-        store: the settings.
-        layout: gives the sizes of a block.
         model: passed as the namespace where neither namespace nor model_version is set.
         version_suffix: appended to the version.
-        shard: rank and number of ranks.
         gpu: the number of the GPU that has the device memory, None for host memory.
     """
     named = store.namespace or store.model_version
@@ -131,9 +128,6 @@ def sdk_settings(
     the weights never reads blocks that another version wrote.
 
     Args:
-        config: the settings of the cache.
-        layout: gives the sizes of a block.
-        device: the device memory, None on a leader.
         shard: rank and number of ranks of the calling process. If None, the leader's rank 0 of
             `ranks.count` or, without ranks, of `layout.tensor_parallel`.
     """
@@ -208,11 +202,7 @@ class SdkNames(NamedTuple):
 
 
 def import_sdk(package: str, *, index: bool, cuda: bool) -> SdkNames:
-    """Import the names of the SDK that the use needs.
-
-    Raises:
-        SdkError: the SDK is not installed.
-    """
+    """Import the names of the SDK that the use needs."""
     try:
         sdk = import_module(f"{package}.sdk")
         error = import_module(f"{package}.utils.err").AttentionStoreSDKError
@@ -228,11 +218,7 @@ def import_sdk(package: str, *, index: bool, cuda: bool) -> SdkNames:
 
 
 def count_of(value: Any, most: int, what: str) -> int:
-    """Check a number of blocks that the SDK returned.
-
-    Raises:
-        SdkError: the value is no integer, or not within 0..most.
-    """
+    """Check a number of blocks that the SDK returned."""
     try:
         count = operator.index(value)
     except TypeError:
@@ -258,11 +244,7 @@ def guarded(call: Callable[[], T]) -> Callable[[], T]:
 
 
 def arguments(settings: SdkSettings, names: SdkNames) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The constructor's positional and keyword arguments.
-
-    Raises:
-        SdkError: the SDK has no name for the kind of attention.
-    """
+    """The constructor's positional and keyword arguments."""
     one = settings.shard
     shard = (
         one.namespace,
@@ -286,15 +268,7 @@ def arguments(settings: SdkSettings, names: SdkNames) -> tuple[tuple[Any, ...], 
 
 
 class Shared:
-    """The state that all handles of one shard share.
-
-    Attributes:
-        object: the SDK's object, None before it is made.
-        arguments: the arguments the object was made with.
-        opener: the handle that is making the object, if any.
-        threads: by use, one thread each.
-        handles: the open handles.
-    """
+    """The state that all handles of one shard share."""
 
     def __init__(self, name: str) -> None:
         self.object: Any = None
@@ -313,9 +287,6 @@ class Shared:
 
         Returns:
             False while another handle makes it.
-
-        Raises:
-            SdkError: the object exists with other arguments.
         """
         if self.object is None:
             if self.opener.setdefault("opener", opener) is not opener:
@@ -360,12 +331,7 @@ class Sdk:
         return self.shared.object
 
     async def open(self) -> None:
-        """Connect, and wait until the service is ready.
-
-        Raises:
-            SdkError: the SDK failed.
-            DeadlineExceeded: the service was not ready within `ready_timeout`.
-        """
+        """Connect, and wait until the service is ready."""
         limit = self.settings.ready_timeout
         self.shared.handles.add(self)
         try:
@@ -401,11 +367,7 @@ class Sdk:
         return True
 
     async def run(self, call: Any) -> Any:
-        """Run a call in the SDK's thread.
-
-        Raises:
-            SdkError: the call raised.
-        """
+        """Run a call in the SDK's thread."""
         future = self.thread.submit(guarded(call))
         result = asyncio.wrap_future(future)
         result.add_done_callback(
@@ -451,14 +413,7 @@ class Sdk:
         blocks: Sequence[int],
         seconds: float,
     ) -> int:
-        """Read bytes into device blocks.
-
-        Returns:
-            The number of blocks read.
-
-        Raises:
-            SdkError: the SDK failed, or returned an impossible number.
-        """
+        """Read bytes into device blocks."""
         options = {"remote_addrs": None} if self.settings.cuda else {}
         got = await self._moving(
             lambda t: self.connection.read(
@@ -477,14 +432,7 @@ class Sdk:
         blocks: Sequence[int],
         seconds: float,
     ) -> int:
-        """Write bytes out of device blocks.
-
-        Returns:
-            The number of blocks written.
-
-        Raises:
-            SdkError: the SDK failed, or returned an impossible number.
-        """
+        """Write bytes out of device blocks."""
         options = {"h2h_copy": False, "params": None} if self.settings.cuda else {}
         put = await self._moving(
             lambda t: self.connection.write(

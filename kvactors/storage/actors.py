@@ -53,14 +53,7 @@ flight."""
 
 
 class Batch(NamedTuple):
-    """A call to the store.
-
-    Attributes:
-        work: makes the coroutine.
-        failed: the result if the back end raises, which its contract forbids.
-        slots: host slots that the batch accesses.
-        keys: joined keys that the batch is about.
-    """
+    """A call to the store."""
 
     work: Callable[[], Coroutine[Any, Any, BatchDone]]
     failed: BatchDone
@@ -86,11 +79,7 @@ class Page(NamedTuple):
 
 
 class ReportPages:
-    """A report: first every key that the store lost, then every key that it holds.
-
-    Attributes:
-        active: whether a message that continues the report is in the actor's channel.
-    """
+    """A report: first every key that the store lost, then every key that it holds."""
 
     def __init__(self, inventory: GuardedBackend) -> None:
         self.active = False
@@ -117,14 +106,7 @@ class ReportPages:
 
 
 class PathReport:
-    """Reading of the paths of a store's blocks, and the reports on them to the notifier.
-
-    Attributes:
-        active: whether they are being read.
-
-    Args:
-        root_of: the root hash that requests of a scope have now. None: paths are not announced.
-    """
+    """Reading of the paths of a store's blocks, and the reports on them to the notifier."""
 
     def __init__(self, root_of: Callable[[RequestScope], bytes] | None) -> None:
         self.active = False
@@ -167,10 +149,6 @@ class PathReport:
 
 class StoreReporter:
     """The reports of one storage actor, which passes its messages on to the methods here.
-
-    Attributes:
-        pages: a report on the keys of the whole store.
-        paths: a report on the paths of its blocks.
 
     Args:
         root_of: the root hash that requests of a scope have now. None: paths are not reported.

@@ -41,12 +41,7 @@ REMEDIES = {
 
 
 class Failing(NamedTuple):
-    """Calls of a kind that do not work.
-
-    Attributes:
-        why: the calls, the reason and the remedy.
-        since: loop time of the first failed attempt.
-    """
+    """Calls of a kind that do not work."""
 
     why: str
     since: float
@@ -60,8 +55,8 @@ class Attempts:
     changes of `failing` are logged, once each.
 
     Attributes:
-        kind: of the calls: look-up, read or write.
-        reason: why the last attempts failed, empty unless the calls are failing."""
+        reason: why the last attempts failed, empty unless the calls are failing.
+    """
 
     def __init__(self, store: str, kind: str) -> None:
         self.reason = ""
@@ -106,12 +101,7 @@ class Attempts:
         return Failing(f"{why}. {self._remedy}", self._since)
 
     def record(self, outcomes: bytes, reason: str = "") -> None:
-        """Record a call that reached the store.
-
-        Args:
-            outcomes: one `Outcome` byte a key.
-            reason: why keys were UNAVAILABLE, if it is known.
-        """
+        """Record a call that reached the store."""
         if Outcome.OK in outcomes:
             self.worked()
             return
@@ -135,7 +125,6 @@ class Attempts:
         """Record an attempt of which nothing worked.
 
         Args:
-            reason: for the log and for health.
             outcome: a key of `REMEDIES`.
         """
         default, self._remedy = REMEDIES[outcome]
@@ -151,13 +140,7 @@ class Attempts:
 
 
 class StoreAttempts:
-    """Attempts of a store, by kind.
-
-    Attributes:
-        lookups: questions to a store that does not list its objects.
-        reads: reads of objects.
-        writes: writes of objects.
-    """
+    """Attempts of a store, by kind."""
 
     def __init__(self, store: str) -> None:
         self.lookups = Attempts(store, "look-up")

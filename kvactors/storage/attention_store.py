@@ -118,13 +118,7 @@ class AttentionStoreBackend(DeviceStore):
     async def _call(
         self, attempts: Attempts, blocks: int, call: Coroutine[Any, Any, int]
     ) -> int | None:
-        """Await a call, unless its kind pauses. None if it fails or is not made.
-
-        Args:
-            attempts: of its kind.
-            blocks: that are unavailable if it fails.
-            call: the call.
-        """
+        """Await a call, unless its kind pauses. None if it fails or is not made."""
         if not attempts.allow():
             call.close()
             self._unavailable(blocks)

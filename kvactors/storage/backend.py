@@ -311,15 +311,7 @@ class StoreStatistics(NamedTuple):
 
 
 class StoreCounters:
-    """Counts outcomes.
-
-    Attributes:
-        outcomes: number of keys by outcome.
-        reads: objects read.
-        writes: objects written.
-        evicted: objects that the store evicted.
-        without_checksum: misses of objects that have no checksum.
-    """
+    """Counts outcomes."""
 
     def __init__(self) -> None:
         self.outcomes = dict.fromkeys(Outcome, 0)

@@ -37,7 +37,6 @@ class Catalog:
     Attributes:
         capacity: objects at most, 0 for no limit.
         departed: keys that were removed, until the removal is reported.
-        shares: the keys whose salts are known, and the quotas of the salts.
     """
 
     def __init__(self, capacity: int = 0) -> None:
@@ -111,7 +110,6 @@ class Catalog:
         quotas none of the batch is a victim.
 
         Args:
-            keys: the batch.
             salts: numbers of salts by key, of those that are known.
         """
         keys = list(dict.fromkeys(keys))
@@ -199,7 +197,6 @@ class StoreShares:
     """Keys by salt, in the order of their last use. A key whose salt is not known counts to none.
 
     Attributes:
-        quotas: of the salts.
         quota_evictions: objects that left, or were not taken, because of a quota.
         evicted: the same by salt, of the first COUNTED_SALTS salts and of those that are named.
     """
@@ -264,7 +261,6 @@ class StoreShares:
         least recently used first. No key leaves yet.
 
         Args:
-            over: keys that are to leave.
             incoming: salts whose keys were used now. Theirs leave before those of other salts.
         """
         found: list[bytes] = []
@@ -312,13 +308,7 @@ class StoreShares:
 
 
 def keep_quotas(quotas: StorageQuotas, shares: StoreShares | None, backend: str) -> None:
-    """Have a store keep the quotas of salts. ConfigError if it cannot, and there is one.
-
-    Args:
-        quotas: of salts.
-        shares: the store's objects by salt, None if it cannot keep quotas.
-        backend: `storage.backend`.
-    """
+    """Have a store keep the quotas of salts. ConfigError if it cannot, and there is one."""
     if shares is not None:
         shares.follow(quotas)
     elif quotas:

@@ -35,7 +35,6 @@ class DeviceStore(ABC):
     counts, never exceptions: a fetch or a save that fails has moved 0 blocks.
 
     Attributes:
-        attempts: whether look-ups, reads and writes work.
         ready_timeout: seconds that `open` may take, where they are more than
             `actors.open_timeout_s`.
         late_since: start, on the loop's clock, of a call that takes longer than it may; None if
@@ -68,20 +67,11 @@ class DeviceStore(ABC):
         Args:
             tokens: of the path (little-endian uint32), up to the last block at least.
             start: index of the first block to read, which goes into blocks[0].
-            blocks: device blocks.
-            seconds: limit of the call.
-
-        Returns:
-            How many blocks, from the first on, arrived.
         """
 
     @abstractmethod
     async def save(self, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float) -> int:
-        """Write blocks of a path from device blocks. The arguments and the end are as in `fetch`.
-
-        Returns:
-            How many blocks, from the first on, are stored.
-        """
+        """Write blocks of a path from device blocks. Arguments and the end are as in `fetch`."""
 
     @abstractmethod
     async def close(self) -> None:

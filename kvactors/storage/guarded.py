@@ -44,16 +44,9 @@ class GuardedBackend:
     UNAVAILABLE.
 
     Attributes:
-        inner: the back end.
-        attempts: whether look-ups, reads and writes work.
         fence: the last clear, as (incarnation of the actor that asked, number of its operation).
             Batches from before it are not written.
-        counters: outcomes of its batches.
         shares: its objects by salt. None: it cannot keep quotas of salts.
-        clears: clears in progress, and whether one is pending.
-
-    Args:
-        timeout: seconds that a call may take.
     """
 
     def __init__(self, inner: Backend, timeout: float) -> None:
@@ -404,13 +397,6 @@ def ignore(_answer: object) -> None:
 class StoreClears:
     """A clear waits for the writes in flight. Until one has succeeded, nothing is read or written.
     After one of a salt that has failed, the whole store must be cleared.
-
-    Attributes:
-        begun: clears that were begun.
-        running: clears that are in progress.
-        pending: whether no clear of the whole store has succeeded since the last one that was
-            begun.
-        pending_since: when that began, on the loop's clock.
     """
 
     def __init__(self) -> None:
@@ -477,12 +463,9 @@ class GuardedCalls:
     """Makes calls of foreign code.
 
     Attributes:
-        faults: calls that raised, or returned something that the contract does not allow.
-        last_fault: the last of them.
         attempts: whether look-ups, reads and writes work.
 
     Args:
-        store: name of the back end, for the log.
         timeout: seconds that an awaited call may take before it is overdue.
     """
 
@@ -593,11 +576,7 @@ class GuardedCalls:
         count: int,
         trouble: Callable[[], str],
     ) -> tuple[bytes, list[bytes]]:
-        """`wait` for the report of a read or a write.
-
-        Returns:
-            One outcome a key, and the keys that left the store.
-        """
+        """`wait` for the report of a read or a write."""
         unmoved = bytes([Outcome.UNAVAILABLE]) * count, list[bytes]()
         if self._refuses(attempts):
             return unmoved

@@ -39,19 +39,14 @@ class Inspection(msgspec.Struct, frozen=True):
     """One store.
 
     Attributes:
-        path: relative to the folder looked at.
         state: ok, damaged (the first page of the table), or other version.
         digest: of the identity, with the names behind it.
         bytes: of the objects.
         slab_bytes: that the store occupies.
         torn: slots whose entries make no sense.
-        stale: of objects that were cleared.
         written_at: seconds since 1970 of the last write, 0 if there is none.
         opened_at: when a process last opened it to write.
-        in_use: a process has it open to write.
         bad: objects (hex keys) whose payload does not match its checksum.
-        verified: how many were checked.
-        left: objects that the process that writes there removed before they were checked.
     """
 
     path: str
@@ -258,12 +253,7 @@ def inspection_lines(found: list[Inspection]) -> Iterator[str]:
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """A store that is not needed.
-
-    Attributes:
-        removed: it is gone (with a dry run: it would be).
-        refused: why it is not.
-    """
+    """A store that is not needed."""
 
     path: str
     why: str

@@ -39,11 +39,7 @@ class Probed(Control, frozen=True, eq=False):
 
 
 class Read(Message, frozen=True, eq=False):
-    """Read objects into host slots. Answered with ReadDone once no slot is written any more.
-
-    Attributes:
-        take: an exclusive store removes the objects that it hands out.
-    """
+    """Read objects into host slots. Answered with ReadDone once no slot is written any more."""
 
     op: int
     keys: bytes
@@ -64,8 +60,6 @@ class Write(Message, frozen=True, eq=False):
     """Write host slots as objects. Answered with Written once no slot is read any more.
 
     Attributes:
-        keys: least recently used first. An object that is in the store counts as used now.
-        lineages: one for each key, or none at all.
         salts: the number of each key's salt (`quotas.salt_id`), or none at all.
     """
 
@@ -103,7 +97,6 @@ class StoreCleared(Control, frozen=True, eq=False):
 
     Attributes:
         error: why objects from before may still be found. Empty if none can.
-        salt: of the ClearStore.
         unknown: objects whose salt is not known, which a clear of a salt leaves.
     """
 
@@ -123,7 +116,6 @@ class FetchDevice(Message, frozen=True, eq=False):
 
     Attributes:
         tokens: the complete path (little-endian uint32), up to the last block wanted.
-        start: the first one, into blocks[0], and so on.
         memory_generation: of the device memory that the blocks are in. No block is moved in another
             one.
     """
@@ -169,11 +161,7 @@ class TransferDone(Control, frozen=True, eq=False):
 
 
 class TransferLate(Control, frozen=True, eq=False):
-    """To itself: the deadline of a transfer has passed.
-
-    Attributes:
-        number: of the transfer.
-    """
+    """To itself: the deadline of a transfer has passed."""
 
     number: int
 
@@ -194,11 +182,7 @@ class BatchDone(Control, frozen=True, eq=False):
 
 
 class Recheck(Control, frozen=True, eq=False):
-    """To itself: delayed reports have entered the notifier's lane.
-
-    Attributes:
-        held, gone: the reported keys, joined.
-    """
+    """To itself: delayed reports have entered the notifier's lane."""
 
     held: bytes
     gone: bytes

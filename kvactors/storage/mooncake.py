@@ -61,12 +61,7 @@ class Fit(IntEnum):
 
 
 class Compared(NamedTuple):
-    """Objects of a read that were compared with their headers.
-
-    Attributes:
-        outcomes: one a key.
-        without_checksum: misses among them: objects that have no checksum.
-    """
+    """Objects of a read that were compared with their headers."""
 
     outcomes: bytes
     without_checksum: int = 0
@@ -76,8 +71,6 @@ class PoolHeaders:
     """Makes and compares headers. Its calls may run in any thread.
 
     Args:
-        digest: of the store's identity, in every header.
-        block_bytes: bytes of a payload.
         checksums: whether headers have a checksum of the payload. With it, an object without one
             is a miss. Without it, no checksum is compared.
     """
@@ -145,10 +138,7 @@ WEIGHT = 0.25
 
 
 class CallSize:
-    """Chooses the number of objects of a transfer from the rate of earlier ones.
-
-    Attributes:
-        most_objects: of a transfer."""
+    """Chooses the number of objects of a transfer from the rate of earlier ones."""
 
     def __init__(self, block_bytes: int) -> None:
         self.most_objects = MOST_OBJECTS
@@ -186,11 +176,8 @@ class PoolBatch(NamedTuple):
     """Some objects and their memory.
 
     Attributes:
-        keys: of the objects.
-        places: of the objects, as `pointers` takes them.
         pointers: from places to the addresses of each object's pieces.
         sizes: bytes of the pieces of an object.
-        headers: memory of the headers that are in no arena.
     """
 
     keys: Sequence[bytes]
@@ -214,14 +201,7 @@ class PoolBatch(NamedTuple):
 
 
 class PoolMoved(NamedTuple):
-    """The result of a transfer.
-
-    Attributes:
-        codes: of the client, one a key.
-        objects: that were moved whole.
-        seconds: that the client took.
-        compared: objects of a read, if they were compared in the same thread.
-    """
+    """The result of a transfer."""
 
     codes: list[int]
     objects: int = 0
@@ -234,12 +214,7 @@ class MooncakeObjects:
 
     A thread of the client makes the headers of a transfer and moves it, or moves it and compares
     its headers. In a batch of several transfers the checksums are computed beside the transfer
-    before or behind.
-
-    Attributes:
-        arena: memory that is registered with the client, None before there is any.
-        calls: objects of each transfer.
-        prefix: of the objects' names."""
+    before or behind."""
 
     def __init__(
         self,
@@ -474,14 +449,7 @@ QUESTION_OBJECTS = 32
 
 
 class MooncakeBackend(Backend):
-    """A client of a pool.
-
-    Args:
-        config: how the pool is joined.
-        identity: of the objects. Those of different models, namespaces, layouts or ranks have
-            different names and headers.
-        block_bytes: size of a block.
-    """
+    """A client of a pool."""
 
     slot_trailer_bytes = HEADER.size
 

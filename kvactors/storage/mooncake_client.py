@@ -122,11 +122,7 @@ class MooncakeClient:
         )
 
     async def _warm_up(self) -> None:
-        """Store the first object. It is tried again for `connect_timeout_s`.
-
-        Raises:
-            StoreError: the pool stores nothing. The client has left the pool.
-        """
+        """Store the first object. It is tried again for `connect_timeout_s`."""
         code = RPC_FAILED
         until = anyio.current_time() + self.config.connect_timeout_s
         try:
@@ -228,11 +224,7 @@ class MooncakeClient:
         return await self.call(work, [RPC_FAILED] * len(keys))
 
     async def register(self, arena: Arena) -> None:
-        """Register an arena for transfers without staging.
-
-        Raises:
-            StoreError: the client refuses a part of it. None of it is registered then.
-        """
+        """Register an arena for transfers without staging."""
         for address, size in pieces(arena.address, arena.nbytes, arena.stride, self._largest):
             code = await self.call(partial(_register, address, size), RPC_FAILED)
             if code != OK:
@@ -316,15 +308,7 @@ SIZE = 4096
 
 
 def put_and_get(store: Any) -> int:
-    """Put an object, read it back, and remove it.
-
-    Returns:
-        0, or the code of the call that failed. `NO_SPACE` also if the master evicted the object
-        before the read.
-
-    Raises:
-        StoreError: other bytes came back.
-    """
+    """Put an object, read it back, and remove it."""
     name = PREFIX + uuid4().hex
     written = np.frombuffer(np.random.default_rng().bytes(SIZE), np.uint8)
     read = np.zeros(SIZE, np.uint8)
@@ -359,9 +343,6 @@ def pieces(address: int, size: int, stride: int, largest: int | None) -> list[tu
         size: its bytes.
         stride: bytes of a slot.
         largest: bytes of a registration at most, None for no limit.
-
-    Raises:
-        StoreError: a slot is larger than a registration may be.
     """
     if largest is None or size <= largest:
         return [(address, size)] if size else []

@@ -38,12 +38,7 @@ DEADLINE_CHECK_S = 0.05
 
 
 class MovedObjects(NamedTuple):
-    """The result of a job.
-
-    Attributes:
-        outcomes: of each object.
-        records: the entries of objects that were written, joined.
-    """
+    """The result of a job."""
 
     outcomes: list[Outcome]
     records: bytes
@@ -166,7 +161,6 @@ class SlabIo:
         MISS if the table was deleted.
 
         Args:
-            entries: slots and entries.
             sync: payloads and entries are on the device when the call has ended.
         """
         queue, (slots, parts) = self._current(), zip(*entries, strict=True)
@@ -267,12 +261,7 @@ log = get_logger()
 
 
 class SlabThreads:
-    """A pool of threads for calls of Python, and the native threads that move objects.
-
-    Attributes:
-        workers: the threads for calls of Python.
-        io: moves objects.
-    """
+    """A pool of threads for calls of Python, and the native threads that move objects."""
 
     def __init__(self, files: SlabFiles, depth: int, write_depth: int) -> None:
         """depth: reads, write_depth: writes at the same time."""
@@ -295,12 +284,8 @@ class SlabThreads:
         """End the threads and close the files, which gives up the lock.
 
         Args:
-            files: of the store.
             limit: seconds that running calls may take to end. Threads that hang for longer are
                 abandoned, and the files stay open for them.
-
-        Returns:
-            Whether every call has ended.
         """
         began = now()
         ended = await self.workers.drained(limit)

@@ -172,7 +172,6 @@ class SlotSupply:
     """Hands out free slots, and keeps the catalog's capacity at the number of usable ones.
 
     Attributes:
-        slots: which are free, read, or in quarantine.
         capacity: objects at most, when no slot is in quarantine. Known once the store is open.
         pause_until: time before which no slab is added, because the disk was full.
         refused: why the last slab could not be added, empty if it could.
@@ -241,15 +240,7 @@ class SlotSupply:
     async def take(
         self, squeeze: Callable[[], Awaitable[bool]], expired: Expired
     ) -> tuple[int | None, Outcome]:
-        """Take a free slot.
-
-        Args:
-            squeeze: evicts an object and frees its slot; False if there is none to evict.
-            expired: whether the deadline has passed.
-
-        Returns:
-            The slot and OK, or None and why there is none.
-        """
+        """Take a free slot."""
         slots = self.slots
         while True:
             taken = self.take_now(1)

@@ -81,22 +81,15 @@ class FileBackend(LocalStore):
     """Objects in slots of slab files, and a table of the key in each slot.
 
     Args:
-        folder: of the stores of one model, namespace and rank.
         capacity: objects at most, 0 for 80 % of the space that the file system has left.
-        floor: bytes of the file system to leave free.
-        durability: "written" (survives the process) or "synced" (survives a power failure).
-        read_only: look at a store that another process may be writing.
         depth: reads at the same time.
         write_depth: writes at the same time, 0 for as many as reads.
-        identity: the names behind `digest`.
         block_size: tokens of a block, if lineages are kept; 0 if not.
         scrub_rate: bytes a second that a scrub reads, 0 for none.
 
     Attributes:
         objects: slot and mark of the table entry, by key, of the objects that can be read.
         written: slot and entry, by key, of payloads whose entries are not written yet.
-        lineages: of the objects that are being written.
-        sequence: number of the next write.
         arena: memory whose slots are whole pages, so that the last page of a slot may be read and
             written to its end. None: only the bytes of a view may be.
     """
@@ -736,9 +729,7 @@ class Space(NamedTuple):
 
     Attributes:
         capacity: objects at most.
-        own: bytes that its slabs occupy.
         free: bytes that the file system has left.
-        others: bytes of the objects of stores of other layouts.
         concern: why the capacity is less than it should be, and the remedy. Empty if it is not.
     """
 
@@ -754,7 +745,6 @@ class SpaceReader:
     time.
 
     Args:
-        files: of the store.
         wanted: capacity in objects as configured, 0 for a share of the space.
     """
 

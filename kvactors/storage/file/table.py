@@ -89,7 +89,6 @@ class Meta(msgspec.Struct, frozen=True):
     """Parameters of a store.
 
     Attributes:
-        digest: of the identity, hex.
         model, namespace, rank, ranks: the names behind it.
     """
 
@@ -195,7 +194,6 @@ class Found(NamedTuple):
 
     Attributes:
         checksum: of the payload.
-        metadata: by tag.
         mark: distinguishes it from every other entry.
     """
 
@@ -216,12 +214,7 @@ class Found(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """Good entries, oldest first.
-
-    Attributes:
-        torn: slots that hold something that is no entry.
-        stale: entries of other generations.
-    """
+    """Good entries, oldest first."""
 
     found: list[Found]
     torn: int
@@ -651,12 +644,7 @@ CHUNK_ENTRIES = 16_384
 
 
 class StoredSlot(NamedTuple):
-    """An object.
-
-    Attributes:
-        mark: identifies its entry (`mark_of`).
-        salt: the number of its salt, None if it is not known.
-    """
+    """An object."""
 
     sequence: int
     slot: int
@@ -669,9 +657,7 @@ class Survey(NamedTuple):
     """Changes in the table since it was read before.
 
     Attributes:
-        found: objects of the entries that have changed, the oldest first.
         changed: slots of these entries. Objects that were in them before are gone.
-        torn: entries that make no sense.
     """
 
     found: list[StoredSlot]
