@@ -19,7 +19,6 @@ from kvactors.errors import KVActorsError, StoreError
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
-    PathPart,
     PathsFound,
     Report,
     TierCleared,
@@ -61,9 +60,6 @@ class Batch(NamedTuple):
     keys: bytes = b""
 
 
-# -- pages of a report
-
-
 REPORT_PAGE = 1024
 """Keys in one message, and in one turn, of a report on the whole store."""
 
@@ -71,260 +67,14 @@ PATH_PAGE = 256
 """Blocks whose paths are read together and sent in one message."""
 
 
-class Page(NamedTuple):
-    """Joined keys to report: those that the store holds, or those that it lost."""
-
-    held: bytes
-    gone: bytes
-
-
-class ReportPages:
-    """A report: first every key that the store lost, then every key that it holds."""
-
-    def __init__(self, inventory: GuardedBackend) -> None:
-        self.active = False
-        self._inventory = inventory
-        self._snapshot_due = False
-        self._unreported: Iterator[bytes] = iter(())
-
-    def restart(self) -> None:
-        """Report every key that the store holds, from the first one on."""
-        self._snapshot_due = True
-
-    def next(self) -> Page | None:
-        """The next page, None at the end. Keys are listed here and not before, so that no earlier
-        message of the actor can enter the notifier's channel later."""
-        gone = join_hashes(self._inventory.take_removed())
-        if gone:
-            return Page(b"", gone)
-        if self._snapshot_due:
-            self._snapshot_due, self._unreported = False, self._inventory.snapshot()
-        page = list(islice(self._unreported, REPORT_PAGE))
-        if not page:
-            return None
-        return Page(join_hashes(key for key in page if self._inventory.holds(key)), b"")
-
-
-class PathReport:
-    """Reading of the paths of a store's blocks, and the reports on them to the notifier."""
-
-    def __init__(self, root_of: Callable[[RequestScope], bytes] | None) -> None:
-        self.active = False
-        self._root_of = root_of
-        self._due = self._again = False
-
-    def restart(self) -> None:
-        """Read the paths, from the first one on, after the report on the keys."""
-        self._due = self._root_of is not None
-
-    def begins(self) -> bool:
-        """The keys are reported: whether the reading of paths begins now."""
-        if not self._due:
-            return False
-        self._due = False
-        if self.active:
-            self._again = True
-            return False
-        self.active = True
-        return True
-
-    def begins_again(self) -> bool:
-        """A page was read: whether the reading starts over, because a restart came in between."""
-        again, self._again = self._again, False
-        return again
-
-    def named(self, parts: tuple[PathPart, ...]) -> PathsFound | None:
-        """The message on a page of parts; None if there is nothing to send."""
-        root_of = self._root_of
-        if not parts or root_of is None:
-            return None
-        return PathsFound(
-            parts,
-            frozenset(part.parent for part in parts if root_of(part.scope) == part.parent),
-        )
-
-
-# -- reports to the notifier
-
-
-class StoreReporter:
-    """The reports of one storage actor, which passes its messages on to the methods here.
+class StorageWorker(Actor):
+    """Runs batches against the store, and reports its keys to the notifier. The notifier is sent
+    the changes of a batch before the evictor is sent its result, so that no index sees a slot's end
+    before the store's gain.
 
     Args:
         root_of: the root hash that requests of a scope have now. None: paths are not reported.
     """
-
-    def __init__(
-        self,
-        actor: Actor,
-        store: GuardedBackend,
-        notifier: ActorRef[Report],
-        root_of: Callable[[RequestScope], bytes] | None = None,
-    ) -> None:
-        self.pages = ReportPages(store)
-        self.paths = PathReport(root_of if store.keeps_lineages else None)
-        self._actor = actor
-        self._store = store
-        self._notifier = notifier
-        self._waiters: list[asyncio.Future[None]] = []
-
-    # -- reports in progress
-
-    @property
-    def active(self) -> bool:
-        """Whether a report is in progress, or begins when the actor starts."""
-        starting = self._actor.state is State.STARTING
-        return self.pages.active or self.paths.active or starting
-
-    async def wait(self) -> None:
-        """Return when no report is in progress."""
-        while self.active:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
-
-    def stop(self) -> None:
-        """The actor has stopped."""
-        self.pages.active = self.paths.active = False
-        self._wake()
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
-    # -- the keys of the store
-
-    def report_all(self) -> None:
-        """Report every key that the store lost and every key that it holds. An unfinished report
-        starts over."""
-        self.pages.restart()
-        self.report_lost()
-
-    def report_lost(self) -> None:
-        """Report every key that the store lost."""
-        if self.pages.active:
-            return
-        if self._actor.context.outbox.waiting:
-            # The next turn begins after all earlier messages have entered their channels.
-            self._continue()
-        else:
-            self._report_page()
-
-    def _continue(self) -> None:
-        self.pages.active = True
-        self._actor.to_self(NextPage())
-
-    def next_page(self) -> None:
-        """Handle NextPage."""
-        self.pages.active = False
-        self._report_page()
-
-    def _report_page(self) -> None:
-        page = self.pages.next()
-        if page is not None:
-            self._report(page.held, page.gone, Reason.RESTART)
-            self._continue()
-            return
-        if self.paths.begins():
-            self._begin_paths()
-        self._wake()
-
-    def _report(self, held: bytes, gone: bytes, reason: Reason) -> None:
-        if gone:
-            self._actor.tell(self._notifier, BlocksRemoved(gone, Tier.STORAGE, reason))
-        if held:
-            self._actor.tell(self._notifier, BlocksAdded(held, Tier.STORAGE, Reason.STORED))
-        self._recheck_if_delayed(held, gone)
-
-    def _recheck_if_delayed(self, held: bytes, gone: bytes) -> None:
-        """Check a report again if the notifier's lane is full: a newer report of
-        another actor may enter before it."""
-        outbox = self._actor.context.outbox
-        if not outbox.waiting or not (held or gone):
-            return
-        again = Recheck(held, gone)
-
-        async def entered() -> Recheck:
-            await outbox.wait_empty()
-            return again
-
-        self._actor.start_job(entered(), lambda recheck: recheck, lambda _: again)
-
-    def recheck(self, message: Recheck) -> None:
-        """Handle Recheck: correct the outdated parts of a delayed report."""
-        holds = self._store.holds
-        gone = join_hashes(key for key in split_hashes(message.held) if not holds(key))
-        back = join_hashes(key for key in split_hashes(message.gone) if holds(key))
-        self._report(back, gone, Reason.STORAGE_EVICTION)
-        self.report_lost()
-
-    def report_batch(self, done: BatchDone) -> None:
-        """Report the changes of a batch that are still true. A key that came back since is reported
-        by the actor that wrote it."""
-        holding = self._store.holding
-        removed, acknowledged = list[tuple[bytes, Reason]](), list[bytes]()
-        for keys, reason in (
-            (done.evicted, Reason.STORAGE_EVICTION),
-            (done.corrupt, Reason.CORRUPT),
-            (done.taken, Reason.PROMOTION),
-        ):
-            if not keys:
-                continue
-            split = split_hashes(keys)
-            held = set(holding(split))
-            if gone := join_hashes(key for key in split if key not in held):
-                removed.append((gone, reason))
-            acknowledged += split
-        stored = join_hashes(holding(split_hashes(done.stored))) if done.stored else b""
-        for gone, reason in removed:
-            self._actor.tell(self._notifier, BlocksRemoved(gone, Tier.STORAGE, reason))
-        self._store.acknowledge_removed(acknowledged)
-        if stored:
-            self._actor.tell(self._notifier, BlocksAdded(stored, Tier.STORAGE, Reason.STORED))
-        self._recheck_if_delayed(stored, b"".join(gone for gone, _ in removed))
-        if isinstance(done.answer, StoreCleared) and done.answer.salt is not None:
-            self.report_lost()
-        elif isinstance(done.answer, StoreCleared):
-            self._actor.tell(self._notifier, TierCleared(Tier.STORAGE, Reason.CLEAR))
-            self.report_all()  # objects written since the clear
-
-    # -- the paths of its blocks
-
-    def _begin_paths(self) -> None:
-        self._store.begin_paths()
-        self.read_paths()
-
-    def read_paths(self) -> None:
-        """Handle ReadPaths: read the next parts."""
-
-        def read(parts: list[PathPart] | None) -> PathsRead:
-            return PathsRead(None if parts is None else tuple(parts))
-
-        self._actor.start_job(self._store.next_paths(PATH_PAGE), read, lambda _: PathsRead(None))
-
-    def paths_read(self, message: PathsRead) -> None:
-        """Handle PathsRead: send the notifier the parts. The next are read after the message has
-        entered its channel."""
-        if self.paths.begins_again():
-            self._begin_paths()
-        elif message.parts is None:
-            self.paths.active = False
-            self._wake()
-        else:
-            named = self.paths.named(message.parts)
-            if named is not None:
-                self._actor.tell(self._notifier, named)
-            self._actor.to_self(ReadPaths())
-
-
-# -- what the actors have in common
-
-
-class StorageWorker(Actor):
-    """Runs batches against the store. The notifier is sent the changes of a batch before the
-    evictor is sent its result, so that no index sees a slot's end before the store's gain."""
 
     def __init__(
         self,
@@ -340,33 +90,41 @@ class StorageWorker(Actor):
         self.backend = backend
         self.plane = plane
         self.evictor = evictor
+        self.notifier = notifier
         self._in_flight = 0  # batches
         self._waiting: deque[Batch] = deque()
-        self.reporter = StoreReporter(self, backend, notifier, root_of)
+        self._paging = False  # a NextPage is in this actor's channel
+        self._all_due = False  # every key that the store holds is to be reported
+        self._unreported: Iterator[bytes] = iter(())
+        self._root_of = root_of if backend.keeps_lineages else None
+        self._reading_paths = False
+        self._paths_due = False  # after the report on the keys
+        self._reread_paths = False  # from the first one on, once the page in progress was read
+        self._report_waiters: list[asyncio.Future[None]] = []
 
     def started(self) -> None:
         """A restarted actor reports the whole store: reports of its earlier incarnation may be
         lost."""
         if self.incarnation:
-            self.reporter.report_all()
+            self.report_all()
 
     async def stopped(self) -> None:
-        self.reporter.stop()
+        self._paging = self._reading_paths = False
+        self._wake()
 
     async def sent(self) -> None:
         """See `Actor.sent`. Includes every page of a report in progress."""
-        await self.reporter.wait()
+        while self.reporting:
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._report_waiters.append(waiter)
+            await waiter
         await super().sent()
 
-    @on(NextPage)
-    def next_page(self, _: NextPage) -> None:
-        """Continue a report."""
-        self.reporter.next_page()
-
-    @on(Recheck)
-    def recheck(self, message: Recheck) -> None:
-        """A delayed report has entered the notifier's lane."""
-        self.reporter.recheck(message)
+    def _wake(self) -> None:
+        waiters, self._report_waiters = self._report_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     # -- batches
 
@@ -381,23 +139,21 @@ class StorageWorker(Actor):
 
     def run_now(self, batch: Batch) -> None:
         """Run a batch without waiting for its turn."""
-        self._in_flight += 1
-        self._start(batch)
 
-    def _start(self, batch: Batch) -> None:
         def failed(error: BaseException) -> BatchDone:
             self.log.error("storage job failed", error=described(error))
             return batch.failed
 
+        self._in_flight += 1
         self.start_job(batch.work(), lambda done: done, failed, slots=batch.slots, keys=batch.keys)
 
     @on(BatchDone)
     def batch_done(self, message: BatchDone) -> None:
         """A batch has ended."""
         self._in_flight -= 1
-        self.reporter.report_batch(message)
+        self._report_batch(message)
         if self.backend.removed_outside():
-            self.reporter.report_lost()
+            self.report_lost_keys()
         self.tell(self.evictor, message.answer)
         self._start_batches()
 
@@ -414,6 +170,117 @@ class StorageWorker(Actor):
         release()
         with suppress(KVActorsError):  # the cache is closed
             self.ref.try_tell(Recheck(keys, keys))
+
+    # -- reports of the whole store: every key that it lost, then every key that it holds
+
+    @property
+    def reporting(self) -> bool:
+        """Whether a report is in progress, or begins when the actor starts."""
+        return self._paging or self._reading_paths or self.state is State.STARTING
+
+    def report_all(self) -> None:
+        """Report every key that the store lost and every key that it holds. An unfinished report
+        starts over."""
+        self._all_due = True
+        self.report_lost_keys()
+
+    def report_lost_keys(self) -> None:
+        """Report every key that the store lost."""
+        if self._paging:
+            return
+        if self.context.outbox.waiting:
+            # The next turn begins after all earlier messages have entered their channels.
+            self._continue_report()
+        else:
+            self._report_page()
+
+    def _continue_report(self) -> None:
+        self._paging = True
+        self.to_self(NextPage())
+
+    @on(NextPage)
+    def next_page(self, _: NextPage) -> None:
+        """Continue a report."""
+        self._paging = False
+        self._report_page()
+
+    def _report_page(self) -> None:
+        """Keys are listed here and not before, so that no earlier message of this actor can enter
+        the notifier's channel later."""
+        gone, held = join_hashes(self.backend.take_removed()), b""
+        if not gone:
+            if self._all_due:
+                self._all_due, self._unreported = False, self.backend.snapshot()
+            page = list(islice(self._unreported, REPORT_PAGE))
+            if not page:
+                self._keys_reported()
+                self._wake()
+                return
+            held = join_hashes(key for key in page if self.backend.holds(key))
+        self._report(held, gone, Reason.RESTART)
+        self._continue_report()
+
+    def _keys_reported(self) -> None:
+        """Every page of a report on keys has been sent."""
+
+    def _report(self, held: bytes, gone: bytes, reason: Reason) -> None:
+        if gone:
+            self.tell(self.notifier, BlocksRemoved(gone, Tier.STORAGE, reason))
+        if held:
+            self.tell(self.notifier, BlocksAdded(held, Tier.STORAGE, Reason.STORED))
+        self._recheck_if_delayed(held, gone)
+
+    def _recheck_if_delayed(self, held: bytes, gone: bytes) -> None:
+        """Check a report again if the notifier's lane is full: a newer report of
+        another actor may enter before it."""
+        outbox = self.context.outbox
+        if not outbox.waiting or not (held or gone):
+            return
+        again = Recheck(held, gone)
+
+        async def entered() -> Recheck:
+            await outbox.wait_empty()
+            return again
+
+        self.start_job(entered(), lambda recheck: recheck, lambda _: again)
+
+    @on(Recheck)
+    def recheck(self, message: Recheck) -> None:
+        """A delayed report has entered the notifier's lane: correct the outdated parts."""
+        holds = self.backend.holds
+        gone = join_hashes(key for key in split_hashes(message.held) if not holds(key))
+        back = join_hashes(key for key in split_hashes(message.gone) if holds(key))
+        self._report(back, gone, Reason.STORAGE_EVICTION)
+        self.report_lost_keys()
+
+    def _report_batch(self, done: BatchDone) -> None:
+        """Report the changes of a batch that are still true. A key that came back since is reported
+        by the actor that wrote it."""
+        holding = self.backend.holding
+        removed, acknowledged = list[tuple[bytes, Reason]](), list[bytes]()
+        for keys, reason in (
+            (done.evicted, Reason.STORAGE_EVICTION),
+            (done.corrupt, Reason.CORRUPT),
+            (done.taken, Reason.PROMOTION),
+        ):
+            split = split_hashes(keys)
+            held = set(holding(split)) if split else ()
+            if gone := join_hashes(key for key in split if key not in held):
+                removed.append((gone, reason))
+            acknowledged += split
+        stored = join_hashes(holding(split_hashes(done.stored))) if done.stored else b""
+        for gone, reason in removed:
+            self.tell(self.notifier, BlocksRemoved(gone, Tier.STORAGE, reason))
+        self.backend.acknowledge_removed(acknowledged)
+        if stored:
+            self.tell(self.notifier, BlocksAdded(stored, Tier.STORAGE, Reason.STORED))
+        self._recheck_if_delayed(stored, b"".join(gone for gone, _ in removed))
+        if isinstance(done.answer, StoreCleared):
+            if done.answer.salt is not None:
+                self.report_lost_keys()
+                return
+            self.tell(self.notifier, TierCleared(Tier.STORAGE, Reason.CLEAR))
+            self.report_all()  # objects written since the clear
 
 
 def expired(deadline: float) -> Callable[[], bool]:
@@ -497,9 +364,9 @@ class StoreOwner(StorageWorker):
     def started(self) -> None:
         super().started()
         if is_first(self.ref):
-            self.reporter.paths.restart()
+            self._paths_due = self._root_of is not None
             if not self.incarnation:
-                self.reporter.report_all()
+                self.report_all()
         if self.incarnation and self.backend.needs_clear():
             self.run_now(clear_batch(self.backend, 0))
 
@@ -507,8 +374,8 @@ class StoreOwner(StorageWorker):
     def peer_restarted(self, message: PeerRestarted) -> None:
         """A restarted notifier needs all reports again."""
         if message.name == "flush_notifier" and is_first(self.ref):
-            self.reporter.paths.restart()
-            self.reporter.report_all()
+            self._paths_due = self._root_of is not None
+            self.report_all()
 
     @on(ClearStore)
     def clear(self, message: ClearStore) -> None:
@@ -517,15 +384,47 @@ class StoreOwner(StorageWorker):
         self.backend.fence = max(self.backend.fence, (self.evictor.incarnation, message.op))
         self.run_now(clear_batch(self.backend, message.op, message.salt))
 
-    @on(PathsRead)
-    def paths_read(self, message: PathsRead) -> None:
-        """Parts of paths were read."""
-        self.reporter.paths_read(message)
+    # -- reports of the paths of the store's blocks, after the report on the keys
+
+    def _keys_reported(self) -> None:
+        if not self._paths_due:
+            return
+        self._paths_due = False
+        if self._reading_paths:
+            self._reread_paths = True
+        else:
+            self._begin_paths()
+
+    def _begin_paths(self) -> None:
+        self._reading_paths, self._reread_paths = True, False
+        self.backend.begin_paths()
+        self.read_paths(ReadPaths())
 
     @on(ReadPaths)
     def read_paths(self, _: ReadPaths) -> None:
-        """Read the next parts of paths."""
-        self.reporter.read_paths()
+        """The last parts have entered the notifier's channel: read the next ones."""
+        self.start_job(
+            self.backend.next_paths(PATH_PAGE),
+            lambda parts: PathsRead(None if parts is None else tuple(parts)),
+            lambda _: PathsRead(None),
+        )
+
+    @on(PathsRead)
+    def paths_read(self, message: PathsRead) -> None:
+        """Send the notifier the parts, and the roots among their parents that requests have now."""
+        root_of = self._root_of
+        if self._reread_paths:
+            self._begin_paths()
+        elif message.parts is None or root_of is None:
+            self._reading_paths = False
+            self._wake()
+        else:
+            if message.parts:
+                roots = {
+                    part.parent for part in message.parts if root_of(part.scope) == part.parent
+                }
+                self.tell(self.notifier, PathsFound(message.parts, frozenset(roots)))
+            self.to_self(ReadPaths())
 
 
 class StorageWriter(StoreOwner):
@@ -565,7 +464,7 @@ class StorageWriter(StoreOwner):
         whole store."""
         if self.backend.needs_clear():
             self.run_now(clear_batch(self.backend, 0))
-        self.reporter.report_lost()
+        self.report_lost_keys()
 
 
 def unwritten(message: Write, outcome: Outcome) -> BatchDone:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 import kvactors
+from kvactors.actor import PeerRestarted
 from kvactors.actor.context import State
 from kvactors.actor.message import Control
 from kvactors.flush_notifier.actor import FlushNotifier
@@ -21,7 +22,7 @@ from kvactors.flush_notifier.messages import (
 from kvactors.identity import PLAIN
 from kvactors.storage import actors
 from kvactors.storage import actors as reports_module
-from kvactors.storage.actors import PathReport, ReportPages, StorageWriter, StoreReporter
+from kvactors.storage.actors import StorageWriter
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.local_store import REMOVED_PAGE
 from kvactors.storage.memory import MemoryBackend
@@ -37,26 +38,28 @@ from kvactors.storage.messages import (
 from kvactors.types import Reason, split_hashes
 from tests.storage.helpers import after_each_message
 
-# -- StoreReporter: what the notifier is sent, and when, by an actor that the test plays.
+# -- What the notifier is sent, and when, by a writer whose context the test plays.
 
 
 A, B, C, D, E, ROOT = (bytes([letter]) * 32 for letter in b"abcder")
-NOTIFIER = object()
 
 
-class FakeActor:
-    """Keeps what the reporter sends, to the notifier and to the actor itself, and its jobs."""
+class Context:
+    """Keeps what the writer sends, to the notifier and to itself, and its jobs."""
 
-    def __init__(self) -> None:
+    answer = refuse = after = None
+    incarnation = 0
+
+    def __init__(self, *_: object) -> None:
         self.state = State.RUNNING
-        self.context = SimpleNamespace(outbox=SimpleNamespace(waiting=deque()))
+        self.outbox = SimpleNamespace(waiting=deque())
         self.told: list = []
         self.own: list = []
         self.jobs: list = []
 
     def tell(self, to, message) -> None:
-        assert to is NOTIFIER
-        self.told.append(message)
+        if to is NOTIFIER:
+            self.told.append(message)
 
     def to_self(self, message) -> None:
         self.own.append(message)
@@ -66,211 +69,218 @@ class FakeActor:
         self.jobs.append((done, failed))
 
 
+NOTIFIER = object()
+
+
 class Bench:
-    def __init__(self, *keys: bytes, paths: bool = False) -> None:
+    def __init__(self, *keys: bytes, paths: bool = False, root_of=lambda scope: ROOT) -> None:
         self.store = MemoryBackend(bytes(32), 8)
         self.store.catalog.admit(list(keys))
-        self.actor = FakeActor()
         checked = GuardedBackend(self.store, 60.0)
         checked.keeps_lineages = paths
-        root_of = (lambda scope: ROOT) if paths else None
-        self.reporter = StoreReporter(self.actor, checked, NOTIFIER, root_of)
+        self.actor = StorageWriter(
+            SimpleNamespace(name="storage-writer-0", make_context=Context),
+            backend=checked,
+            plane=None,
+            evictor=None,
+            notifier=NOTIFIER,
+            root_of=root_of,
+        )
+        self.context = self.actor.context
+
+    def page(self) -> list | None:
+        """Handle one NextPage. Returns its reports, None if there is none."""
+        if not self.context.own or not isinstance(self.context.own[-1], NextPage):
+            return None
+        before = len(self.context.told)
+        self.context.own.pop()
+        self.actor.next_page(NextPage())
+        return [(type(one), one.hashes) for one in self.context.told[before:]]
 
     def pages(self) -> list:
         """Handle NextPage until there is none. Returns the reports."""
-        while self.actor.own and isinstance(self.actor.own[-1], NextPage):
-            self.actor.own.pop()
-            self.reporter.next_page()
-        return [(type(one), one.hashes, one.reason) for one in self.actor.told]
+        while self.page() is not None:
+            pass
+        return [(type(one), one.hashes, one.reason) for one in self.context.told]
 
     def lag(self) -> None:
         """The notifier's lane is full from now on."""
-        self.actor.context.outbox.waiting.append(object())
+        self.context.outbox.waiting.append(object())
 
 
-def test_a_start_reports_the_keys_of_the_store():
+async def test_a_start_reports_the_keys_of_the_store():
     bench = Bench(A, B)
-    bench.reporter.report_all()
+    bench.actor.report_all()
     assert bench.pages() == [(BlocksAdded, A + B, Reason.STORED)]
-    assert not bench.reporter.active
+    assert not bench.actor.reporting
 
 
-def test_keys_that_left_without_a_batch_are_reported_once():
+async def test_keys_that_left_without_a_batch_are_reported_once():
     bench = Bench(A, B)
     bench.store.catalog.remove([A])
-    bench.reporter.report_lost()
-    bench.reporter.report_lost()
+    bench.actor.report_lost_keys()
+    bench.actor.report_lost_keys()
     assert bench.pages() == [(BlocksRemoved, A, Reason.RESTART)]
-    bench.reporter.report_lost()
+    bench.actor.report_lost_keys()
     assert len(bench.pages()) == 1
 
 
-def test_a_page_waits_while_earlier_messages_have_not_entered_their_channels():
+async def test_a_page_waits_while_earlier_messages_have_not_entered_their_channels():
     bench = Bench(A)
     bench.lag()
-    bench.reporter.report_all()
-    assert (bench.actor.told, [type(one) for one in bench.actor.own]) == ([], [NextPage])
-    bench.reporter.report_lost()
-    assert len(bench.actor.own) == 1, "the report is in progress"
+    bench.actor.report_all()
+    assert (bench.context.told, [type(one) for one in bench.context.own]) == ([], [NextPage])
+    bench.actor.report_lost_keys()
+    assert len(bench.context.own) == 1, "the report is in progress"
 
 
-def test_a_starting_actor_counts_as_reporting():
+async def test_a_starting_actor_counts_as_reporting():
     bench = Bench()
-    bench.actor.state = State.STARTING
-    assert bench.reporter.active
+    bench.context.state = State.STARTING
+    assert bench.actor.reporting
 
 
-def test_a_delayed_report_is_checked_again_and_corrected():
+async def test_a_delayed_report_is_checked_again_and_corrected():
     bench = Bench(A)
     bench.lag()
-    bench.reporter.report_batch(BatchDone(None, stored=A))
-    ((done, failed),) = bench.actor.jobs
+    bench.actor.batch_done(BatchDone(None, stored=A))
+    ((done, failed),) = bench.context.jobs
     again = failed(None)
     assert (type(again), again.held, again.gone) == (Recheck, A, b"")
     assert done(again) is again
     bench.store.catalog.remove([A])
-    bench.actor.context.outbox.waiting.clear()
-    bench.reporter.recheck(again)
+    bench.context.outbox.waiting.clear()
+    bench.actor.recheck(again)
     assert (BlocksRemoved, A, Reason.STORAGE_EVICTION) in bench.pages()
 
 
-def test_a_report_that_is_still_true_is_not_corrected():
+async def test_a_report_that_is_still_true_is_not_corrected():
     bench = Bench(A)
-    bench.reporter.recheck(Recheck(A, B))
+    bench.actor.recheck(Recheck(A, B))
     assert bench.pages() == []
 
 
-def test_a_batch_reports_the_changes_that_are_still_true():
+async def test_a_batch_reports_the_changes_that_are_still_true():
     bench = Bench(A, D)
     bench.store.catalog.departed.update((C, D, E))
-    bench.reporter.report_batch(BatchDone(None, stored=A + B, evicted=C + D, corrupt=E))
+    bench.actor.batch_done(BatchDone(None, stored=A + B, evicted=C + D, corrupt=E))
     assert bench.pages() == [
         (BlocksRemoved, C, Reason.STORAGE_EVICTION),
         (BlocksRemoved, E, Reason.CORRUPT),
         (BlocksAdded, A, Reason.STORED),
     ]
-    assert bench.actor.jobs == []
+    assert bench.context.jobs == []
     assert bench.store.catalog.departed == set(), "acknowledged"
 
 
-def test_a_key_that_was_taken_leaves_as_promoted():
+async def test_a_key_that_was_taken_leaves_as_promoted():
     bench = Bench()
-    bench.reporter.report_batch(BatchDone(None, taken=A))
+    bench.actor.batch_done(BatchDone(None, taken=A))
     assert bench.pages() == [(BlocksRemoved, A, Reason.PROMOTION)]
 
 
-def test_a_batch_without_changes_reports_nothing():
+async def test_a_batch_without_changes_reports_nothing():
     bench = Bench(A)
-    bench.reporter.report_batch(BatchDone(None))
+    bench.actor.batch_done(BatchDone(None))
     assert bench.pages() == []
 
 
-def test_after_a_clear_the_objects_written_since_are_reported():
+async def test_after_a_clear_the_objects_written_since_are_reported():
     bench = Bench(A)
-    bench.reporter.report_batch(BatchDone(StoreCleared(1)))
-    cleared, added = (bench.actor.told.pop(0), bench.pages())
+    bench.actor.batch_done(BatchDone(StoreCleared(1)))
+    cleared, added = (bench.context.told.pop(0), bench.pages())
     assert isinstance(cleared, TierCleared)
     assert added == [(BlocksAdded, A, Reason.STORED)]
 
 
-def test_paths_are_read_after_the_keys_and_end_the_report():
+async def test_paths_are_read_after_the_keys_and_end_the_report():
     bench = Bench(A, paths=True)
-    bench.reporter.paths.restart()
-    bench.reporter.report_all()
+    bench.actor.started()
+    assert bench.context.jobs == []
     bench.pages()
-    (job,) = bench.actor.jobs
+    (job,) = bench.context.jobs
     done, failed = job
     assert failed(None).parts is None
-    assert bench.reporter.active
+    assert bench.actor.reporting
     part = PathPart(ROOT, A, bytes(16), PLAIN)
-    bench.reporter.paths_read(done([part]))
-    assert isinstance(bench.actor.told[-1], PathsFound)
-    assert [type(one) for one in bench.actor.own] == [ReadPaths]
-    bench.reporter.paths_read(PathsRead(None))
-    assert not bench.reporter.active
+    bench.actor.paths_read(done([part]))
+    assert isinstance(bench.context.told[-1], PathsFound)
+    assert [type(one) for one in bench.context.own] == [ReadPaths]
+    bench.actor.paths_read(PathsRead(None))
+    assert not bench.actor.reporting
 
 
-def test_a_stopped_actor_reports_nothing_more():
+async def test_a_stopped_actor_reports_nothing_more():
     bench = Bench(A)
     bench.lag()
-    bench.reporter.report_all()
-    bench.reporter.stop()
-    assert not bench.reporter.active
+    bench.actor.report_all()
+    await bench.actor.stopped()
+    assert not bench.actor.reporting
 
 
-A, B, C, ROOT = (bytes([letter]) * 32 for letter in b"abcr")
+async def test_lost_keys_come_before_held_ones():
+    bench = Bench(A, B)
+    bench.store.catalog.remove([A])
+    bench.actor.report_all()
+    assert [(type(one), one.hashes) for one in bench.context.told] == [(BlocksRemoved, A)]
+    assert [bench.page(), bench.page(), bench.page()] == [[(BlocksAdded, B)], [], None]
 
 
-def holding(*keys: bytes) -> tuple[MemoryBackend, ReportPages]:
-    inner = MemoryBackend(bytes(32), 8)
-    inner.catalog.admit(list(keys))
-    return inner, ReportPages(GuardedBackend(inner, 60.0))
+async def test_only_lost_keys_are_reported_without_a_restart():
+    bench = Bench(A)
+    bench.actor.report_lost_keys()
+    assert (bench.pages(), bench.actor.reporting) == ([], False)
 
 
-def test_lost_keys_come_before_held_ones():
-    inner, pages = holding(A, B)
-    inner.catalog.remove([A])
-    pages.restart()
-    assert pages.next() == (b"", A)
-    assert pages.next() == (B, b"")
-    assert pages.next() is None
-
-
-def test_only_lost_keys_are_reported_without_a_restart():
-    _, pages = holding(A)
-    assert pages.next() is None
-
-
-def test_a_page_leaves_out_keys_that_left_after_the_snapshot(monkeypatch):
+async def test_a_page_leaves_out_keys_that_left_after_the_snapshot(monkeypatch):
     monkeypatch.setattr(actors, "REPORT_PAGE", 2)
     keys = {bytes([1, number]) * 16 for number in range(3)}  # listed together
-    inner, pages = holding(*keys)
-    pages.restart()
-    first = pages.next().held
+    bench = Bench(*keys)
+    bench.actor.report_all()
+    first = bench.context.told[0].hashes
     (last,) = keys - {first[:32], first[32:]}
-    inner.catalog.remove([last])
-    assert pages.next() == (b"", last)
-    assert pages.next() == (b"", b"")
-    assert pages.next() is None
+    bench.store.catalog.remove([last])
+    assert [bench.page(), bench.page()] == [[(BlocksRemoved, last)], []]
+    assert (bench.page(), bench.page()) == ([], None)
 
 
-def test_a_restart_begins_with_the_first_key(monkeypatch):
+async def test_a_restart_begins_with_the_first_key(monkeypatch):
     monkeypatch.setattr(actors, "REPORT_PAGE", 1)
-    _, pages = holding(A, B)
-    pages.restart()
-    assert pages.next() == (A, b"")
-    pages.restart()
-    assert [pages.next(), pages.next(), pages.next()] == [(A, b""), (B, b""), None]
+    bench = Bench(A, B)
+    bench.actor.report_all()
+    bench.actor.report_all()
+    assert [bench.page(), bench.page(), bench.page()] == [
+        [(BlocksAdded, A)],
+        [(BlocksAdded, B)],
+        [],
+    ]
+    assert [one.hashes for one in bench.context.told] == [A, A, B]
 
 
-def test_paths_begin_once_after_the_keys():
-    paths = PathReport(lambda scope: ROOT)
-    assert not paths.begins()
-    paths.restart()
-    assert (paths.begins(), paths.active, paths.begins()) == (True, True, False)
+async def test_a_restart_during_a_reading_starts_it_over():
+    bench = Bench(paths=True)
+    bench.actor.started()
+    bench.actor.peer_restarted(PeerRestarted("flush_notifier"))
+    assert len(bench.context.jobs) == 1
+    bench.actor.paths_read(PathsRead(None))
+    assert (len(bench.context.jobs), bench.actor.reporting) == (2, True)
+    bench.actor.paths_read(PathsRead(None))
+    assert (len(bench.context.jobs), bench.actor.reporting) == (2, False)
 
 
-def test_a_restart_during_a_reading_starts_it_over():
-    paths = PathReport(lambda scope: ROOT)
-    paths.restart()
-    paths.begins()
-    paths.restart()
-    assert not paths.begins()
-    assert (paths.begins_again(), paths.begins_again()) == (True, False)
+async def test_without_sinks_no_paths_are_read():
+    bench = Bench(paths=True, root_of=None)
+    bench.actor.started()
+    assert (bench.pages(), bench.context.jobs, bench.actor.reporting) == ([], [], False)
 
 
-def test_without_sinks_no_paths_are_read():
-    paths = PathReport(None)
-    paths.restart()
-    assert (paths.begins(), paths.named((PathPart(ROOT, A, b"1234"),))) == (False, None)
-
-
-def test_a_message_has_the_roots_that_requests_have_now():
-    paths = PathReport(lambda scope: ROOT)
+async def test_a_message_has_the_roots_that_requests_have_now():
+    bench = Bench(paths=True)
     parts = (PathPart(ROOT, A, b"1234", PLAIN), PathPart(B, C, b"1234", PLAIN))
-    named = paths.named(parts)
+    bench.actor.paths_read(PathsRead(parts))
+    bench.actor.paths_read(PathsRead(()))
+    (named,) = bench.context.told
     assert (named.parts, named.roots) == (parts, frozenset([ROOT]))
-    assert paths.named(()) is None
 
 
 # -- A report on the whole store goes to the notifier in pages of one turn each, and is right although

@@ -13,6 +13,7 @@ import pytest
 import kvactors
 from kvactors.actor.message import Control
 from kvactors.flush_notifier import ledger
+from kvactors.flush_notifier.messages import PathPart
 from kvactors.storage import actors
 from kvactors.storage.file import table
 from kvactors.types import Tier, split_hashes
@@ -324,7 +325,7 @@ async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
         before = len(ledger.blocks)
         root = cache.system.roots.root(kvactors.identity.PLAIN)
         lineage = kvactors.identity.Lineage(root, bytes(4 * BLOCK))
-        part = actors.PathPart(root, lineage.block_hash(), lineage.tokens)
+        part = PathPart(root, lineage.block_hash(), lineage.tokens)
         cache.system.notifier.try_tell(actors.PathsFound((part,), frozenset([root])))
         await cache.wait_idle()
         assert len(ledger.blocks) == before
