@@ -216,7 +216,7 @@ class StorageWorker(Actor):
                 self._keys_reported()
                 self._wake()
                 return
-            held = join_hashes(key for key in page if self.backend.holds(key))
+            held = join_hashes(self.backend.holding(page))
         self._report(held, gone, Reason.RESTART)
         self._continue_report()
 
@@ -247,9 +247,10 @@ class StorageWorker(Actor):
     @on(Recheck)
     def recheck(self, message: Recheck) -> None:
         """A delayed report has entered the notifier's lane: correct the outdated parts."""
-        holds = self.backend.holds
-        gone = join_hashes(key for key in split_hashes(message.held) if not holds(key))
-        back = join_hashes(key for key in split_hashes(message.gone) if holds(key))
+        reported = split_hashes(message.held)
+        held = set(self.backend.holding(reported))
+        back = join_hashes(self.backend.holding(split_hashes(message.gone)))
+        gone = join_hashes(key for key in reported if key not in held)
         self._report(back, gone, Reason.STORAGE_EVICTION)
         self.report_lost_keys()
 

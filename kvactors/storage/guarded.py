@@ -37,6 +37,11 @@ from kvactors.types import HASH_BYTES
 log = get_logger()
 
 
+WORST = max(Outcome)
+
+T = TypeVar("T")
+
+
 class GuardedBackend:
     """A store with the methods of `Backend`, whose exceptions are contained and whose answers are
     checked, counted and judged. It lists nothing while a clear is pending. While a call takes
@@ -44,9 +49,13 @@ class GuardedBackend:
     UNAVAILABLE.
 
     Attributes:
+        faults: calls that raised, or answered something that the contract does not allow.
         fence: the last clear, as (incarnation of the actor that asked, number of its operation).
             Batches from before it are not written.
         shares: its objects by salt. None: it cannot keep quotas of salts.
+
+    Args:
+        timeout: seconds that an awaited call may take before it is overdue.
     """
 
     def __init__(self, inner: Backend, timeout: float) -> None:
@@ -59,36 +68,31 @@ class GuardedBackend:
         self.generation = 0
         self.stuck = False
         self.fence = (0, 0)
-        self._calls = GuardedCalls(type(inner).__name__, timeout)
-        self.attempts = self._calls.attempts
+        self.faults = 0
+        self.last_fault = ""
+        self._faults_by_call: Counter[str] = Counter()
+        self._name = type(inner).__name__
+        self._timeout = timeout
+        self._numbers = count(1)
+        # Awaited calls in flight, the oldest first: name and start.
+        self._in_flight: dict[int, tuple[str, float]] = {}
+        self._logged = 0  # the last call that was logged as overdue
+        self.attempts = StoreAttempts(self._name)
         # One of another package may leave `Backend.__init__` out.
         self.counters: StoreCounters = getattr(inner, "counters", StoreCounters())
         self.clears = StoreClears()
-
-    @property
-    def faults(self) -> int:
-        """Calls that raised, or answered something that the contract does not allow."""
-        return self._calls.faults
-
-    @property
-    def last_fault(self) -> str:
-        """The last fault."""
-        return self._calls.last_fault
 
     @property
     def clear_pending(self) -> bool:
         """Whether no clear has succeeded since the last one that was begun."""
         return self.clears.pending
 
-    def overdue(self) -> tuple[str, float] | None:
-        """Name and start (on the loop's clock) of a call that takes longer than its timeout."""
-        return self._calls.overdue()
-
     async def open(self) -> None:
         await self._begin("open", self.inner.open, "the store could not be opened")
-        self.generation = self._calls.call(
-            "generation", lambda: operator.index(self.inner.generation), 0
-        )
+        self.generation = self._generation()
+
+    def _generation(self) -> int:
+        return int(self._call("generation", lambda: operator.index(self.inner.generation), 0))
 
     async def attach(self, arena: Arena) -> None:
         await self._begin(
@@ -101,45 +105,90 @@ class GuardedBackend:
         try:
             await call()
         except BaseException as error:
-            if isinstance(error, KVActorsError) or not self._calls.contains(what, error):
+            if isinstance(error, KVActorsError) or not self._contains(what, error):
                 raise
             raise StoreError(f"{failure}: {self.last_fault}") from error
 
     async def close(self) -> None:
         """An exception is logged."""
-        await self._calls.wait("close", self.inner.close, None, ignore)
-        self.stuck = bool(self._calls.call("stuck", lambda: self.inner.stuck, False))
+        await self._wait("close", self.inner.close, None)
+        self.stuck = bool(self._call("stuck", lambda: self.inner.stuck, False))
+
+    # -- look-ups
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
-        if self.clears.closed or self.attempts.reads.paused or self.overdue():
+        if not self._readable():
             return 0
-        found: int | None = self._calls.call("probe", lambda: self.inner.probe(keys), 0)
-        return None if found is None else self._calls.number("probe", found, len(keys))
+        found = self._call("probe", lambda: self.inner.probe(keys), 0)
+        return None if found is None else self._number("probe", found, len(keys))
+
+    def _readable(self) -> bool:
+        return not (self.clears.closed or self.attempts.reads.paused or self.overdue())
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-
-        def checked(found: int) -> int:
-            return self._calls.number("ask", found, len(keys))
-
-        if self.clears.closed:
-            return 0
-        return await self._calls.look_up("ask", lambda: self.inner.ask(keys, expired), 0, checked)
+        return await self._look_up(
+            "ask",
+            lambda: self.inner.ask(keys, expired),
+            0,
+            lambda found: self._number("ask", found, len(keys)),
+        )
 
     async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
-        absent = [False] * len(keys)
-        if self.clears.closed:
-            return absent
-
-        async def ask() -> list[bool]:
-            found = [bool(one) for one in await self.inner.exists_many(keys, expired)]
+        def checked(answer: Any) -> list[bool]:
+            found = [bool(one) for one in answer]
             if len(found) != len(keys):
                 raise ValueError(f"answered {len(found)} of {len(keys)} keys")
             return found
 
-        return await self._calls.look_up("exists_many", ask, absent, lambda found: found)
+        absent = [False] * len(keys)
+        return await self._look_up(
+            "exists_many", lambda: self.inner.exists_many(keys, expired), absent, checked
+        )
 
-    def take(self, keys: Sequence[bytes]) -> None:
-        self._calls.call("take", lambda: self.inner.take(keys), None)
+    async def _look_up(
+        self, what: str, call: Callable[[], Awaitable[Any]], absent: T, check: Callable[[Any], T]
+    ) -> T:
+        """Await the answer to a question, and check it. Returns `absent` without an answer, and
+        while objects could not be read."""
+        lookups = self.attempts.lookups
+        if self.clears.closed or self.attempts.reads.paused or self._refuses(lookups):
+            return absent
+
+        async def answer() -> T:
+            try:
+                found = await call()
+            except StoreUnavailable as error:
+                lookups.failed(str(error))
+                return absent
+            before = self.faults
+            result = check(found)
+            if self.faults == before:
+                lookups.worked()
+            else:
+                lookups.failed(self.last_fault)
+            return result
+
+        return await self._wait(what, answer, absent, lookups)
+
+    def held_run(self, keys: Sequence[bytes]) -> int:
+        """Length of the leading run of keys that `probe` would find now. None of them counts as
+        used. 0 for a store that lists no keys."""
+        if not self._readable():
+            return 0
+        holds = self.inner.holds
+
+        def run() -> int:
+            return next((i for i, key in enumerate(keys) if not holds(key)), len(keys))
+
+        return self._number("holds", self._call("holds", run, 0), len(keys))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether `held_run` finds every object that can be read. It does not in a store whose
+        contents other processes decide about."""
+        return self._call("is_complete", lambda: self.inner.is_complete, False) is True
+
+    # -- reads and writes
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
@@ -159,23 +208,13 @@ class GuardedBackend:
             outcomes = bytes([Outcome.MISS]) * len(keys)
         else:
             begun = self.clears.begun
-            outcomes, gone = await self._move("read", keys, call)
+            outcomes, gone = await self._move("read", self.attempts.reads, call, len(keys))
             if begun != self.clears.begun:  # the objects read may be from before the clear
                 outcomes = outcomes.replace(bytes([Outcome.OK]), bytes([Outcome.MISS]))
         self.counters.read(outcomes)
         if corrupt := outcomes.count(Outcome.CORRUPT):
-            log.error("corrupt object", store=type(self.inner).__name__, objects=corrupt)
+            log.error("corrupt object", store=self._name, objects=corrupt)
         return ReadReport(outcomes, gone)
-
-    async def _move(
-        self,
-        what: Literal["read", "write"],
-        keys: Sequence[bytes],
-        call: Callable[[], Awaitable[ReadReport | WriteReport]],
-    ) -> tuple[bytes, list[bytes]]:
-        """Outcomes of a call, and the keys that left the store."""
-        attempts = self.attempts.reads if what == "read" else self.attempts.writes
-        return await self._calls.move(what, attempts, call, len(keys), self.inner.trouble)
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
@@ -207,11 +246,42 @@ class GuardedBackend:
         evicted, obstacle = list[bytes](), await self._unwritable()
         if obstacle is None:
             with self.clears.writing():
-                outcomes, evicted = await self._move("write", keys, call)
+                outcomes, evicted = await self._move("write", self.attempts.writes, call, len(keys))
         else:
             outcomes = bytes([obstacle]) * len(keys)
         self.counters.written(outcomes)
         return WriteReport(outcomes, evicted)
+
+    async def _move(
+        self,
+        what: Literal["read", "write"],
+        attempts: Attempts,
+        call: Callable[[], Awaitable[Any]],
+        count: int,
+    ) -> tuple[bytes, list[bytes]]:
+        """Outcomes of a call, and the keys that left the store."""
+        unmoved = bytes([Outcome.UNAVAILABLE]) * count, list[bytes]()
+        if self._refuses(attempts):
+            return unmoved
+
+        async def moved() -> tuple[bytes, list[bytes]]:
+            report = await call()
+            before = self.faults
+            outcomes = self._outcomes(what, report, count)
+            faulty = self.faults > before
+            attempts.record(outcomes, self.last_fault if faulty else str(self.inner.trouble()))
+            left = getattr(report, "gone" if what == "read" else "evicted", None)
+            return outcomes, self._keys(what, left)
+
+        return await self._wait(what, moved, unmoved, attempts)
+
+    def take(self, keys: Sequence[bytes]) -> None:
+        self._call("take", lambda: self.inner.take(keys), None)
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        await self._wait("remove", lambda: self.inner.remove(keys), None)
+
+    # -- clears
 
     async def _unwritable(self) -> Outcome | None:
         """Why nothing can be written now, None if it can. A clear that failed is repeated first."""
@@ -232,16 +302,12 @@ class GuardedBackend:
             return Outcome.LATE
         return None
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
-        await self._calls.wait("remove", lambda: self.inner.remove(keys), None, ignore)
-
     async def clear(self, generation: int = 0) -> None:
         """Writes in flight end first. During the clear new writes are LATE and
         reads MISS."""
         async with self._clearing("clear"):
             await self.inner.clear(generation)
-            found = self._calls.call("generation", lambda: operator.index(self.inner.generation), 0)
-            self.generation = max(self.generation + 1, generation, found)
+            self.generation = max(self.generation + 1, generation, self._generation())
 
     async def forget(self, salt: int) -> int:
         """Reads and writes are treated as in `clear`. The whole store is
@@ -250,7 +316,7 @@ class GuardedBackend:
             await self.clear()
             return 0
         async with self._clearing("forget", whole=False):
-            return self._calls.number("forget", await self.inner.forget(salt), sys.maxsize)
+            return self._number("forget", await self.inner.forget(salt), sys.maxsize)
 
     @asynccontextmanager
     async def _clearing(self, what: str, *, whole: bool = True) -> AsyncIterator[None]:
@@ -260,9 +326,9 @@ class GuardedBackend:
                 yield
         except BaseException as error:
             if isinstance(error, StoreError):
-                self._calls.last_fault = f"{what} raised {error}"
+                self.last_fault = f"{what} raised {error}"
                 raise
-            if not self._calls.contains(what, error):
+            if not self._contains(what, error):
                 raise
             raise StoreError(f"the store could not be cleared: {self.last_fault}") from error
 
@@ -273,30 +339,24 @@ class GuardedBackend:
         """Whether a clear is to be repeated: it failed, or did not reach all of the store."""
         return not self.clears.running and (
             self.clear_pending
-            or bool(self._calls.call("clear_pending", lambda: self.inner.clear_pending, False))
+            or bool(self._call("clear_pending", lambda: self.inner.clear_pending, False))
         )
-
-    def removed_outside(self) -> bool:
-        return bool(self.inner.removed_outside)
-
-    def condition(self) -> str:
-        return str(self._calls.call("condition", self.inner.condition, ""))
 
     # -- keys
 
     def keys(self) -> list[bytes]:
         if self.clears.pending:
             return []
-        return self._calls.keys("keys", self._calls.call("keys", self.inner.keys, []))
+        return self._keys("keys", self._call("keys", self.inner.keys, []))
 
     def snapshot(self) -> Iterator[bytes]:
         """The keys that the store holds from now until they are taken, and perhaps others. They are
         listed in parts as they are taken, and each is checked."""
         if self.clears.pending:
             return
-        parts = self._calls.call("keys", self.inner.key_slices, iter(()))
-        while (part := self._calls.call("keys", lambda: next(parts, None), None)) is not None:
-            yield from self._calls.keys("keys", part)
+        parts = self._call("keys", self.inner.key_slices, iter(()))
+        while (part := self._call("keys", lambda: next(parts, None), None)) is not None:
+            yield from self._keys("keys", part)
 
     def iter_keys(self) -> Iterator[bytes]:
         if self.clears.pending:
@@ -305,90 +365,191 @@ class GuardedBackend:
         try:
             for key in self.inner.iter_keys():
                 if not is_key(key):
-                    self._calls.fault("iter_keys", "answered a key that is not 32 bytes")
+                    self._fault("iter_keys", "answered a key that is not 32 bytes")
                     return
                 yield key
         except RuntimeError:
             raise  # the store changed: the caller begins again
         except BaseException as error:
-            if not self._calls.contains("iter_keys", error):
+            if not self._contains("iter_keys", error):
                 raise
 
     def count(self) -> int:
         if self.clears.pending:
             return 0
-        count = self._calls.call("count", self.inner.count, 0)
-        return self._calls.number("count", count, sys.maxsize)
+        return self._number("count", self._call("count", self.inner.count, 0), sys.maxsize)
 
     def holds(self, key: bytes) -> bool:
-        return not self.clears.pending and self._calls.call(
-            "holds", lambda: bool(self.inner.holds(key)), False
-        )
+        return bool(self.holding([key]))
 
     def holding(self, keys: Iterable[bytes]) -> list[bytes]:
         """The keys that the store holds, in order. None of them if the store raises."""
         if self.clears.pending:
             return []
         holds = self.inner.holds
-        found: list[bytes] = self._calls.call(
-            "holds", lambda: [key for key in keys if holds(key)], []
-        )
+        found: list[bytes] = self._call("holds", lambda: [key for key in keys if holds(key)], [])
         return found
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether `held_run` finds every object that can be read. It does not in a store whose
-        contents other processes decide about."""
-        complete = self._calls.call("is_complete", lambda: self.inner.is_complete, False)
-        return complete is True
-
-    def held_run(self, keys: Sequence[bytes]) -> int:
-        """Length of the leading run of keys that `probe` would find now. None of them counts as
-        used. 0 for a store that lists no keys."""
-        if self.clears.closed or self.attempts.reads.paused or self.overdue():
-            return 0
-        holds = self.inner.holds
-
-        def run() -> int:
-            return next((i for i, key in enumerate(keys) if not holds(key)), len(keys))
-
-        return self._calls.number("holds", self._calls.call("holds", run, 0), len(keys))
+    def removed_outside(self) -> bool:
+        return bool(self.inner.removed_outside)
 
     def take_removed(self) -> list[bytes]:
-        removed = self._calls.call("take_removed", self.inner.take_removed, [])
-        return self._calls.keys("take_removed", removed)
+        return self._keys("take_removed", self._call("take_removed", self.inner.take_removed, []))
 
     def acknowledge_removed(self, keys: Iterable[bytes]) -> None:
-        self._calls.call("acknowledge_removed", lambda: self.inner.acknowledge_removed(keys), None)
+        self._call("acknowledge_removed", lambda: self.inner.acknowledge_removed(keys), None)
 
     # -- paths
 
     def begin_paths(self) -> None:
-        self._calls.call("begin_paths", self.inner.begin_paths, None)
+        self._call("begin_paths", self.inner.begin_paths, None)
 
     async def next_paths(self, most: int) -> list[PathPart] | None:
-        if not self.keeps_lineages:
+        async def parts() -> list[PathPart] | None:
+            """None unless all of them are valid."""
+            found: Any = await self.inner.next_paths(most)
+            if found is None or (
+                isinstance(found, list)
+                and all(isinstance(part, PathPart) and part.whole() for part in found)
+            ):
+                return found
+            self._fault("next_paths", "answered what is no part of a path")
             return None
 
-        def checked(found: list[PathPart] | None) -> list[PathPart] | None:
-            return None if found is None else self._calls.parts("next_paths", found)
-
-        return await self._calls.wait(
-            "next_paths", lambda: self.inner.next_paths(most), None, checked
-        )
+        return await self._wait("next_paths", parts, None) if self.keeps_lineages else None
 
     def end_paths(self) -> None:
-        self._calls.call("end_paths", self.inner.end_paths, None)
+        self._call("end_paths", self.inner.end_paths, None)
+
+    # -- its condition
+
+    def condition(self) -> str:
+        return str(self._call("condition", self.inner.condition, ""))
 
     def statistics(self) -> StoreStatistics:
-        found = self._calls.call("statistics", self.inner.statistics, None)
+        found = self._call("statistics", self.inner.statistics, None)
         if not isinstance(found, StoreStatistics):
             found = self.counters.statistics(self.count(), self.block_bytes)
         return found._replace(faults=self.faults, breaker=self.attempts.state)
 
+    def overdue(self) -> tuple[str, float] | None:
+        """Name and start (on the loop's clock) of a call that has been in flight for longer than
+        the timeout; None if there is none."""
+        number = next(iter(self._in_flight), 0)
+        if not number or now() - self._in_flight[number][1] <= self._timeout:
+            return None
+        if self._logged < number:
+            self._logged = number
+            log.error(
+                "store call does not return",
+                store=self._name,
+                call=self._in_flight[number][0],
+                seconds=self._timeout,
+            )
+        return self._in_flight[number]
 
-def ignore(_answer: object) -> None:
-    """The check of a call that returns nothing."""
+    # -- calls of foreign code
+
+    def _contains(self, what: str, error: BaseException) -> bool:
+        """Record an exception of the back end. False for one that must be raised: our own
+        cancellation, or the end of the process."""
+        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+            return False
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                return False
+        self._fault(what, f"raised {described(error)}")
+        return True
+
+    def _fault(self, what: str, text: str) -> None:
+        """Record a fault. Of each kind, the first, second, fourth, eighth .. is logged."""
+        self.faults += 1
+        self._faults_by_call[what] += 1
+        self.last_fault = f"{what} {text}"
+        if self._faults_by_call[what].bit_count() == 1:
+            log.error(
+                "store fault contained",
+                store=self._name,
+                call=what,
+                error=text,
+                times=self._faults_by_call[what],
+            )
+
+    def _call(self, what: str, call: Callable[[], Any], fallback: Any) -> Any:
+        """Make a synchronous call. Returns `fallback` if it raises."""
+        try:
+            return call()
+        except BaseException as error:
+            if not self._contains(what, error):
+                raise
+            return fallback
+
+    async def _wait(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[T]],
+        fallback: T,
+        attempts: Attempts | None = None,
+    ) -> T:
+        """Await a call. Returns `fallback` if it raises, which is a failure of `attempts`."""
+        number = next(self._numbers)
+        self._in_flight[number] = (what, now())
+        try:
+            return await call()
+        except BaseException as error:
+            if not self._contains(what, error):
+                raise
+            if attempts is not None:
+                attempts.failed(self.last_fault)
+            return fallback
+        finally:
+            del self._in_flight[number]
+
+    def _refuses(self, attempts: Attempts) -> bool:
+        """Whether no call of a kind may begin: one is overdue, or the kind pauses."""
+        return bool(self.overdue()) or not attempts.allow()
+
+    # -- answers of foreign code
+
+    def _number(self, what: str, found: Any, most: int) -> int:
+        """A count in [0, most]; 0 for anything else."""
+        try:
+            number = operator.index(found)
+        except TypeError:
+            number = -1
+        if 0 <= number <= most:
+            return number
+        self._fault(what, f"answered {str(found)[:40]!r} of {most}")
+        return 0
+
+    def _outcomes(self, what: str, report: Any, count: int) -> bytes:
+        """One outcome a key; UNAVAILABLE where the report has none that is valid."""
+        found = getattr(report, "outcomes", None)
+        if not isinstance(found, bytes | bytearray) or len(found) != count:
+            length = operator.length_hint(found)
+            self._fault(
+                what, f"answered {type(found).__name__} of {length} outcomes for {count} keys"
+            )
+            return bytes([Outcome.UNAVAILABLE]) * count
+        if count and max(found) > WORST:
+            self._fault(what, f"answered outcome {max(found)}")
+            return bytes(one if one <= WORST else Outcome.UNAVAILABLE for one in found)
+        return bytes(found)
+
+    def _keys(self, what: str, found: Any) -> list[bytes]:
+        """The valid keys of an answer."""
+        no_list = isinstance(found, str | bytes)
+        listed: list[Any] = [] if no_list else self._call(what, lambda: list(found), [])
+        good = [key for key in listed if is_key(key)]
+        if len(good) != len(listed) or no_list:
+            self._fault(what, "answered keys that are not 32 bytes")
+        return good
+
+
+def is_key(found: object) -> bool:
+    """Whether an object is a storage key."""
+    return isinstance(found, bytes) and len(found) == HASH_BYTES
 
 
 # -- the order of clears and batches
@@ -447,223 +608,3 @@ class StoreClears:
     def _await_clear(self) -> None:
         if not self.pending:
             self.pending, self.pending_since = True, now()
-
-
-# -- calls
-
-
-A = TypeVar("A")
-T = TypeVar("T")
-
-
-WORST = max(Outcome)
-
-
-class GuardedCalls:
-    """Makes calls of foreign code.
-
-    Attributes:
-        attempts: whether look-ups, reads and writes work.
-
-    Args:
-        timeout: seconds that an awaited call may take before it is overdue.
-    """
-
-    def __init__(self, store: str, timeout: float) -> None:
-        self.faults = 0
-        self.last_fault = ""
-        self.attempts = StoreAttempts(store)
-        self._store = store
-        self._timeout = timeout
-        self._kinds: Counter[str] = Counter()
-        self._numbers = count(1)
-        # Calls in flight, the oldest first: name and start.
-        self._calls: dict[int, tuple[str, float]] = {}
-        self._logged = 0  # the last call that was logged as overdue
-
-    def contains(self, what: str, error: BaseException) -> bool:
-        """Record an exception of the back end. False for one that must be raised: our own
-        cancellation, or the end of the process."""
-        if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
-            return False
-        if isinstance(error, asyncio.CancelledError):
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                return False
-        self.fault(what, f"raised {described(error)}")
-        return True
-
-    def fault(self, what: str, text: str) -> None:
-        """Record a fault. Of each kind, the first, second, fourth, eighth .. is logged."""
-        self.faults += 1
-        self._kinds[what] += 1
-        self.last_fault = f"{what} {text}"
-        if self._kinds[what].bit_count() == 1:
-            log.error(
-                "store fault contained",
-                store=self._store,
-                call=what,
-                error=text,
-                times=self._kinds[what],
-            )
-
-    def call(self, what: str, call: Callable[[], Any], fallback: Any) -> Any:
-        """Make a synchronous call. Returns `fallback` if it raises."""
-        try:
-            return call()
-        except BaseException as error:
-            if not self.contains(what, error):
-                raise
-            return fallback
-
-    async def wait(
-        self,
-        what: str,
-        call: Callable[[], Awaitable[A]],
-        fallback: T,
-        check: Callable[[A], T],
-        attempts: Attempts | None = None,
-    ) -> T:
-        """Make a call, await it, and check its answer. `check` makes the result and records faults.
-        Returns `fallback` if the call raises, which is a failure of `attempts`."""
-        number = next(self._numbers)
-        self._calls[number] = (what, now())
-        try:
-            return check(await call())
-        except BaseException as error:
-            if not self.contains(what, error):
-                raise
-            if attempts is not None:
-                attempts.failed(self.last_fault)
-            return fallback
-        finally:
-            del self._calls[number]
-
-    async def look_up(
-        self, what: str, call: Callable[[], Awaitable[T]], absent: T, check: Callable[[T], T]
-    ) -> T:
-        """`wait` for the answer to a question. Returns `absent` without an answer, and while
-        objects could not be read."""
-        lookups = self.attempts.lookups
-        if self.attempts.reads.paused or self._refuses(lookups):
-            return absent
-
-        async def answer() -> T | None:
-            try:
-                return await call()
-            except StoreUnavailable as error:
-                lookups.failed(str(error))
-                return None
-
-        def checked(found: T | None) -> T:
-            if found is None:
-                return absent
-            before = self.faults
-            result = check(found)
-            if self.faults == before:
-                lookups.worked()
-            else:
-                lookups.failed(self.last_fault)
-            return result
-
-        return await self.wait(what, answer, absent, checked, lookups)
-
-    async def move(
-        self,
-        what: Literal["read", "write"],
-        attempts: Attempts,
-        call: Callable[[], Awaitable[Any]],
-        count: int,
-        trouble: Callable[[], str],
-    ) -> tuple[bytes, list[bytes]]:
-        """`wait` for the report of a read or a write."""
-        unmoved = bytes([Outcome.UNAVAILABLE]) * count, list[bytes]()
-        if self._refuses(attempts):
-            return unmoved
-
-        def checked(report: Any) -> tuple[bytes, list[bytes]]:
-            before = self.faults
-            outcomes = self.outcomes(what, report, count)
-            faulty = self.faults > before
-            attempts.record(outcomes, self.last_fault if faulty else str(trouble()))
-            left = getattr(report, "gone" if what == "read" else "evicted", None)
-            return outcomes, self.keys(what, left)
-
-        return await self.wait(what, call, unmoved, checked, attempts)
-
-    def _refuses(self, attempts: Attempts) -> bool:
-        """Whether no call of a kind may begin: one is overdue, or the kind pauses."""
-        return bool(self.overdue()) or not attempts.allow()
-
-    def overdue(self) -> tuple[str, float] | None:
-        """Name and start (on the loop's clock) of a call that has been in flight for longer than
-        the timeout; None if there is none."""
-        number = next(iter(self._calls), 0)
-        if not number or now() - self._calls[number][1] <= self._timeout:
-            return None
-        if self._logged < number:
-            self._logged = number
-            log.error(
-                "store call does not return",
-                store=self._store,
-                call=self._calls[number][0],
-                seconds=self._timeout,
-            )
-        return self._calls[number]
-
-    # -- answers
-
-    def number(self, what: str, found: Any, most: int) -> int:
-        """A count in [0, most]; 0 for anything else."""
-        try:
-            number = operator.index(found)
-        except TypeError:
-            number = -1
-        if 0 <= number <= most:
-            return number
-        self.fault(what, f"answered {str(found)[:40]!r} of {most}")
-        return 0
-
-    def outcomes(self, what: str, report: Any, count: int) -> bytes:
-        """One outcome a key; UNAVAILABLE where the report has none that is valid."""
-        found = getattr(report, "outcomes", None)
-        if not isinstance(found, bytes | bytearray) or len(found) != count:
-            self.fault(
-                what,
-                f"answered {type(found).__name__} of {_length(found)} outcomes for {count} keys",
-            )
-            return bytes([Outcome.UNAVAILABLE]) * count
-        if count and max(found) > WORST:
-            self.fault(what, f"answered outcome {max(found)}")
-            return bytes(one if one <= WORST else Outcome.UNAVAILABLE for one in found)
-        return bytes(found)
-
-    def keys(self, what: str, found: Any) -> list[bytes]:
-        """The valid keys of an answer."""
-        no_list = isinstance(found, str | bytes)
-        listed: list[Any] = [] if no_list else self.call(what, lambda: list(found), [])
-        good = [key for key in listed if is_key(key)]
-        if len(good) != len(listed) or no_list:
-            self.fault(what, "answered keys that are not 32 bytes")
-        return good
-
-    def parts(self, what: str, found: Any) -> list[PathPart] | None:
-        """Parts of paths. None unless all of them are valid."""
-        if isinstance(found, list) and all(
-            isinstance(part, PathPart) and part.whole() for part in found
-        ):
-            return found
-        self.fault(what, "answered what is no part of a path")
-        return None
-
-
-def is_key(found: object) -> bool:
-    """Whether an object is a storage key."""
-    return isinstance(found, bytes) and len(found) == HASH_BYTES
-
-
-def _length(found: Any) -> int:
-    try:
-        return len(found)
-    except Exception:
-        return 0

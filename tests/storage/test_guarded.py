@@ -17,7 +17,7 @@ from kvactors.settings import Config
 from kvactors.storage.attempts import FAILURES
 from kvactors.storage.backend import ReadReport, WriteReport
 from kvactors.storage.file.store import FileBackend
-from kvactors.storage.guarded import GuardedBackend, GuardedCalls, StoreClears
+from kvactors.storage.guarded import GuardedBackend, StoreClears
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
@@ -579,67 +579,25 @@ def test_a_store_that_does_not_answer_holds_finished_blocks_for_its_timeout_at_m
     simulate(main, seed=1)
 
 
-# -- GuardedCalls of calls to a back end, and the order of clears and writes.
+@pytest.mark.parametrize("wrong", [[None], ()])
+async def test_parts_of_paths_are_whole_or_none(wrong):
+    inner = MemoryBackend(bytes(32), 8)
+    inner.keeps_lineages = True
+    store, part = GuardedBackend(inner, 60.0), PathPart(bytes(32), bytes(32), b"1234")
+
+    async def good(most: int) -> list:
+        return [part]
+
+    async def bad(most: int) -> object:
+        return type(wrong)([part, *wrong])
+
+    inner.next_paths = good
+    assert (await store.next_paths(1), store.faults) == ([part], 0)
+    inner.next_paths = bad
+    assert (await store.next_paths(1), store.faults) == (None, 1)
 
 
-KEY = bytes(32)
-
-
-def contained() -> GuardedCalls:
-    return GuardedCalls("a store", 60.0)
-
-
-def raises_fault(error: BaseException):
-    def call():
-        raise error
-
-    return call
-
-
-def test_an_exception_becomes_the_fallback_and_a_fault():
-    calls = contained()
-    assert calls.call("probe", raises_fault(ValueError("no")), 7) == 7
-    assert (calls.faults, "ValueError" in calls.last_fault) == (1, True)
-    with pytest.raises(KeyboardInterrupt):
-        calls.call("probe", raises_fault(KeyboardInterrupt()), 7)
-    assert calls.faults == 1
-
-
-@pytest.mark.parametrize(
-    ("found", "number"), [(3, 3), (0, 0), (-1, 0), (4, 0), ("3", 0), (None, 0)]
-)
-def test_a_number_is_in_range_or_nothing(found, number):
-    calls = contained()
-    assert calls.number("probe", found, 3) == number
-    assert calls.faults == (found not in (0, 3))
-
-
-def test_outcomes_are_one_valid_byte_a_key():
-    class Report:
-        outcomes = bytes([Outcome.OK, 200])
-
-    calls = contained()
-    assert list(calls.outcomes("read", Report, 2)) == [Outcome.OK, Outcome.UNAVAILABLE]
-    assert list(calls.outcomes("read", Report, 1)) == [Outcome.UNAVAILABLE]
-    assert list(calls.outcomes("read", None, 1)) == [Outcome.UNAVAILABLE]
-    assert calls.faults == 3
-
-
-def test_keys_are_32_bytes():
-    calls = contained()
-    assert calls.keys("lost", [KEY, b"short", None]) == [KEY]
-    assert calls.keys("lost", "text") == calls.keys("lost", 7) == []
-    assert calls.keys("lost", iter([KEY])) == [KEY]
-    assert calls.faults == 3
-
-
-def test_parts_of_paths_are_whole_or_none():
-    calls = contained()
-    part = PathPart(KEY, KEY, b"1234")
-    assert calls.parts("next_paths", [part]) == [part]
-    assert calls.parts("next_paths", [part, None]) is None
-    assert calls.parts("next_paths", (part,)) is None
-    assert calls.faults == 2
+# -- The order of clears and writes.
 
 
 async def test_a_clear_waits_for_writes_in_flight():
