@@ -250,7 +250,7 @@ async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
         await bench.put(*range(8))
         damage(bench, 0)
         assert await bench.get(0) == [CORRUPT]
-        monkeypatch.setattr(file_module, "proved", lambda files, slot, checksum: False)
+        monkeypatch.setattr(SlabFiles, "proves", lambda files, slot, checksum: False)
         store.supply.slots.release_first_offenders()
         store.supply.slots.first(0)
         assert await bench.put(50) == [UNAVAILABLE]

@@ -36,7 +36,7 @@ from kvactors.integrations.lmcache.settings import (
     staging_memory,
     store_config,
 )
-from kvactors.storage.file.layout import address_of
+from kvactors.native import addresses
 from kvactors.threads import Workers
 from kvactors.tier_cache import StorageTier, TierConfig
 from kvactors.tier_cache.storage import make_storage
@@ -291,7 +291,7 @@ def buffer_of(memory_object: Any, *, writable: bool) -> Buffer | None:
         if not view.nbytes or (writable and view.readonly):
             return None
         layout = layout_of(*tensors_of(memory_object))
-        return Buffer(ObjectShape(layout, view.nbytes), address_of(view), (view, memory_object))
+        return Buffer(ObjectShape(layout, view.nbytes), addresses([view])[0], (view, memory_object))
     except (TypeError, ValueError, AttributeError, AssertionError, NotImplementedError):
         return None
 

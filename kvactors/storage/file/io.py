@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import anyio
-import xxhash
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
@@ -18,11 +17,7 @@ from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.native import SlabQueue
 from kvactors.storage.backend import Expired
-from kvactors.storage.file.layout import SlabFiles, address_of, extent
-from kvactors.storage.file.table import (
-    checksum_of,
-    is_marked,
-)
+from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.messages import Outcome
 from kvactors.threads import NICE, Workers, atexit_close
 
@@ -132,7 +127,7 @@ class SlabIo:
         return MovedObjects([self._outcome(code) for code in codes], done)
 
     def _outcome(self, code: int) -> Outcome:
-        if code == DELETED:
+        if code == DELETED and not self._files.read_only:
             self._files.lose()
         if code >= 0:
             return OUTCOMES[code]
@@ -307,35 +302,3 @@ class SlabThreads:
         # A descriptor in use must not become another file's.
         self.workers.afterwards(files.drop)
         return False
-
-
-# -- reading objects
-
-
-def load(
-    files: SlabFiles, slot: int, mark: bytes, into: memoryview, arena: Arena | None
-) -> Outcome:
-    """The payload of the object whose entry has this mark: OK, MISS, CORRUPT or UNAVAILABLE.
-    Blocks, and belongs in a thread."""
-    try:
-        if not files.in_place() or (files.read_only and not files.current()):
-            # The folder was deleted, and its open files are freed with this process.
-            return Outcome.MISS
-        outcome = files.read(slot, *extent(into, arena))
-        there = files.entry(slot) if outcome == Outcome.OK else b""
-    except OSError as error:
-        return files.failed(error)
-    if outcome == Outcome.MISS:
-        return Outcome.CORRUPT  # the slab is shorter than it was
-    if outcome != Outcome.OK:
-        return outcome
-    whole = is_marked(there, mark) and xxhash.xxh3_64_intdigest(into) == checksum_of(mark)
-    return Outcome.OK if whole else Outcome.CORRUPT
-
-
-def proved(files: SlabFiles, slot: int, checksum: int) -> bool:
-    """Whether a slot that held a corrupt object returns the payload that was written to it."""
-    bounce = files.bounce_buffer()
-    if files.read(slot, address_of(bounce), files.meta.stride) != Outcome.OK:
-        return False
-    return xxhash.xxh3_64_intdigest(memoryview(bounce)[: files.meta.block_bytes]) == checksum

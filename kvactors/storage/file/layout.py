@@ -13,23 +13,19 @@ allows it, straight from and to memory that is aligned."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import errno
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
+import xxhash
 
 from kvactors.actor.log import get_logger
-from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, locked, open_folder, open_private, private_folder, read_all
 from kvactors.native import SlabQueue, fcntl, register_at_fork, zero_range
@@ -82,7 +78,6 @@ class SlabFiles:
         self.loop: asyncio.AbstractEventLoop | None = None  # of the store
         self._slots_per_slab = meta.slots_per_slab  # of a new store on a disk with space
         self._folder = self._table = self._lock = -1
-        self._thread = threading.local()  # with the bounce buffer of each thread
         OPEN.add(self)
 
     # -- opening
@@ -149,8 +144,12 @@ class SlabFiles:
         return open_private(name, flags, dir_fd=self._folder)
 
     def _state(self, name: str) -> os.stat_result | None:
-        """Of a file in the folder where it is expected now; None if there is none."""
-        return state_of(self.folder / name)
+        """Of a file in the folder where it is expected now, symbolic links not followed; None if
+        there is none."""
+        try:
+            return (self.folder / name).lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
 
     def _open_table(self) -> int:
         path = self.folder / "table"
@@ -313,13 +312,17 @@ class SlabFiles:
                 str(self.folder / "table"),
             )
 
-    def current(self) -> bool:
-        """Whether the store is of the generation that was found when it was opened: asked by a view
-        beside the process that writes."""
+    def current(self) -> Outcome:
+        """Of a view: OK, or MISS if the files were deleted, which frees them with this process, or
+        the store is not of the generation that was read last, or UNAVAILABLE."""
         try:
-            return meta_of(os.pread(self._table, PAGE, 0), "").generation == self.meta.generation
-        except (OSError, StoreError):
-            return False
+            page = os.pread(self._table, PAGE, 0) if self.in_place() else b""
+            current = page and meta_of(page, "").generation == self.meta.generation
+        except StoreError:
+            return Outcome.MISS
+        except OSError as error:
+            return self.failed(error)
+        return Outcome.OK if current else Outcome.MISS
 
     # -- slots
 
@@ -335,37 +338,16 @@ class SlabFiles:
             if held < 0:
                 os.close(fd)
 
-    def read(self, slot: int, address: int, space: int) -> Outcome:
-        """Read a slot's payload to memory, where `space` bytes may be written. MISS if the file is
-        too short. For single reads: batches go through `SlabIo`.
-
-        Direct I/O moves whole aligned pages, so memory that is not aligned, or whose last page
-        belongs to another owner, goes through a bounce buffer of the thread.
-        """
-        direct, size, stride = self.direct, self.meta.block_bytes, self.meta.stride
+    def proves(self, slot: int, checksum: int) -> bool:
+        """Whether a slot that held a corrupt object returns the payload that was written to it."""
+        buffer, size = mmap.mmap(-1, self.meta.stride), self.meta.block_bytes  # aligned
         try:
             with self._place(slot) as (fd, at):
-                if not direct:
-                    whole = os.preadv(fd, [memory(address, size)], at) == size
-                elif address % PAGE == 0 and space >= stride:
-                    whole = os.preadv(fd, [memory(address, stride)], at) >= size
-                else:
-                    bounce = self.bounce_buffer()
-                    whole = os.preadv(fd, [bounce], at) >= size
-                    if whole:
-                        ctypes.memmove(address, address_of(bounce), size)
+                whole = os.preadv(fd, [buffer], at) >= size
         except OSError as error:
-            if direct and error.errno == errno.EINVAL and self.buffered_from_now_on():
-                return self.read(slot, address, space)
-            return self.failed(error)
-        return Outcome.OK if whole else Outcome.MISS
-
-    def bounce_buffer(self) -> mmap.mmap:
-        """Aligned memory for a slot that belongs to the calling thread."""
-        if getattr(self._thread, "buffer", None) is None:
-            self._thread.buffer = mmap.mmap(-1, self.meta.stride)
-        found: mmap.mmap = self._thread.buffer
-        return found
+            self.failed(error)
+            return False
+        return whole and xxhash.xxh3_64_intdigest(memoryview(buffer)[:size]) == checksum
 
     def buffered_from_now_on(self) -> bool:
         """Direct I/O was refused by a call that had begun with it (some file systems open for it
@@ -493,29 +475,3 @@ def after_fork() -> None:
 
 
 register_at_fork(after_in_child=after_fork)
-
-
-def state_of(path: Path) -> os.stat_result | None:
-    """Of the file that is at a path now, symbolic links not followed; None if there is none."""
-    try:
-        return path.lstat()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def memory(address: int, size: int) -> Any:
-    """Memory as a buffer."""
-    return (ctypes.c_char * size).from_address(address)
-
-
-def address_of(buffer: Any) -> int:
-    """The address of a buffer."""
-    return int(np.frombuffer(buffer, np.uint8).ctypes.data)
-
-
-def extent(view: memoryview, arena: Arena | None) -> tuple[int, int]:
-    """Address of a view, and the bytes from there on that are its slot's."""
-    address = address_of(view)
-    if arena is not None and 0 <= address - arena.address < arena.num_slots * arena.stride:
-        return address, arena.stride
-    return address, len(view)

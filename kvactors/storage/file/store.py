@@ -20,7 +20,7 @@ from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.identity import Lineage, StoreIdentity
 from kvactors.storage.backend import Expired, ReadReport, WriteReport
-from kvactors.storage.file.io import SlabThreads, load, proved
+from kvactors.storage.file.io import SlabThreads
 from kvactors.storage.file.layout import SPARE_FOLDER, SlabFiles
 from kvactors.storage.file.slots import GROW_AGAIN_S, SlotSupply
 from kvactors.storage.file.table import (
@@ -339,10 +339,11 @@ class FileBackend(LocalStore):
         slots, marks = zip(*found.values(), strict=True)
         views = [into[i] for i in found]
         with self._slots.reading(slots):
-            if self.view is None:
+            state = Outcome.OK if self.view is None else await self.threads.run(self.files.current)
+            if state == Outcome.OK:
                 read = await self.threads.io.read(slots, views, marks, expired)
-            else:  # beside the process that writes there is more to check
-                read = await self.threads.run(self._load_all, slots, marks, views)
+            else:
+                read = [state] * len(slots)
         self._notice_loss()
         for (i, one), outcome in zip(found.items(), read, strict=True):
             if outcome == Outcome.OK and generation == self.generation:
@@ -350,12 +351,6 @@ class FileBackend(LocalStore):
             else:
                 outcomes[i] = await self._settled(keys[i], one, outcome, generation)
         return outcomes
-
-    def _load_all(
-        self, slots: Sequence[int], marks: Sequence[bytes], views: Sequence[memoryview]
-    ) -> list[Outcome]:
-        files, arena = self.files, self.arena
-        return [load(files, *one, arena) for one in zip(slots, marks, views, strict=True)]
 
     async def check(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
         """Read objects for a scrub: damaged ones are given up, and reported gone with the next
@@ -475,7 +470,7 @@ class FileBackend(LocalStore):
             # A slot that held a corrupt object must return the data written to it.
             if found[n] == Outcome.OK and slot in self._slots.suspects:
                 checksum = checksum_of(mark_of(entries[n]))
-                if await self.threads.run(proved, self.files, slot, checksum):
+                if await self.threads.run(self.files.proves, slot, checksum):
                     self._slots.passed(slot)
                 else:
                     found[n] = Outcome.CORRUPT
