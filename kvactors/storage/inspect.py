@@ -21,11 +21,12 @@ from kvactors.native import fcntl
 from kvactors.storage.file.table import (
     PAGE,
     VERSION,
-    WRITTEN_AT,
     Damaged,
-    Found,
     Meta,
     Scan,
+    StoredSlot,
+    checksum_of,
+    mark_of,
     meta_of,
     scan,
     version_of,
@@ -145,10 +146,6 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
         raise
     except OSError as error:
         raise StoreError(f"{table}: {error}") from error
-    written_at = max(
-        (int.from_bytes(one.metadata.get(WRITTEN_AT, b"")[:8], "little") / 1e6 for one in found),
-        default=0.0,
-    )
     names = ("model", "namespace", "rank", "ranks", "digest", "generation", "block_bytes")
     return Inspection(
         path,
@@ -160,7 +157,7 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
         slots=len(slabs) * meta.slots_per_slab,
         torn=torn,
         stale=stale,
-        written_at=written_at,
+        written_at=max((one.written_at for one in found), default=0) / 1e6,
         verified=len(found) if verify else 0,
         bad=bad,
         left=len(differing) - len(bad),
@@ -183,7 +180,7 @@ def in_use(folder: Path) -> bool:
     return False
 
 
-def differing_from(folder: Path, meta: Meta, found: list[Found]) -> Iterator[Found]:
+def differing_from(folder: Path, meta: Meta, found: list[StoredSlot]) -> Iterator[StoredSlot]:
     """The objects whose payloads do not have their checksums. OSError."""
     by_slab = groupby(
         sorted(found, key=lambda one: one.slot), lambda one: one.slot // meta.slots_per_slab
@@ -197,13 +194,13 @@ def differing_from(folder: Path, meta: Meta, found: list[Found]) -> Iterator[Fou
                     at = one.slot % meta.slots_per_slab * meta.stride
                     payload = read_all(file.fileno(), meta.block_bytes, at)
                     whole = len(payload) == meta.block_bytes
-                    if not whole or xxhash.xxh3_64_intdigest(payload) != one.checksum:
+                    if not whole or xxhash.xxh3_64_intdigest(payload) != checksum_of(one.mark):
                         yield one
         except FileNotFoundError:
             yield from objects
 
 
-def still_there(table: Path, meta: Meta, one: Found) -> bool:
+def still_there(table: Path, meta: Meta, one: StoredSlot) -> bool:
     """Whether the table has an entry still: the process that writes there may have removed the
     object, or cleared the store, since the table was read, and another payload is in its slot then.
     An entry is gone, or its generation is, before anything else is written to its slot."""
@@ -212,7 +209,7 @@ def still_there(table: Path, meta: Meta, one: Found) -> bool:
             if meta_of(file.read(PAGE), str(table)).generation != meta.generation:
                 return False
             file.seek(PAGE + meta.entry_bytes * one.slot)
-            return file.read(meta.entry_bytes) == one.raw
+            return mark_of(file.read(meta.entry_bytes)) == one.mark
     except FileNotFoundError:
         return False
 

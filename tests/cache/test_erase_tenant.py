@@ -13,7 +13,7 @@ import pytest
 import kvactors
 from kvactors.errors import KVActorsError, StoreError, StoreUnsupported
 from kvactors.quotas import salt_id
-from kvactors.storage.file import store as file_module
+from kvactors.storage.catalog import Catalog
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.faults import latency
@@ -126,7 +126,7 @@ async def test_bytes_of_an_erased_tenant_are_not_in_the_files(
 async def test_objects_of_the_earlier_format_stay_and_are_counted(tmp_path, monkeypatch):
     disk = files(tmp_path)
     with monkeypatch.context() as earlier:  # writes entries without salts
-        earlier.setattr(file_module, "_with_salt", lambda fields, salt: fields)
+        earlier.setattr(Catalog, "salt", lambda catalog, key: None)
         async with opened(device=32, storage=disk) as cache:
             await fill(cache, "gone")
     async with opened(device=32, storage=disk) as cache:

@@ -14,7 +14,7 @@ from kvactors.errors import ConfigError, KVActorsError, StoreUnsupported
 from kvactors.quotas import salt_id
 from kvactors.settings.load import quota_faults
 from kvactors.settings.tables import QuotaConfig, StorageConfig
-from kvactors.storage.file import store as file_module
+from kvactors.storage.catalog import Catalog
 from kvactors.testing.fakes import SimBackend, SimPool
 from kvactors.testing.faults import latency
 from kvactors.testing.loop import simulate
@@ -166,7 +166,7 @@ async def test_blocks_of_an_earlier_format_count_to_no_salt_and_stay_readable(
 ):
     disk = store(kind="file", directory=str(tmp_path))
     with monkeypatch.context() as earlier:  # writes entries without salts
-        earlier.setattr(file_module, "_with_salt", lambda fields, salt: fields)
+        earlier.setattr(Catalog, "salt", lambda catalog, key: None)
         async with opened(storage=disk) as cache:
             await use(cache, 1, salt="noisy")
     folders = list(tmp_path.rglob("table"))

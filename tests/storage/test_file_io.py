@@ -21,7 +21,7 @@ from kvactors.native import SlabQueue, xxh3_64
 from kvactors.storage.file import layout
 from kvactors.storage.file.io import SlabIo
 from kvactors.storage.file.store import own_bytes
-from kvactors.storage.file.table import Meta, blank_entries, blank_entry, mark_of
+from kvactors.storage.file.table import Meta, blank_entry, mark_of
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, entry_of, opened, whole
@@ -497,14 +497,6 @@ def test_blank_entries_have_no_checksums():
     blank, full = blank_entry(meta, key(1), 2, 3), entry_of(meta, key(1), 4, 2, 3)
     assert blank[88:96] == blank[-8:] == bytes(8)
     assert blank[:88] + blank[96:-8] == full[:88] + full[96:-8]
-
-
-def test_blank_entries_of_a_batch_are_those_of_single_objects():
-    meta, fields = Meta(PRINT.hex(), SIZE, STRIDE, 10), {1: b"12345678", 7: b"abc"}
-    keys = [key(i) for i in (5, 0, 9)]
-    assert blank_entries(meta, keys, 1 << 40, 3, fields) == [
-        blank_entry(meta, one, (1 << 40) + n, 3, fields) for n, one in enumerate(keys)
-    ]
 
 
 async def test_jobs_that_end_at_the_limit_of_a_close_are_answered(tmp_path, monkeypatch):

@@ -25,13 +25,11 @@ from kvactors.storage.file.table import (
     WRITTEN_AT,
     Damaged,
     Meta,
-    WritingLineages,
     checksum_of,
     entry_bytes_for,
     entry_in,
     fields_of,
     fields_of_lineage,
-    is_marked,
     lineage_in,
     mark_of,
     meta_of,
@@ -54,17 +52,13 @@ def entry(sequence: int = 7, generation: int = 3, fields=None) -> bytes:
 
 def test_an_entry_is_read_as_it_was_written():
     found = entry_in(entry(fields={1: b"12345678"}), 4, PLAIN_META)
-    assert (found.slot, found.key, found.sequence, found.checksum) == (4, KEY, 7, 123)
-    assert found.metadata == {1: b"12345678"}
-    assert len(found.raw) == ENTRY_BYTES
+    written_at = int.from_bytes(b"12345678", "little")
+    assert found == (7, 4, KEY, found.mark, None, written_at, PLAIN_META.generation)
+    assert checksum_of(found.mark) == 123
 
 
-def test_a_mark_recognizes_its_entry_and_has_the_checksum_of_the_payload():
-    raw = entry()
-    assert is_marked(raw, mark_of(raw))
-    assert checksum_of(mark_of(raw)) == 123
-    assert not is_marked(entry(sequence=8), mark_of(raw))
-    assert not is_marked(raw[:-1] + b"x", mark_of(raw))
+def test_marks_of_entries_differ():
+    assert mark_of(entry(sequence=8)) != mark_of(entry())
 
 
 @pytest.mark.parametrize("at", range(0, ENTRY_BYTES, 7))
@@ -145,31 +139,6 @@ def test_entries_hold_the_tokens_of_a_block():
     assert entry_bytes_for(1 << 20) == ENTRY_BYTES
 
 
-def test_lineages_are_kept_while_their_batch_is_written():
-    writing, there = WritingLineages(), set()
-    key, stored = b"k" * 32, b"s" * 32
-    there.add(stored)
-    with writing.of_batch([key, stored], [LINEAGE, LINEAGE], [there]):
-        assert (writing.get(key), writing.get(stored), len(writing)) == (LINEAGE, None, 1)
-        with writing.of_batch([key], [LINEAGE], [there]):
-            pass
-        assert len(writing) == 0
-    assert len(writing) == 0
-
-
-def test_a_batch_that_ends_leaves_the_lineage_of_a_later_one():
-    writing, there = WritingLineages(), set()
-    key = b"k" * 32
-    first = writing.of_batch([key], [LINEAGE], [there])
-    first.__enter__()
-    second = writing.of_batch([key], [LINEAGE], [there])
-    second.__enter__()
-    first.__exit__(None, None, None)
-    assert writing.get(key) == LINEAGE
-    second.__exit__(None, None, None)
-    assert len(writing) == 0
-
-
 # -- The file store's format: golden bytes, damage to the first page, identities, generations, and
 # what is private.
 
@@ -223,7 +192,7 @@ def test_golden_bytes_of_an_entry():
     )
     assert fields_of(entry) == {1: b"\x01" * 8, 900: b"later"}
     [one] = scan(bytes(192) + entry, META).found
-    assert (one.slot, one.key, one.sequence, one.checksum) == (
+    assert (one.slot, one.key, one.sequence, checksum_of(one.mark)) == (
         1,
         bytes(range(100, 132)),
         7,
@@ -637,10 +606,10 @@ def test_the_number_of_a_salt_in_an_entry_byte_for_byte():
         fields = {WRITTEN_AT: (5).to_bytes(8, "little"), SALT: (0x0102).to_bytes(8, "little")}
         entry = entry_of(meta, b"K" * 32, 1, 2, 3, fields)
         assert entry[112:136].hex() == "010008000500000000000000" + "070008000201000000000000"
-        assert salt_in(entry) == 0x0102
-    assert salt_in(entry_of(meta, b"K" * 32, 1, 2, 3, {WRITTEN_AT: bytes(8)})) is None
+        assert salt_in(fields_of(entry)) == 0x0102
+    assert salt_in(fields_of(entry_of(meta, b"K" * 32, 1, 2, 3, {WRITTEN_AT: bytes(8)}))) is None
     for wrong in (b"", b"1234567", b"123456789"):
-        assert salt_in(entry_of(meta, b"K" * 32, 1, 2, 3, {SALT: wrong})) is None
+        assert salt_in(fields_of(entry_of(meta, b"K" * 32, 1, 2, 3, {SALT: wrong}))) is None
 
 
 def test_a_salt_leaves_a_lineage_whole_or_out():

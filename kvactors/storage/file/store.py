@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -33,8 +33,6 @@ from kvactors.storage.file.table import (
     StoredSlot,
     Survey,
     TableReader,
-    WritingLineages,
-    blank_entries,
     blank_entry,
     checksum_of,
     count_used,
@@ -71,10 +69,6 @@ WIPE_BYTES = 64 << 20
 """Bytes of freed slots that are overwritten between two looks at the deadline."""
 
 WIPE_LATE = "the deadline has passed"
-
-
-def _with_salt(fields: Mapping[int, bytes], salt: int | None) -> Mapping[int, bytes]:
-    return fields if salt is None else {**fields, SALT: salt.to_bytes(8, "little")}
 
 
 class FileBackend(LocalStore):
@@ -124,7 +118,8 @@ class FileBackend(LocalStore):
         self._slots = self.supply.slots
         self.objects: dict[bytes, tuple[int, bytes]] = {}
         self.written: dict[bytes, tuple[int, bytes]] = {}
-        self.lineages = WritingLineages()
+        # Of objects that are being written. A tuple is one batch's, also for equal lineages.
+        self.lineages: dict[bytes, tuple[Lineage]] = {}
         self.sequence = 0
         self.arena: Arena | None = None
         self.view = SlabView(self) if read_only else None
@@ -186,7 +181,7 @@ class FileBackend(LocalStore):
         """
         evicted: list[bytes] = []
         doubles: list[int] = []
-        for sequence, slot, key, mark, salt in found:
+        for sequence, slot, key, mark, salt, *_ in found:
             before = self.objects.get(key)
             if before is not None:
                 doubles.append(before[0])
@@ -395,9 +390,20 @@ class FileBackend(LocalStore):
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        # A key of `pending` may have been evicted from the catalog by another batch.
-        with self.lineages.of_batch(keys, lineages, (self.catalog, self.pending)):
+        mine = {
+            key: (lineage,)
+            for key, lineage in zip(keys, lineages, strict=False)
+            # A key of `pending` may have been evicted from the catalog by another batch.
+            if lineage is not None and key not in self.catalog and key not in self.pending
+        }
+        self.lineages |= mine
+        try:
             return await super().write_slots(keys, arena, slots, expired, (), salts)
+        finally:
+            for key, lineage in mine.items():
+                # Another batch may have set its own since this one was refused the key.
+                if self.lineages.get(key) is lineage:
+                    del self.lineages[key]
 
     async def write(
         self,
@@ -492,16 +498,15 @@ class FileBackend(LocalStore):
         meta, sequence = self.files.meta, self.sequence
         self.sequence += len(keys)
         moment = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
-        lineages = [self.lineages.get(key) for key in keys]
-        salts = [self.catalog.salt(key) for key in keys]
-        if not any(lineages) and len(set(salts)) == 1:
-            fields = _with_salt(moment, salts[0])
-            return blank_entries(meta, keys, sequence, self.generation, fields)
-        found = []
-        for n, (key, lineage) in enumerate(zip(keys, lineages, strict=True)):
-            inputs = fields_of_lineage(lineage, room_beside(meta, moment))
-            fields = {**moment, **inputs} if inputs else _with_salt(moment, salts[n])
-            found.append(blank_entry(meta, key, sequence + n, self.generation, fields))
+        room, found = room_beside(meta, moment), []
+        for n, key in enumerate(keys):
+            (lineage,) = self.lineages.get(key, (None,))
+            fields = fields_of_lineage(lineage, room)
+            if not fields and (salt := self.catalog.salt(key)) is not None:
+                fields = {SALT: salt.to_bytes(8, "little")}
+            found.append(
+                blank_entry(meta, key, sequence + n, self.generation, {**moment, **fields})
+            )
         return found
 
     async def _evict_for_disk_space(self, *, first: bool = False) -> bool:

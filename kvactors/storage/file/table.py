@@ -39,8 +39,7 @@ it are on disk."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -55,7 +54,6 @@ from kvactors.identity import PLAIN, Lineage, RequestScope
 from kvactors.types import HASH_BYTES
 
 if TYPE_CHECKING:
-    from kvactors.storage.catalog import Catalog
     from kvactors.storage.file.layout import SlabFiles
 
 PAGE = 4096
@@ -65,8 +63,6 @@ NAME = "KVACTORS slabs"
 MAGIC = b"KVACTORS"
 HEAD = struct.Struct("<8sII32s32sQQQQ")
 FIELD = struct.Struct("<HH")
-KEY, SEQUENCE = slice(48, 80), slice(96, 104)
-"""Places in an entry."""
 
 ENTRY_BYTES = 192
 """Bytes of an entry of a new store without lineages, of which 72 bytes are metadata."""
@@ -189,34 +185,28 @@ def meta_of(page: bytes, where: str) -> Meta:
     return meta
 
 
-class Found(NamedTuple):
-    """An entry of the table.
+class StoredSlot(NamedTuple):
+    """An object, by its entry in the table.
 
     Attributes:
-        checksum: of the payload.
-        mark: distinguishes it from every other entry.
+        mark: distinguishes the entry from every other one (`mark_of`).
+        salt: the number of its salt, None if it is not known.
+        written_at: microseconds since 1970, 0 if it is not known.
     """
 
+    sequence: int
     slot: int
     key: bytes
-    sequence: int
-    checksum: int
-    raw: bytes
-
-    @property
-    def mark(self) -> bytes:
-        return mark_of(self.raw)
-
-    @property
-    def metadata(self) -> dict[int, bytes]:
-        """By tag, unassigned tags included."""
-        return fields_of(self.raw)
+    mark: bytes
+    salt: int | None
+    written_at: int
+    generation: int
 
 
 class Scan(NamedTuple):
     """Good entries, oldest first."""
 
-    found: list[Found]
+    found: list[StoredSlot]
     torn: int
     stale: int
 
@@ -249,18 +239,6 @@ def blank_entry(
     return (head + area).ljust(meta.entry_bytes, b"\0")
 
 
-def blank_entries(
-    meta: Meta, keys: Sequence[bytes], sequence: int, generation: int, metadata: Mapping[int, bytes]
-) -> list[bytes]:
-    """`blank_entry` of several keys with the same metadata and consecutive sequence numbers."""
-    one = blank_entry(meta, bytes(KEY.stop - KEY.start), 0, generation, metadata)
-    before, between, behind = one[: KEY.start], one[KEY.stop : SEQUENCE.start], one[SEQUENCE.stop :]
-    return [
-        b"".join((before, key, between, (sequence + n).to_bytes(8, "little"), behind))
-        for n, key in enumerate(keys)
-    ]
-
-
 def fields_of(entry: bytes) -> dict[int, bytes]:
     """The metadata of an entry, by tag. A field that is cut short ends the list."""
     used = min(int.from_bytes(entry[12:16], "little"), len(entry) - HEAD.size - 8)
@@ -275,10 +253,9 @@ def fields_of(entry: bytes) -> dict[int, bytes]:
     return found
 
 
-def salt_in(entry: bytes) -> int | None:
-    """The number of the salt in an entry, 0 for one with the inputs of the key. None if it has
-    none that can be read."""
-    fields = fields_of(entry)
+def salt_in(fields: Mapping[int, bytes]) -> int | None:
+    """The number of the salt in an entry's fields, 0 for one with the inputs of the key. None if it
+    has none that can be read."""
     value = bytes(8) if PARENT in fields else fields.get(SALT, b"")
     return int.from_bytes(value, "little") if len(value) == 8 else None
 
@@ -294,28 +271,19 @@ def checksum_of(mark: bytes) -> int:
     return int.from_bytes(mark[:8], "little")
 
 
-def is_marked(entry: bytes, mark: bytes) -> bool:
-    """Whether an entry as it was read is the one with this mark, and whole."""
-    return mark_of(entry) == mark and is_whole(entry)
-
-
-def is_whole(entry: bytes) -> bool:
-    """Whether an entry has its checksum."""
-    return xxhash.xxh3_64_intdigest(entry[:-8]).to_bytes(8, "little") == entry[-8:]
-
-
-def entry_in(raw: bytes, slot: int, meta: Meta) -> Found | None:
-    """An entry as it was read. None for one that is torn, of another store, or of another
-    generation."""
+def entry_in(raw: bytes, slot: int, meta: Meta) -> StoredSlot | None:
+    """An entry as it was read, of any generation. None for one that is torn, or of another
+    store."""
     size = meta.entry_bytes
-    if len(raw) != size or not is_whole(raw):
+    if len(raw) != size or xxhash.xxh3_64_intdigest(raw[:-8]).to_bytes(8, "little") != raw[-8:]:
         return None
-    magic, version, area, owner, key, length, checksum, sequence, generation = HEAD.unpack_from(raw)
+    magic, version, area, owner, key, length, _, sequence, generation = HEAD.unpack_from(raw)
     good = (magic, version, owner.hex(), length) == (MAGIC, VERSION, meta.digest, meta.block_bytes)
-    good &= area <= size - HEAD.size - 8 and sequence < MOST_SEQUENCE
-    if not good or generation != meta.generation:
+    if not good or area > size - HEAD.size - 8 or sequence >= MOST_SEQUENCE:
         return None
-    return Found(slot, key, sequence, checksum, raw)
+    fields = fields_of(raw)
+    written_at = int.from_bytes(fields.get(WRITTEN_AT, b"")[:8], "little")
+    return StoredSlot(sequence, slot, key, mark_of(raw), salt_in(fields), written_at, generation)
 
 
 def count_used(table: bytes, meta: Meta) -> int:
@@ -334,21 +302,16 @@ def scan(table: bytes, meta: Meta, first: int = 0) -> Scan:
     count = len(table) // size
     words = np.frombuffer(table[: count * size], "<u8").reshape(count, size // 8)
     used = np.flatnonzero(words.any(axis=1))
-    found, stale = [], 0
+    found, torn, stale = list[StoredSlot](), 0, 0
     for slot in used.tolist():
-        raw = table[slot * size : (slot + 1) * size]
-        one = entry_in(raw, first + slot, meta)
-        if one is not None:
+        one = entry_in(table[slot * size : (slot + 1) * size], first + slot, meta)
+        if one is None:
+            torn += 1
+        elif one.generation != meta.generation:
+            stale += 1
+        else:
             found.append(one)
-        elif HEAD.unpack_from(raw)[-1] != meta.generation:
-            stale += (
-                entry_in(
-                    raw, slot, msgspec.structs.replace(meta, generation=HEAD.unpack_from(raw)[-1])
-                )
-                is not None
-            )
-    found.sort(key=lambda one: one.sequence)
-    return Scan(found, len(used) - len(found) - stale, stale)
+    return Scan(sorted(found), torn, stale)
 
 
 if HEAD.size + 8 > LEAST_ENTRY:
@@ -419,44 +382,6 @@ def lineage_in(fields: dict[int, bytes], key: bytes) -> Lineage | None:
         PLAIN if lora is None else RequestScope(lora, lora_id=number),
     )
     return found if found.block_hash() == key else None
-
-
-class WritingLineages:
-    """Lineages of the objects that are being written, by key."""
-
-    def __init__(self) -> None:
-        self._by_key: dict[bytes, tuple[Lineage]] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_key)
-
-    def get(self, key: bytes) -> Lineage | None:
-        """The lineage of a key; None if it has none."""
-        found = self._by_key.get(key)
-        return None if found is None else found[0]
-
-    @contextmanager
-    def of_batch(
-        self,
-        keys: Sequence[bytes],
-        lineages: Sequence[Lineage | None],
-        there: Sequence[Catalog | set[bytes]],
-    ) -> Iterator[None]:
-        """Keep the lineages of a batch while it is written. Keys that are in the store, or that
-        another batch is writing (`there`), are not this batch's."""
-        mine = {
-            key: (one,)
-            for key, one in zip(keys, lineages, strict=False)
-            if one is not None and not any(key in held for held in there)
-        }
-        self._by_key |= mine
-        try:
-            yield
-        finally:
-            for key, entry in mine.items():
-                # Another batch may have set its own since this one was refused the key.
-                if self._by_key.get(key) is entry:
-                    del self._by_key[key]
 
 
 # -- paths that the blocks form
@@ -594,11 +519,11 @@ class SlabPaths:
             yield _part(part)
 
     def _block(self, slot: int) -> tuple[bytes, Lineage] | None:
-        files = self._files
-        one = entry_in(files.entry(slot), slot, files.meta)
-        if one is None:
+        raw, meta = self._files.entry(slot), self._files.meta
+        one = entry_in(raw, slot, meta)
+        if one is None or one.generation != meta.generation:
             return None  # it was evicted, or cleared
-        fields = fields_of(one.raw)
+        fields = fields_of(raw)
         found = lineage_in(fields, one.key)
         self.skipped += found is None and PARENT in fields
         return None if found is None else (one.key, found)
@@ -641,16 +566,6 @@ if AT_PARENT % 4 or (AT_PARENT + FIELD.size) % 8:
 
 CHUNK_ENTRIES = 16_384
 """Entries that are read at once."""
-
-
-class StoredSlot(NamedTuple):
-    """An object."""
-
-    sequence: int
-    slot: int
-    key: bytes
-    mark: bytes
-    salt: int | None
 
 
 class Survey(NamedTuple):
@@ -700,11 +615,7 @@ class TableReader:
             else:
                 continue
             changed += (first + np.flatnonzero(different & (seen != 0))).tolist()
-            found += [
-                StoredSlot(one.sequence, one.slot, one.key, one.mark, salt_in(one.raw))
-                for one in some.found
-            ]
+            found += some.found
             torn += some.torn
             seen[:] = last
-        found.sort(key=lambda one: one[:4])
-        return Survey(found, changed, torn)
+        return Survey(sorted(found), changed, torn)
