@@ -186,9 +186,9 @@ async def test_an_erasure_stops_at_the_deadline_and_can_be_continued(tmp_path, m
         medium, looks = cache.system.store.inner, iter([False] * 3)
         secret = payloads(cache, "gone")
         await cache.clear(storage=True)
-        free = len(medium.supply.slots.free)
+        free = len(medium.supply.free)
         assert "deadline" in await medium.wipe(lambda: next(looks, True))
-        assert len(medium.supply.slots.free) == free
+        assert len(medium.supply.free) == free
         assert any(one in contents(tmp_path) for one in secret)
         wiped, calls = cache.system.store.inner.files.wipe, []
         monkeypatch.setattr(

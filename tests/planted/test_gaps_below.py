@@ -139,14 +139,14 @@ async def test_an_object_removed_during_a_read_keeps_its_place_until_the_end(tmp
         await until(lambda: begun)
         await store.remove([key(1)])
         slot = begun[0] // store.files.meta.stride
-        assert slot not in store.supply.slots.free
+        assert slot not in store.supply.free
         arena.view(2)[:] = b"b" * 5000
         report = await store.write([key(2)], [arena.view(2)], never)
         assert list(report.outcomes) == [Outcome.OK]
         assert store.objects[key(2)][0] != slot
         shut.clear()
         await reading
-        assert slot in store.supply.slots.free
+        assert slot in store.supply.free
 
 
 # -- ranks

@@ -43,7 +43,7 @@ def whole(store: FileBackend) -> None:
     assert not store.pending
     used = [slot for slot, _ in store.objects.values()]
     total = len(store.files.slabs) * store.files.meta.slots_per_slab
-    assert sorted(used + list(store.supply.slots.free)) == list(range(total))
+    assert sorted(used + list(store.supply.free)) == list(range(total))
 
 
 @contextmanager

@@ -233,7 +233,7 @@ async def test_a_later_call_of_a_large_object_that_fails_costs_that_object_alone
             assert await bench.get(0, 1, 2) == [OK, UNAVAILABLE, OK]
         assert await bench.get(0, 1, 2) == [OK] * 3
         await bench.store.remove([key(1)])
-        slot = bench.store.supply.slots.free[0]
+        slot = bench.store.supply.free[0]
         with faults(bench.store, write=refuse):
             assert await bench.put(1) == [UNAVAILABLE]
         assert await bench.get(0, 1, 2) == [OK, MISS, OK]
@@ -306,8 +306,8 @@ async def test_objects_of_a_run_that_the_disk_refuses_fail_alone(tmp_path, direc
             assert await bench.get(*slots) == [OK] * 6
         else:
             await bench.store.remove([key(i) for i in slots])
-            free = bench.store.supply.slots.free
-            bench.store.supply.slots.free = type(free)(sorted(free))
+            free = bench.store.supply.free
+            bench.store.supply.free = type(free)(sorted(free))
             with faults(bench.store, write=refuse):
                 assert await bench.put(*slots) == [OK, OK, UNAVAILABLE, OK, OK, OK]
             assert await bench.get(*slots) == [OK, OK, MISS, OK, OK, OK]

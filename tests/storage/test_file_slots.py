@@ -11,70 +11,11 @@ import pytest
 from kvactors.storage.catalog import Catalog
 from kvactors.storage.file import slots as slots_module
 from kvactors.storage.file import store as file_module
-from kvactors.storage.file.slots import LONGEST_QUARANTINE_S, QUARANTINE_S, Slots, SlotSupply
+from kvactors.storage.file.slots import LONGEST_QUARANTINE_S, QUARANTINE_S, SlotSupply
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key
 from tests.storage.helpers import OK, SIZE, opened, whole
 from tests.support.steps import run_unsuspended
-
-
-def test_a_slot_that_is_read_becomes_free_when_its_last_reader_ends():
-    slots = Slots()
-    slots.begin_reads([1])
-    slots.begin_reads([1])
-    slots.give([1, 2])
-    assert list(slots.free) == [2]
-    slots.end_reads([1])
-    assert list(slots.free) == [2]
-    slots.end_reads([1])
-    assert list(slots.free) == [2, 1]
-
-
-def test_a_free_slot_can_be_the_next_one():
-    slots = Slots()
-    slots.give([1, 2, 3])
-    slots.first(3)
-    slots.first(9)
-    slots.first(None)
-    assert list(slots.free) == [3, 1, 2]
-
-
-def test_the_quarantine_doubles_with_each_corrupt_object_up_to_a_day():
-    slots = Slots()
-    now = 0.0
-    for pause in (QUARANTINE_S, 2 * QUARANTINE_S, 4 * QUARANTINE_S):
-        slots.suspect(5, now)
-        assert (slots.quarantined, slots.release(now + pause - 1)) == (1, False)
-        now += pause
-        assert slots.release(now)
-    for _ in range(30):
-        slots.suspect(5, 0.0)
-    assert (slots.release(LONGEST_QUARANTINE_S - 1), slots.release(LONGEST_QUARANTINE_S)) == (
-        False,
-        True,
-    )
-
-
-def test_first_offenders_are_released_when_slots_run_out():
-    slots = Slots()
-    slots.suspect(1, 0.0)
-    for _ in range(2):
-        slots.suspect(2, 0.0)
-    assert (slots.release_first_offenders(), list(slots.free)) == (True, [1])
-    assert (slots.release_first_offenders(), slots.quarantined) == (False, 1)
-
-
-def test_a_suspect_that_returned_the_written_bytes_starts_over():
-    slots = Slots()
-    slots.suspect(1, 0.0)
-    slots.release(QUARANTINE_S)
-    slots.passed(1)
-    assert slots.suspects == set()
-    slots.suspect(1, 0.0)
-    assert slots.release(QUARANTINE_S)
-
-
-# -- SlotSupply: where the next free slot comes from, and the capacity without quarantined slots.
 
 
 class Supply(SlotSupply):
@@ -87,7 +28,7 @@ class Supply(SlotSupply):
     async def grow(self) -> Outcome:
         outcome = self.outcomes.pop(0) if self.outcomes else Outcome.NO_SPACE
         if outcome == Outcome.OK:
-            self.slots.give([10, 11])
+            self.give([10, 11])
         return outcome
 
     def _grow_ahead(self) -> None:
@@ -101,10 +42,66 @@ def clock(monkeypatch):
     return time
 
 
+def test_a_slot_that_is_read_becomes_free_when_its_last_reader_ends():
+    slots = Supply()
+    with slots.reading([1]):
+        with slots.reading([1]):
+            slots.give([1, 2])
+            assert list(slots.free) == [2]
+        assert list(slots.free) == [2]
+    assert list(slots.free) == [2, 1]
+
+
+def test_a_free_slot_can_be_the_next_one():
+    slots = Supply()
+    slots.give([1, 2, 3])
+    slots.first(3)
+    slots.first(9)
+    slots.first(None)
+    assert list(slots.free) == [3, 1, 2]
+
+
+def test_the_quarantine_doubles_with_each_corrupt_object_up_to_a_day(clock):
+    slots = Supply()
+    for pause in (QUARANTINE_S, 2 * QUARANTINE_S, 4 * QUARANTINE_S):
+        slots.quarantine(5)
+        clock[0] += pause - 1
+        assert (slots.quarantined, slots.release()) == (1, False)
+        clock[0] += 1
+        assert slots.release()
+    for _ in range(30):
+        slots.quarantine(5)
+    clock[0] += LONGEST_QUARANTINE_S - 1
+    assert not slots.release()
+    clock[0] += 1
+    assert slots.release()
+
+
+def test_first_offenders_are_released_when_slots_run_out(clock):
+    slots = Supply()
+    for slot in (1, 2, 2):
+        slots.quarantine(slot)
+    assert (slots.release_first_offenders(), list(slots.free)) == (True, [1])
+    assert (slots.release_first_offenders(), slots.quarantined) == (False, 1)
+
+
+def test_a_suspect_that_returned_the_written_bytes_starts_over(clock):
+    slots = Supply()
+    for _ in range(2):
+        slots.quarantine(1)
+        clock[0] += QUARANTINE_S
+        assert slots.release()
+        slots.passed(1)
+        assert slots.suspects == set()
+
+
+# -- Where the next free slot comes from, and the capacity without quarantined slots.
+
+
 def supply_of(*outcomes: Outcome, capacity: int = 4, free: int = 0) -> SlotSupply:
     supply = Supply(*outcomes)
     supply.set_capacity(capacity)
-    supply.slots.give(range(free))
+    supply.give(range(free))
     return supply
 
 
@@ -126,7 +123,7 @@ def test_a_full_disk_evicts_one_object_for_the_slot(clock):
 
     async def squeeze() -> bool:
         asked.append(1)
-        supply.slots.give([7])
+        supply.give([7])
         return True
 
     assert take(supply, squeeze) == (7, Outcome.OK)
@@ -175,7 +172,7 @@ def test_a_batch_that_would_evict_tries_quarantined_slots_first(clock):
     supply.prepare(0)
     assert supply._catalog.capacity == 3
     supply.prepare(1)
-    assert (supply._catalog.capacity, list(supply.slots.free)) == (4, [3])
+    assert (supply._catalog.capacity, list(supply.free)) == (4, [3])
 
 
 # -- A file store within its capacity evicts and refuses nothing, although the disk is still busy with

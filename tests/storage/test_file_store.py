@@ -143,9 +143,9 @@ async def test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone(tmp
         expected = [CORRUPT, CORRUPT, CORRUPT] if fault == "empty" else [OK, OK, CORRUPT]
         assert await bench.get(1, 2, 3) == expected
         assert await bench.get(3) == [MISS]
-        assert store.supply.slots.quarantined == expected.count(CORRUPT)
+        assert store.supply.quarantined == expected.count(CORRUPT)
         assert not store.holds(key(3))
-        assert slot not in store.supply.slots.free
+        assert slot not in store.supply.free
         if not fault.startswith("another's"):
             assert await bench.put(4) == [OK]
             assert await bench.get(4) == [OK] or fault in ("cut in half", "empty")
@@ -371,7 +371,7 @@ async def test_slots_are_used_again_and_files_do_not_grow(tmp_path):
         assert await bench.get(*range(90, 100)) == [OK] * 10
         files = bench.store.files
         slots = len(files.slabs) * files.meta.slots_per_slab
-        assert len(bench.store.supply.slots.free) == slots - 10
+        assert len(bench.store.supply.free) == slots - 10
 
 
 async def test_another_layout_and_another_rank_have_their_own_folders(tmp_path):
@@ -600,7 +600,7 @@ async def test_a_scrub_gives_up_damaged_objects(tmp_path):
         assert (store.statistics().corrupt, store.statistics().reads) == (1, 0)
         assert store.removed_outside
         assert store.take_removed() == [key(2)]
-        assert store.supply.slots.quarantined == 1
+        assert store.supply.quarantined == 1
 
 
 async def test_a_cache_with_a_scrub_reports_the_damage_that_it_finds(tmp_path, monkeypatch):
@@ -684,11 +684,11 @@ async def test_the_namespace_rank_and_directory_of_fastdeploys_file_store(tmp_pa
 async def test_an_object_that_is_stored_is_not_written_again(tmp_path):
     async with opened(tmp_path) as bench:
         assert await bench.put(1) == [OK]
-        slots = len(bench.store.supply.slots.free)
+        slots = len(bench.store.supply.free)
         (view,) = bench.views(1)
         view[:] = b"\xee" * SIZE
         assert (await bench.store.write([key(1)], [view], never)).outcomes[0] in GOOD
-        assert len(bench.store.supply.slots.free) == slots
+        assert len(bench.store.supply.free) == slots
         assert await bench.get(1, 2) == [OK, MISS], "a name stands for one content"
 
 

@@ -233,12 +233,12 @@ async def test_slots_in_quarantine_come_back_when_they_prove_good(tmp_path, smal
         await bench.put(*range(8))
         damage(bench, *range(8))
         assert await bench.get(*range(8)) == [CORRUPT] * 8
-        assert store.supply.slots.quarantined == 8
+        assert store.supply.quarantined == 8
         assert store.catalog.capacity == 1, "what is in quarantine holds nothing"
         assert await bench.put(*range(40, 48)) == [OK] * 8
         assert await bench.get(*range(40, 48)) == [OK] * 8
         assert len(store.keys()) == 8
-        assert store.supply.slots.quarantined == 0
+        assert store.supply.quarantined == 0
         assert store.catalog.capacity == 8
 
 
@@ -251,14 +251,13 @@ async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
         damage(bench, 0)
         assert await bench.get(0) == [CORRUPT]
         monkeypatch.setattr(SlabFiles, "proves", lambda files, slot, checksum: False)
-        store.supply.slots.release_first_offenders()
-        store.supply.slots.first(0)
+        store.supply.release_first_offenders()
+        store.supply.first(0)
         assert await bench.put(50) == [UNAVAILABLE]
-        assert store.supply.slots.quarantined == 1
-        assert not store.supply.slots.release_first_offenders()
+        assert store.supply.quarantined == 1
+        assert not store.supply.release_first_offenders()
         assert (
-            store.supply.slots._until[0]
-            > asyncio.get_running_loop().time() + slots_module.QUARANTINE_S
+            store.supply._until[0] > asyncio.get_running_loop().time() + slots_module.QUARANTINE_S
         )
         assert await bench.put(51) == [OK]
         assert await bench.get(51) == [OK]
@@ -281,7 +280,7 @@ async def test_an_error_of_a_moment_is_unavailable_and_costs_nothing(tmp_path, c
         ):
             assert await bench.get(1, 2) == [UNAVAILABLE] * 2
         assert await bench.get(1, 2) == [OK] * 2
-        assert bench.store.supply.slots.quarantined == 0
+        assert bench.store.supply.quarantined == 0
 
 
 async def test_objects_that_go_while_they_are_read_are_misses_and_not_corrupt(tmp_path):

@@ -23,72 +23,63 @@ QUARANTINE_S = 60.0
 LONGEST_QUARANTINE_S = 86_400.0
 
 
-class Slots:
-    """free: not in use. suspects: the next object that is written there must be read back before it
-    counts. freed: called when slots have become free."""
+GROW_AGAIN_S = 10.0
+"""Seconds after which a store on a full disk tries to grow again. Until then it evicts."""
 
-    def __init__(self, freed: Callable[[], None] = lambda: None) -> None:
+DEADLINE_EVERY_OBJECTS = 64
+"""Objects of a batch that get their slots between two looks at its deadline."""
+
+DEADLINE_CHECK_S = 0.05
+"""Seconds between two looks at the deadline while a write waits for a slot."""
+
+
+class SlotSupply:
+    """Hands out free slots, and keeps the catalog's capacity at the number of usable ones.
+
+    Attributes:
+        capacity: objects at most, when no slot is in quarantine. Known once the store is open.
+        free: slots that are not in use.
+        suspects: slots whose next object must be read back before it counts.
+        pause_until: time before which no slab is added, because the disk was full.
+        refused: why the last slab could not be added, empty if it could.
+    """
+
+    def __init__(self, files: SlabFiles, workers: Workers, catalog: Catalog) -> None:
+        self.capacity = 0
         self.free: deque[int] = deque()
         self.suspects: set[int] = set()
-        self._freed = freed
+        self.pause_until = 0.0
+        self.refused = ""
+        self._files = files
+        self._workers = workers
+        self._catalog = catalog
         self._erasing = 0  # slots whose entries are being erased, free afterwards
         self._readers: dict[int, int] = {}  # reads in flight, by slot
         self._leaving: set[int] = set()  # free once no read of them is in flight
         self._until: dict[int, float] = {}  # in quarantine
         self._strikes: Counter[int] = Counter()
+        self._task: asyncio.Task[Outcome] | None = None  # adds a slab
+        self._call: Future[Outcome] | None = None  # in a thread, may outlast a cancelled task
+        self._waiting: set[asyncio.Future[None]] = set()  # writes without a slot
 
     # -- use
 
     @contextmanager
     def reading(self, slots: Sequence[int]) -> Iterator[None]:
-        """Reads of slots are in flight inside."""
-        self.begin_reads(slots)
-        try:
-            yield
-        finally:
-            self.end_reads(slots)
-
-    def begin_reads(self, slots: Iterable[int]) -> None:
-        """Reads are in flight: the slots are not written."""
+        """Reads of slots are in flight inside: the slots are not written."""
         readers = self._readers
         for slot in slots:
             readers[slot] = readers.get(slot, 0) + 1
-
-    def end_reads(self, slots: Iterable[int]) -> None:
-        """Reads have ended."""
-        readers, leaving = self._readers, self._leaving
-        for slot in slots:
-            left = readers.pop(slot) - 1
-            if left:
-                readers[slot] = left
-            elif slot in leaving:
-                leaving.remove(slot)
-                self.free.append(slot)
-                self._freed()
-
-    def take(self, count: int) -> list[int]:
-        """Take free slots, at most `count`."""
-        free = self.free
-        return [free.popleft() for _ in range(min(count, len(free)))]
-
-    def restart(self, count: int) -> None:
-        """The slots are those of new files, all of them free. None is in use."""
-        self.free = deque(range(count))
-        for kept in (self.suspects, self._leaving, self._until, self._strikes):
-            kept.clear()
-
-    def add(self, slots: Iterable[int]) -> None:
-        """New slots, which nothing has read yet."""
-        self.free.extend(slots)
-
-    def give(self, slots: Iterable[int]) -> None:
-        """The slots hold no object any more: free now, or when their last reads end."""
-        for slot in slots:
-            if slot in self._readers:
-                self._leaving.add(slot)
-            else:
-                self.free.append(slot)
-        self._freed()
+        try:
+            yield
+        finally:
+            for slot in slots:
+                left = readers.pop(slot) - 1
+                if left:
+                    readers[slot] = left
+                elif slot in self._leaving:
+                    self._leaving.remove(slot)
+                    self.give([slot])
 
     @contextmanager
     def erasing(self, slots: Sequence[int]) -> Iterator[None]:
@@ -99,6 +90,28 @@ class Slots:
         finally:
             self._erasing -= len(slots)
             self.give(slots)
+
+    def give(self, slots: Iterable[int]) -> None:
+        """The slots hold no object any more: free now, or when their last reads end."""
+        for slot in slots:
+            if slot in self._readers:
+                self._leaving.add(slot)
+            else:
+                self.free.append(slot)
+        for waiter in self._waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def take_free(self, count: int) -> list[int]:
+        """Take free slots, at most `count`."""
+        free = self.free
+        return [free.popleft() for _ in range(min(count, len(free)))]
+
+    def restart(self, count: int) -> None:
+        """The slots are those of new files, all of them free. None is in use."""
+        self.free = deque(range(count))
+        for kept in (self.suspects, self._leaving, self._until, self._strikes):
+            kept.clear()
 
     @property
     def leaving(self) -> int:
@@ -116,26 +129,35 @@ class Slots:
             self.free.remove(slot)
             self.free.appendleft(slot)
 
-    # -- quarantine
+    # -- quarantine, and the capacity without the slots there
+
+    def set_capacity(self, capacity: int) -> None:
+        """The capacity is known once the store is open, and follows the space."""
+        self.capacity = capacity
+        self._fit()
+
+    def _fit(self) -> None:
+        self._catalog.capacity = max(1, self.capacity - self.quarantined)
 
     @property
     def quarantined(self) -> int:
         """Number of slots in quarantine."""
         return len(self._until)
 
-    def suspect(self, slot: int, now: float) -> None:
+    def quarantine(self, slot: int) -> None:
         """Put a slot in quarantine: it held a corrupt object, or did not return the data written to
         it."""
         self._strikes[slot] += 1
-        self._until[slot] = now + min(
+        self._until[slot] = now() + min(
             LONGEST_QUARANTINE_S, QUARANTINE_S * 2.0 ** min(20, self._strikes[slot] - 1)
         )
         self.suspects.add(slot)
+        self._fit()
 
-    def release(self, now: float) -> bool:
+    def release(self) -> bool:
         """Free the slots whose quarantine has ended. Returns whether there were any."""
         return bool(self._until) and self._free_again(
-            [slot for slot, until in self._until.items() if until <= now]
+            [slot for slot, until in self._until.items() if until <= now()]
         )
 
     def release_first_offenders(self) -> bool:
@@ -147,6 +169,7 @@ class Slots:
         for slot in slots:
             del self._until[slot]
         self.give(slots)
+        self._fit()
         return bool(slots)
 
     def passed(self, slot: int) -> None:
@@ -154,67 +177,19 @@ class Slots:
         self.suspects.discard(slot)
         del self._strikes[slot]
 
-
-# -- free slots
-
-
-GROW_AGAIN_S = 10.0
-"""Seconds after which a store on a full disk tries to grow again. Until then it evicts."""
-
-DEADLINE_EVERY_OBJECTS = 64
-"""Objects of a batch that get their slots between two looks at its deadline."""
-
-DEADLINE_CHECK_S = 0.05
-"""Seconds between two looks at the deadline while a write waits for a slot."""
-
-
-class SlotSupply:
-    """Hands out free slots, and keeps the catalog's capacity at the number of usable ones.
-
-    Attributes:
-        capacity: objects at most, when no slot is in quarantine. Known once the store is open.
-        pause_until: time before which no slab is added, because the disk was full.
-        refused: why the last slab could not be added, empty if it could.
-    """
-
-    def __init__(self, files: SlabFiles, workers: Workers, catalog: Catalog) -> None:
-        self.slots = Slots(self._wake)
-        self.capacity = 0
-        self.pause_until = 0.0
-        self.refused = ""
-        self._files = files
-        self._workers = workers
-        self._catalog = catalog
-        self._task: asyncio.Task[Outcome] | None = None  # adds a slab
-        self._call: Future[Outcome] | None = None  # in a thread, may outlast a cancelled task
-        self._waiting: set[asyncio.Future[None]] = set()  # writes without a slot
-
-    def set_capacity(self, capacity: int) -> None:
-        """The capacity is known once the store is open, and follows the space."""
-        self.capacity = capacity
-        self._fit()
-
-    def quarantine(self, slot: int) -> None:
-        """Put a slot in quarantine: it held a corrupt object, or did not return the data
-        written to it."""
-        self.slots.suspect(slot, now())
-        self._fit()
-
-    def _fit(self) -> None:
-        self._catalog.capacity = max(1, self.capacity - self.slots.quarantined)
+    # -- slots for writes
 
     def prepare(self, count: int) -> None:
         """A batch of `count` objects follows. If it would evict objects, slots in quarantine are
         tried again first."""
-        short = self.slots.quarantined and len(self._catalog) + count > self._catalog.capacity
-        if short and (self.slots.release(now()) or self.slots.release_first_offenders()):
-            self._fit()
+        short = self.quarantined and len(self._catalog) + count > self._catalog.capacity
+        if short and not self.release():
+            self.release_first_offenders()
 
     def take_now(self, count: int) -> list[int]:
         """Take slots that are free already, at most `count`."""
-        if self.slots.release(now()):
-            self._fit()
-        return self.slots.take(count)
+        self.release()
+        return self.take_free(count)
 
     async def take_batch(
         self,
@@ -241,23 +216,20 @@ class SlotSupply:
         self, squeeze: Callable[[], Awaitable[bool]], expired: Expired
     ) -> tuple[int | None, Outcome]:
         """Take a free slot."""
-        slots = self.slots
         while True:
             taken = self.take_now(1)
             if taken:
                 return taken[0], Outcome.OK
             outcome = await self.grow()
-            if slots.free or outcome == Outcome.OK:
+            if self.free or outcome == Outcome.OK:
                 continue  # other writes may have taken the slots of the new slab
             if outcome != Outcome.NO_SPACE:
                 return None, outcome
-            if slots.leaving:  # within the capacity: nothing is evicted or refused
+            if self.leaving:  # within the capacity: nothing is evicted or refused
                 if expired():
                     return None, Outcome.LATE
                 await self._wait()
-            elif slots.release_first_offenders():
-                self._fit()
-            elif not await squeeze():
+            elif not self.release_first_offenders() and not await squeeze():
                 return None, outcome
 
     async def _wait(self) -> None:
@@ -268,11 +240,6 @@ class SlotSupply:
             await asyncio.wait([waiter], timeout=DEADLINE_CHECK_S)
         finally:
             self._waiting.discard(waiter)
-
-    def _wake(self) -> None:
-        for waiter in self._waiting:
-            if not waiter.done():
-                waiter.set_result(None)
 
     # -- slabs that are added, up to the capacity
     #
@@ -300,7 +267,7 @@ class SlotSupply:
     def _grow_ahead(self) -> None:
         """Begin to add a slab if less than half of one is free: a batch that needs it then does not
         wait, while the disk has nothing to write."""
-        enough = 2 * len(self.slots.free) >= self._files.meta.slots_per_slab
+        enough = 2 * len(self.free) >= self._files.meta.slots_per_slab
         if enough or len(self._files.slabs) >= self._wanted() or now() < self.pause_until:
             return
         if self._task is None and (self._call is None or self._call.done()):
@@ -333,7 +300,7 @@ class SlotSupply:
         outcome = await asyncio.wrap_future(call)
         self.refused = "" if outcome == Outcome.OK else self._files.trouble
         if outcome == Outcome.OK:
-            self.slots.add(range(slabs * per_slab, (slabs + 1) * per_slab))
+            self.give(range(slabs * per_slab, (slabs + 1) * per_slab))
         elif outcome == Outcome.NO_SPACE:
             self.pause_until = now() + GROW_AGAIN_S
         return outcome

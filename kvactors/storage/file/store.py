@@ -115,7 +115,6 @@ class FileBackend(LocalStore):
         self.files = SlabFiles(place, meta, read_only=read_only, floor=floor)
         self.threads = SlabThreads(self.files, depth, write_depth or depth)
         self.supply = SlotSupply(self.files, self.threads.workers, self.catalog)
-        self._slots = self.supply.slots
         self.objects: dict[bytes, tuple[int, bytes]] = {}
         self.written: dict[bytes, tuple[int, bytes]] = {}
         # Of objects that are being written. A tuple is one batch's, also for equal lineages.
@@ -190,7 +189,7 @@ class FileBackend(LocalStore):
             self.sequence = sequence + 1
         used = {slot for slot, _ in self.objects.values()}
         slots = len(self.files.slabs) * self.files.meta.slots_per_slab
-        self._slots.give(slot for slot in range(slots) if slot not in used)
+        self.supply.give(slot for slot in range(slots) if slot not in used)
         return evicted, doubles
 
     async def _drop_empty_slabs(self) -> None:
@@ -200,7 +199,7 @@ class FileBackend(LocalStore):
         needed = -(-self.supply.capacity // per_slab)
         keep = max(last // per_slab + 1, min(needed, len(self.files.slabs)))
         await self.threads.run(self.files.shrink, keep)
-        self._slots.free = deque(slot for slot in self._slots.free if slot < keep * per_slab)
+        self.supply.free = deque(slot for slot in self.supply.free if slot < keep * per_slab)
 
     async def close(self) -> None:
         """See `Backend.close`. Takes about a second at most, then abandons hanging threads."""
@@ -290,7 +289,7 @@ class FileBackend(LocalStore):
         await self.threads.run(self.files.remake, self.generation)
         self.threads.io.open()
         self.generation = self.files.meta.generation
-        self._slots.restart(len(self.files.slabs) * self.files.meta.slots_per_slab)
+        self.supply.restart(len(self.files.slabs) * self.files.meta.slots_per_slab)
         self._space_due, self._lost = 0.0, False
         self._loss = (
             f"{self.files.folder}: the files were deleted by another program, with all objects, "
@@ -333,7 +332,7 @@ class FileBackend(LocalStore):
             return outcomes
         slots, marks = zip(*found.values(), strict=True)
         views = [into[i] for i in found]
-        with self._slots.reading(slots):
+        with self.supply.reading(slots):
             state = Outcome.OK if self.view is None else await self.threads.run(self.files.current)
             if state == Outcome.OK:
                 read = await self.threads.io.read(slots, views, marks, expired)
@@ -373,7 +372,7 @@ class FileBackend(LocalStore):
             return Outcome.MISS
         del self.objects[key]
         if outcome == Outcome.MISS:
-            self._slots.give([slot])
+            self.supply.give([slot])
             return outcome
         self.supply.quarantine(slot)
         await self.threads.io.erase([slot])
@@ -457,7 +456,7 @@ class FileBackend(LocalStore):
                 for i, outcome in zip(taken, written, strict=True):
                     outcomes[i] = outcome
         except BaseException:
-            self._slots.give(slot for i, slot in taken.items() if keys[i] not in self.written)
+            self.supply.give(slot for i, slot in taken.items() if keys[i] not in self.written)
             raise
         return outcomes
 
@@ -474,10 +473,10 @@ class FileBackend(LocalStore):
         entries = [records[n * size : (n + 1) * size] for n in range(len(found))]
         for n, slot in enumerate(slots):
             # A slot that held a corrupt object must return the data written to it.
-            if found[n] == Outcome.OK and slot in self._slots.suspects:
+            if found[n] == Outcome.OK and slot in self.supply.suspects:
                 checksum = checksum_of(mark_of(entries[n]))
                 if await self.threads.run(self.files.proves, slot, checksum):
-                    self._slots.passed(slot)
+                    self.supply.passed(slot)
                 else:
                     found[n] = Outcome.CORRUPT
         # Nothing is awaited from here on: a slot is given back once.
@@ -489,7 +488,7 @@ class FileBackend(LocalStore):
                 self.supply.quarantine(slot)
                 outcome = Outcome.UNAVAILABLE
             else:
-                self._slots.give([slot])
+                self.supply.give([slot])
             outcomes.append(outcome)
         return outcomes
 
@@ -522,7 +521,7 @@ class FileBackend(LocalStore):
         slot = self.objects[victim][0] if victim in self.objects else None
         await self.erase([victim])
         if first:
-            self._slots.first(slot)
+            self.supply.first(slot)
         return True
 
     def take_evicted(self) -> list[bytes]:
@@ -538,7 +537,7 @@ class FileBackend(LocalStore):
             if outcome == Outcome.OK and not self.files.lost:
                 self.objects[key] = (slot, mark_of(entry))
             else:
-                self._slots.give([slot])
+                self.supply.give([slot])
         self._notice_loss()
         return Outcome.UNAVAILABLE if self.files.lost else outcome
 
@@ -546,13 +545,13 @@ class FileBackend(LocalStore):
         for key in keys:
             slot_entry = self.written.pop(key, None)
             if slot_entry is not None:
-                self._slots.give([slot_entry[0]])
+                self.supply.give([slot_entry[0]])
 
     # -- removing
 
     async def erase(self, keys: Sequence[bytes]) -> Outcome:
         slots = [self.objects.pop(key)[0] for key in keys if key in self.objects]
-        with self._slots.erasing(slots):
+        with self.supply.erasing(slots):
             if not slots or self.files.read_only:
                 return Outcome.OK
             return await self.threads.io.erase(slots)
@@ -585,7 +584,7 @@ class FileBackend(LocalStore):
         self.generation = max(self.generation + 1, generation)
         if self.files.lost:  # the generation is that of the files that follow
             return
-        with self.in_use(), self._slots.erasing(slots):
+        with self.in_use(), self.supply.erasing(slots):
             self.clear_pending = True
             advancing = self._advancing = asyncio.get_running_loop().create_task(
                 self._advance(self._advancing)
@@ -622,7 +621,7 @@ class FileBackend(LocalStore):
             return await self._wipe(expired)
 
     async def _wipe(self, expired: Expired) -> str:
-        slots, part = self._slots, max(1, WIPE_BYTES // self.files.meta.stride)
+        slots, part = self.supply, max(1, WIPE_BYTES // self.files.meta.stride)
         try:
             with slots.reading(retired := slots.retired()):
                 for start in range(0, len(retired), part):
@@ -633,7 +632,7 @@ class FileBackend(LocalStore):
             meta = self.files.meta
             left = len(self.files.slabs) * meta.slots_per_slab - len(self.objects) - len(retired)
             while not expired():
-                some = slots.take(min(part, left))
+                some = slots.take_free(min(part, left))
                 left -= len(some)
                 if not some:
                     await self.threads.run(self.files.wiped)
