@@ -49,8 +49,8 @@ def whole(store: FileBackend) -> None:
 @contextmanager
 def at_step(store: FileBackend, step: int, action) -> Iterator[list[int]]:
     """Await `action()` before the call of a thread with this number. Yields the number of calls."""
-    calls, io = [0], store.threads.io
-    steps = ((store.threads, "run"), (io, "_job"), (io, "seal"), (io, "erase"))
+    calls, io = [0], store.io
+    steps = ("run", "_job", "seal", "erase")
 
     def stepwise(call):
         async def counted(*args, **options):
@@ -62,8 +62,8 @@ def at_step(store: FileBackend, step: int, action) -> Iterator[list[int]]:
         return counted
 
     with pytest.MonkeyPatch.context() as patch:
-        for owner, name in steps:
-            patch.setattr(owner, name, stepwise(getattr(owner, name)))
+        for name in steps:
+            patch.setattr(io, name, stepwise(getattr(io, name)))
         yield calls
 
 

@@ -68,10 +68,10 @@ async def test_entries_of_slots_side_by_side_are_one_call_and_the_others_are_apa
             calls.append(((at - 4096) // size, count // size))
 
         with faults(store, write=counted):
-            assert await store.threads.io.seal(wanted, sync=False) == OK
+            assert await store.io.seal(wanted, sync=False) == OK
         assert calls == [(3, 2), (6, 1), (5, 1), (7, 2)]
         assert [(slot, store.files.entry(slot)) for slot, _ in wanted] == wanted
-        await store.threads.io.erase([8, 3, 6])
+        await store.io.erase([8, 3, 6])
         left = {slot for slot, _ in wanted if any(store.files.entry(slot))}
         assert left == {4, 5, 7}
 
@@ -147,7 +147,7 @@ async def test_table_writes_wait_for_no_transfer(tmp_path):
         with faults(bench.store, write=hanging):
             stuck = asyncio.ensure_future(bench.put(2))
             try:
-                await bench.store.threads.io.erase([5])
+                await bench.store.io.erase([5])
                 assert not stuck.done()
             finally:
                 hang.set()
@@ -157,7 +157,7 @@ async def test_table_writes_wait_for_no_transfer(tmp_path):
 async def test_table_writes_of_slots_or_entries_that_do_not_fit_are_refused(tmp_path):
     async with opened(tmp_path) as bench:
         await bench.put(1)
-        queue, size = bench.store.threads.io._current(), bench.store.files.meta.entry_bytes
+        queue, size = bench.store.io._current(), bench.store.files.meta.entry_bytes
         slots = len(bench.store.files.slabs) * bench.store.files.meta.slots_per_slab
         for slot in (-1, slots):
             with pytest.raises(ValueError, match="out of range"):
@@ -466,7 +466,7 @@ def test_no_other_memory_of_the_process_reaches_the_disk(tmp_path):
 async def test_jobs_that_do_not_fit_are_refused(tmp_path):
     async with opened(tmp_path) as bench:
         await bench.put(1)
-        queue, mark, view = bench.store.threads.io._queue, bytes(16), bench.views(1)
+        queue, mark, view = bench.store.io._queue, bytes(16), bench.views(1)
         for slots, views, records in (
             ([0, 1], view, mark * 2),
             ([0], view, mark[1:]),
@@ -509,7 +509,7 @@ async def test_jobs_that_end_at_the_limit_of_a_close_are_answered(tmp_path, monk
 
     async with opened(tmp_path) as bench:
         await bench.put(1)
-        io = bench.store.threads.io
+        io = bench.store.io
         queue = io._queue
 
         def at_the_limit(_):  # the job ends here, and the loop does not see it

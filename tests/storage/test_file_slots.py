@@ -187,7 +187,7 @@ def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def delay(bench: Bench, numbers: random.Random) -> None:
     """Let erasures and reads last longer than writes, some of them much longer."""
-    io = bench.store.threads.io
+    io = bench.store.io
 
     def delayed(call):
         async def later(*args):
@@ -273,7 +273,7 @@ async def test_what_fits_is_stored_and_costs_no_other_object(tmp_path, seed):
 
 def hold(bench: Bench, call: str) -> asyncio.Event:
     """No call of this kind ends before the event."""
-    go, io = asyncio.Event(), bench.store.threads.io
+    go, io = asyncio.Event(), bench.store.io
     done = getattr(io, call)
 
     async def waiting(*args):

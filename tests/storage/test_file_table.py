@@ -526,7 +526,7 @@ async def test_a_batch_that_was_being_written_when_the_store_was_cleared_does_no
                 await bench.put(*range(4))
             if calls[0] < step:
                 break
-            monkeypatch.setattr(bench.store.threads.io, "erase", no_erasure)
+            monkeypatch.setattr(bench.store.io, "erase", no_erasure)
             found = await bench.get(*range(4))
         async with opened(folder) as bench:
             assert bench.store.keys() == []

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import pytest
 
 from kvactors.native import SlabQueue
-from kvactors.storage.file import io as io_module
+from kvactors.storage.file import store as store_module
 from kvactors.storage.file.io import SlabIo
 from kvactors.threads import Workers
 
@@ -111,4 +111,4 @@ def pytest_configure(config: pytest.Config) -> None:
     patch.setattr(asyncio.Handle, "_run", run_callback)
     patch.setattr(threading.Thread, "run", run)
     patch.setattr(Workers, "submit", lambda pool, call: submit(pool, partial(late_call, call)))
-    patch.setattr(io_module, "SlabIo", LateSlabIo)
+    patch.setattr(store_module, "SlabIo", LateSlabIo)

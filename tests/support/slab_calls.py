@@ -56,7 +56,7 @@ def faults(
 ) -> Iterator[None]:
     """Calls of the store's native threads go through these inside. inode: a negative error number,
     or the inode of the table's path. sync: given a descriptor, 0 or a negative error number."""
-    queue = store.threads.io._queue
+    queue = store.io._queue
     calls = (
         _move(os.preadv, read) if read else None,
         _move(os.pwritev, write) if write else None,

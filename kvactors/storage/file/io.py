@@ -7,7 +7,7 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import anyio
 
@@ -21,8 +21,12 @@ from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.messages import Outcome
 from kvactors.threads import NICE, Workers, atexit_close
 
-# -- native reads and writes
+T = TypeVar("T")
 
+log = get_logger()
+
+PYTHON_CALLS = 4
+"""Calls of Python at the same time, at most: they open, scan and grow."""
 
 DONE, DELETED = 0, 2
 OUTCOMES = {DONE: Outcome.OK, 1: Outcome.CORRUPT, DELETED: Outcome.MISS, 3: Outcome.LATE}
@@ -32,20 +36,19 @@ DEADLINE_CHECK_S = 0.05
 """Seconds between two looks at the deadline of a job in flight."""
 
 
-class MovedObjects(NamedTuple):
-    """The result of a job."""
-
-    outcomes: list[Outcome]
-    records: bytes
-
-
 class SlabIo:
-    """Moves objects between the slots of an open store and memory, in native threads.
+    """The threads of an open store: native ones move objects between its slots and memory, and a
+    few make blocking calls of Python.
 
     A job is a batch of objects: one call submits it, and one wake-up of the loop completes all
-    jobs that have ended since."""
+    jobs that have ended since.
+
+    Attributes:
+        workers: the threads for calls of Python.
+    """
 
     def __init__(self, files: SlabFiles, read_depth: int, write_depth: int) -> None:
+        self.workers = Workers(min(read_depth, PYTHON_CALLS), "kvactors-file")
         self._files = files
         self._depths = (read_depth, write_depth)
         self._queue: SlabQueue | None = None
@@ -74,6 +77,18 @@ class SlabIo:
         """Jobs that have not ended."""
         return 0 if self._queue is None else self._queue.in_flight
 
+    @property
+    def busy(self) -> int:
+        """Jobs and calls of Python that have not ended."""
+        return self.workers.busy + self.in_flight
+
+    async def run(self, function: Callable[..., T], *args: object) -> T:
+        """Make a blocking call and wait until it has ended, even if cancelled: the call works on
+        memory that the caller lent."""
+        return await wait_uncancelled(
+            asyncio.wrap_future(self.workers.submit(lambda: function(*args)))
+        )
+
     async def read(
         self,
         slots: Sequence[int],
@@ -84,7 +99,7 @@ class SlabIo:
         """Read objects and compare them with their marks and with the table: OK, MISS (the files
         were deleted), CORRUPT, UNAVAILABLE, or LATE if an object was not begun before the deadline.
         When the call has ended, cancelled or not, no view is written any more."""
-        return (await self._move(False, slots, views, marks, expired)).outcomes
+        return (await self._move(False, slots, views, marks, expired))[0]
 
     async def write(
         self,
@@ -92,9 +107,9 @@ class SlabIo:
         views: Sequence[memoryview],
         entries: Sequence[bytes],
         expired: Expired,
-    ) -> MovedObjects:
-        """Write payloads, and complete their entries with the checksums. When the call has ended,
-        cancelled or not, no view is read any more."""
+    ) -> tuple[list[Outcome], bytes]:
+        """Write payloads. Returns their outcomes, and their entries with the checksums, joined.
+        When the call has ended, cancelled or not, no view is read any more."""
         return await self._move(True, slots, views, entries, expired)
 
     async def _move(
@@ -104,7 +119,7 @@ class SlabIo:
         views: Sequence[memoryview],
         records: Sequence[bytes],
         expired: Expired,
-    ) -> MovedObjects:
+    ) -> tuple[list[Outcome], bytes]:
         direct = self._files.direct
         codes, done = await self._job(writes, direct, slots, views, records, expired)
         refused = [i for i, code in enumerate(codes) if code == -errno.EINVAL] if direct else []
@@ -123,8 +138,8 @@ class SlabIo:
                 codes[i], parts[i] = again[n], redone[n * size : (n + 1) * size]
             done = b"".join(parts)
         if not any(codes):
-            return MovedObjects([Outcome.OK] * len(codes), done)
-        return MovedObjects([self._outcome(code) for code in codes], done)
+            return [Outcome.OK] * len(codes), done
+        return [self._outcome(code) for code in codes], done
 
     def _outcome(self, code: int) -> Outcome:
         if code == DELETED and not self._files.read_only:
@@ -224,81 +239,31 @@ class SlabIo:
             self._collect(self._queue)
         return True
 
-    def close(self, limit: float) -> None:
-        """End the threads. `limit`: seconds to wait for their ends. Jobs that hang keep their
-        threads and their memory."""
-        queue, self._queue = self._queue, None
+    async def close(self, limit: float) -> bool:
+        """End the threads and close the files, which gives up the lock. Threads that hang for
+        longer than `limit` seconds are abandoned, and the files stay open for them. Returns whether
+        every call has ended."""
+        began, files = now(), self._files
+        ended = await self.workers.drained(limit)
+        ended &= await self.drained(max(0.0, began + limit - now()))
+        busy, queue, self._queue = self.busy, self._queue, None
+        if ended:
+            if queue is not None:
+                await self.run(queue.close, limit)
+            self.workers.close()
+            files.close()
+            return True
+        log.warning("store threads hang and are abandoned", folder=str(files.folder), threads=busy)
         if queue is not None:
-            queue.close(limit)
-
-    def when_idle(self) -> Callable[[], object]:
-        """A blocking call that returns when no job is in flight."""
-        queue = self._queue
-        if queue is None:
-            return lambda: None
-        return lambda: queue.wait_idle(float("inf"))
+            self.workers.submit(lambda: queue.wait_idle(float("inf")))
+            queue.close(0.0)
+        self.workers.close()
+        files.unlock()
+        # A descriptor in use must not become another file's.
+        self.workers.afterwards(files.drop)
+        return False
 
     def end(self, limit: float) -> None:
         """The interpreter exits: writes must be complete first. See `threads.atexit_close`."""
         if self._queue is not None:
             self._queue.wait_idle(limit)
-
-
-# -- threads
-
-
-PYTHON_CALLS = 4
-"""Calls of Python at the same time, at most: they open, scan and seal."""
-
-T = TypeVar("T")
-
-log = get_logger()
-
-
-class SlabThreads:
-    """A pool of threads for calls of Python, and the native threads that move objects."""
-
-    def __init__(self, files: SlabFiles, depth: int, write_depth: int) -> None:
-        """depth: reads, write_depth: writes at the same time."""
-        self.workers = Workers(min(depth, PYTHON_CALLS), "kvactors-file")
-        self.io = SlabIo(files, depth, write_depth)
-
-    @property
-    def busy(self) -> int:
-        """Calls that have not ended."""
-        return self.workers.busy + self.io.in_flight
-
-    async def run(self, function: Callable[..., T], *args: object) -> T:
-        """Make a blocking call and wait until it has ended, even if cancelled: the call works on
-        memory that the caller lent."""
-        return await wait_uncancelled(
-            asyncio.wrap_future(self.workers.submit(lambda: function(*args)))
-        )
-
-    async def close(self, files: SlabFiles, limit: float) -> bool:
-        """End the threads and close the files, which gives up the lock.
-
-        Args:
-            limit: seconds that running calls may take to end. Threads that hang for longer are
-                abandoned, and the files stay open for them.
-        """
-        began = now()
-        ended = await self.workers.drained(limit)
-        ended &= await self.io.drained(max(0.0, began + limit - now()))
-        if ended:
-            await self.run(self.io.close, limit)
-            self.workers.close()
-            files.close()
-            return True
-        log.warning(
-            "store threads hang and are abandoned",
-            folder=str(files.folder),
-            threads=self.busy,
-        )
-        self.workers.submit(self.io.when_idle())
-        self.workers.close()
-        self.io.close(0.0)
-        files.unlock()
-        # A descriptor in use must not become another file's.
-        self.workers.afterwards(files.drop)
-        return False

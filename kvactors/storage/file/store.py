@@ -20,7 +20,7 @@ from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.identity import Lineage, StoreIdentity
 from kvactors.storage.backend import Expired, ReadReport, WriteReport
-from kvactors.storage.file.io import SlabThreads
+from kvactors.storage.file.io import SlabIo
 from kvactors.storage.file.layout import SPARE_FOLDER, SlabFiles
 from kvactors.storage.file.slots import GROW_AGAIN_S, SlotSupply
 from kvactors.storage.file.table import (
@@ -113,8 +113,8 @@ class FileBackend(LocalStore):
         meta = _meta(names, digest, block_bytes, capacity, entry_bytes_for(block_size))
         place = Path(folder) / digest.hex()[:16]
         self.files = SlabFiles(place, meta, read_only=read_only, floor=floor)
-        self.threads = SlabThreads(self.files, depth, write_depth or depth)
-        self.supply = SlotSupply(self.files, self.threads.workers, self.catalog)
+        self.io = SlabIo(self.files, depth, write_depth or depth)
+        self.supply = SlotSupply(self.files, self.io.workers, self.catalog)
         self.objects: dict[bytes, tuple[int, bytes]] = {}
         self.written: dict[bytes, tuple[int, bytes]] = {}
         # Of objects that are being written. A tuple is one batch's, also for equal lineages.
@@ -150,8 +150,8 @@ class FileBackend(LocalStore):
             self.scrub.start()
 
     async def _open_files(self) -> None:
-        _, found, space = await self.threads.run(survey, self.files, self._space)
-        self.threads.io.open()
+        _, found, space = await self.io.run(survey, self.files, self._space)
+        self.io.open()
         self.generation = self.files.meta.generation
         if space is not None:
             self._settle(space)
@@ -167,8 +167,8 @@ class FileBackend(LocalStore):
                 objects=len(found.found),
                 torn=found.torn,
             )
-        evicted, doubles = await self.threads.run(self._enter, found.found)
-        await self.threads.io.erase(doubles)
+        evicted, doubles = await self.io.run(self._enter, found.found)
+        await self.io.erase(doubles)
         await self.erase(evicted)
         await self._drop_empty_slabs()
 
@@ -198,20 +198,20 @@ class FileBackend(LocalStore):
         last = max((slot for slot, _ in self.objects.values()), default=-1)
         needed = -(-self.supply.capacity // per_slab)
         keep = max(last // per_slab + 1, min(needed, len(self.files.slabs)))
-        await self.threads.run(self.files.shrink, keep)
+        await self.io.run(self.files.shrink, keep)
         self.supply.free = deque(slot for slot in self.supply.free if slot < keep * per_slab)
 
     async def close(self) -> None:
         """See `Backend.close`. Takes about a second at most, then abandons hanging threads."""
         if self.scrub is not None:
             await uncancelled(self.scrub.stop(CLOSE_LIMIT_S))
-        self.stuck = not await uncancelled(self.threads.close(self.files, CLOSE_LIMIT_S))
+        self.stuck = not await uncancelled(self.io.close(CLOSE_LIMIT_S))
         if self.stuck and self.arena is not None:
             self.arena.keep()
 
     async def attach(self, arena: Arena) -> None:
         self.arena = arena
-        self.threads.io.attach(arena)
+        self.io.attach(arena)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -232,7 +232,7 @@ class FileBackend(LocalStore):
             return
         self._space_due = float("inf")  # one look at a time
         try:
-            space = await self.threads.run(self._space.read, len(self.catalog))
+            space = await self.io.run(self._space.read, len(self.catalog))
         except FileNotFoundError:  # a slab
             self.files.lose()
             self._notice_loss()
@@ -272,7 +272,7 @@ class FileBackend(LocalStore):
     async def _begin_anew(self, expired: Expired) -> bool:
         """Make the files again, which were deleted, once no call uses the old ones. Returns whether
         they are there."""
-        while self.files.lost and (self._calls or self.threads.busy):
+        while self.files.lost and (self._calls or self.io.busy):
             if expired():
                 return False
             await asyncio.sleep(ANEW_CHECK_S)
@@ -286,8 +286,8 @@ class FileBackend(LocalStore):
 
     async def _remake(self) -> None:
         """No other call may be running. StoreError if it is not possible."""
-        await self.threads.run(self.files.remake, self.generation)
-        self.threads.io.open()
+        await self.io.run(self.files.remake, self.generation)
+        self.io.open()
         self.generation = self.files.meta.generation
         self.supply.restart(len(self.files.slabs) * self.files.meta.slots_per_slab)
         self._space_due, self._lost = 0.0, False
@@ -333,9 +333,9 @@ class FileBackend(LocalStore):
         slots, marks = zip(*found.values(), strict=True)
         views = [into[i] for i in found]
         with self.supply.reading(slots):
-            state = Outcome.OK if self.view is None else await self.threads.run(self.files.current)
+            state = Outcome.OK if self.view is None else await self.io.run(self.files.current)
             if state == Outcome.OK:
-                read = await self.threads.io.read(slots, views, marks, expired)
+                read = await self.io.read(slots, views, marks, expired)
             else:
                 read = [state] * len(slots)
         self._notice_loss()
@@ -375,7 +375,7 @@ class FileBackend(LocalStore):
             self.supply.give([slot])
             return outcome
         self.supply.quarantine(slot)
-        await self.threads.io.erase([slot])
+        await self.io.erase([slot])
         return outcome
 
     # -- writing
@@ -468,14 +468,14 @@ class FileBackend(LocalStore):
         expired: Expired,
     ) -> list[Outcome]:
         """Write payloads to slots. Slots that hold none afterwards are free, or in quarantine."""
-        found, records = await self.threads.io.write(slots, data, self._blanks(keys), expired)
+        found, records = await self.io.write(slots, data, self._blanks(keys), expired)
         size = self.files.meta.entry_bytes
         entries = [records[n * size : (n + 1) * size] for n in range(len(found))]
         for n, slot in enumerate(slots):
             # A slot that held a corrupt object must return the data written to it.
             if found[n] == Outcome.OK and slot in self.supply.suspects:
                 checksum = checksum_of(mark_of(entries[n]))
-                if await self.threads.run(self.files.proves, slot, checksum):
+                if await self.io.run(self.files.proves, slot, checksum):
                     self.supply.passed(slot)
                 else:
                     found[n] = Outcome.CORRUPT
@@ -531,7 +531,7 @@ class FileBackend(LocalStore):
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
         """See `LocalStore.seal`: write the entries, and if synced, wait for the device."""
         entries = [self.written[key] for key in keys]
-        outcome = await self.threads.io.seal(entries, sync=self._synced)
+        outcome = await self.io.seal(entries, sync=self._synced)
         for key in keys:
             slot, entry = self.written.pop(key)
             if outcome == Outcome.OK and not self.files.lost:
@@ -554,7 +554,7 @@ class FileBackend(LocalStore):
         with self.supply.erasing(slots):
             if not slots or self.files.read_only:
                 return Outcome.OK
-            return await self.threads.io.erase(slots)
+            return await self.io.erase(slots)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         with self.in_use():
@@ -564,7 +564,7 @@ class FileBackend(LocalStore):
         with self.in_use():
             unknown = await super().forget(salt)
             try:
-                await self.threads.run(self.files.sync_table)
+                await self.io.run(self.files.sync_table)
             except OSError as error:
                 self.files.failed(error)
                 raise StoreError(self.files.trouble) from error
@@ -603,9 +603,7 @@ class FileBackend(LocalStore):
             await asyncio.wait([before])
         number = self.generation
         try:
-            await asyncio.wrap_future(
-                self.threads.workers.submit(lambda: self.files.advance(number))
-            )
+            await asyncio.wrap_future(self.io.workers.submit(lambda: self.files.advance(number)))
         except OSError as error:
             raise StoreError(
                 f"{self.files.folder}: the store could not be cleared: {error}"
@@ -627,7 +625,7 @@ class FileBackend(LocalStore):
                 for start in range(0, len(retired), part):
                     if expired():
                         return WIPE_LATE
-                    await self.threads.run(self.files.wipe, retired[start : start + part])
+                    await self.io.run(self.files.wipe, retired[start : start + part])
             # Those that writes have taken are free again, with old bytes, if the writes fail.
             meta = self.files.meta
             left = len(self.files.slabs) * meta.slots_per_slab - len(self.objects) - len(retired)
@@ -635,10 +633,10 @@ class FileBackend(LocalStore):
                 some = slots.take_free(min(part, left))
                 left -= len(some)
                 if not some:
-                    await self.threads.run(self.files.wiped)
+                    await self.io.run(self.files.wiped)
                     return ""
                 with slots.erasing(some):
-                    await self.threads.run(self.files.wipe, some)
+                    await self.io.run(self.files.wipe, some)
         except OSError as error:
             self.files.failed(error)
             return self.files.trouble
@@ -659,7 +657,7 @@ class FileBackend(LocalStore):
         if paths is None:
             return None
         try:
-            parts = await self.threads.run(paths.parts, most)
+            parts = await self.io.run(paths.parts, most)
         except OSError as error:
             self.files.failed(error)
         if parts is None:
@@ -852,8 +850,8 @@ class SlabView:
 
     async def open(self) -> None:
         """Open the files and take in their objects. StoreError, also if there is no store yet."""
-        self._table, found, _ = await self._store.threads.run(survey, self._store.files, None)
-        self._store.threads.io.open()
+        self._table, found, _ = await self._store.io.run(survey, self._store.files, None)
+        self._store.io.open()
         await self._take_in(found)
         self._due = now() + VIEW_REFRESH_S
         log.info(
@@ -877,8 +875,8 @@ class SlabView:
         try:
             if self._table is None:
                 await self._open_again()
-            elif await self._store.threads.run(self._store.files.in_place):
-                await self._take_in(await self._store.threads.run(self._changes, self._table))
+            elif await self._store.io.run(self._store.files.in_place):
+                await self._take_in(await self._store.io.run(self._changes, self._table))
             else:
                 await self._lose()
         except OSError as error:
@@ -923,10 +921,10 @@ class SlabView:
         log.warning("the files of a view were deleted", folder=str(self._store.files.folder))
 
     async def _open_again(self) -> None:
-        if self._store.threads.busy:
+        if self._store.io.busy:
             return
         try:
-            await self._store.threads.run(self._store.files.close)
+            await self._store.io.run(self._store.files.close)
             await self.open()
         except StoreError as error:
             self._store.files.failed(error)
