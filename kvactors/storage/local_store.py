@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
@@ -12,7 +12,7 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import Lineage
 from kvactors.storage.backend import Backend, Expired, ReadReport, StoreStatistics, WriteReport
-from kvactors.storage.catalog import BatchAdmission, Catalog, StoreShares
+from kvactors.storage.catalog import Catalog, StoreShares
 from kvactors.storage.messages import Outcome
 
 FORGET_STEP_OBJECTS = 1024
@@ -26,8 +26,9 @@ SLICE_S = 0.0005
 
 
 class LocalStore(Backend):
-    """Base of the stores that one process owns. Implement `load`, `save` and `erase`. A catalog of
-    the keys, in order of use, evicts within the capacity (objects at most, 0 for no limit).
+    """Base of the stores that one process owns. Implement `load` and `save`, or `load_group` and
+    `save_group`, and `erase`. A catalog of the keys, in order of use, evicts within the capacity
+    (objects at most, 0 for no limit).
 
     Keys change hands synchronously: admission and removal take effect before anything else runs on
     the loop.
@@ -50,16 +51,16 @@ class LocalStore(Backend):
 
     # -- the objects, in memory or in files
 
-    @abstractmethod
     async def load(self, key: bytes, into: memoryview) -> Outcome:
         """Read one object into `into` (block_bytes long): OK, MISS, CORRUPT or UNAVAILABLE. If not
         OK, the contents of `into` are undefined. When the call has ended, cancelled or not, `into`
         is not written any more."""
+        raise NotImplementedError
 
-    @abstractmethod
     async def save(self, key: bytes, data: memoryview) -> Outcome:
         """Write one object, whole or not at all: OK, NO_SPACE or UNAVAILABLE. When the call has
         ended, `data` is not read any more."""
+        raise NotImplementedError
 
     @abstractmethod
     async def erase(self, keys: Sequence[bytes]) -> Outcome | None:
@@ -178,12 +179,23 @@ class LocalStore(Backend):
         by_key = dict(zip(keys, salts, strict=True)) if salts else {}
         admission = self.catalog.admit(fitting, by_key)
         self.counters.evicted += len(admission.evicted)
-        outcomes = bytearray([Outcome.LATE]) * len(keys)
         fresh = set(admission.fresh)
+        known = dict.fromkeys(admission.existing, Outcome.EXISTS)
+        known.update(dict.fromkeys(admission.refused, Outcome.REFUSED))
+        outcomes = bytearray(
+            Outcome.REFUSED if i in unfit else known.get(key, Outcome.LATE)
+            for i, key in enumerate(keys)
+        )
+        taken = fresh.difference(admission.refused)
+        chosen = [i for i, key in enumerate(keys) if i not in unfit and key in taken]
         self.pending |= fresh
         try:
             await self.erase(admission.evicted)
-            await self._save(keys, views, expired, admission, outcomes, unfit)
+            found = await self.save_group(
+                [keys[i] for i in chosen], [views[i] for i in chosen], expired
+            )
+            for i, outcome in zip(chosen, found, strict=True):
+                outcomes[i] = outcome
             await self._seal(keys, fresh, outcomes)
         except BaseException:
             # Saved or not, no object is certain to be sealed.
@@ -192,38 +204,11 @@ class LocalStore(Backend):
         finally:
             self.abandon(fresh)
             self.pending -= fresh
-            failed = {
-                key
-                for i, (key, outcome) in enumerate(zip(keys, outcomes, strict=True))
-                if outcome != Outcome.OK and i not in unfit
-            }
-            self.catalog.remove(fresh & failed)
+            self.catalog.remove(
+                {keys[i] for i in range(len(keys)) if outcomes[i] != Outcome.OK and i not in unfit}
+                & fresh
+            )
         return WriteReport(bytes(outcomes), admission.evicted + self.take_evicted())
-
-    async def _save(
-        self,
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
-        expired: Expired,
-        admission: BatchAdmission,
-        outcomes: bytearray,
-        unfit: Container[int],
-    ) -> None:
-        fresh, existing = set(admission.fresh), set(admission.existing)
-        refused = set(admission.refused)
-        chosen: list[int] = []
-        for i, key in enumerate(keys):
-            if i in unfit or key in refused:
-                outcomes[i] = Outcome.REFUSED
-            elif key in existing:
-                outcomes[i] = Outcome.EXISTS
-            elif key in fresh:
-                chosen.append(i)
-        found = await self.save_group(
-            [keys[i] for i in chosen], [views[i] for i in chosen], expired
-        )
-        for i, outcome in zip(chosen, found, strict=True):
-            outcomes[i] = outcome
 
     async def _seal(self, keys: Sequence[bytes], fresh: set[bytes], outcomes: bytearray) -> None:
         saved = [i for i, key in enumerate(keys) if key in fresh and outcomes[i] == Outcome.OK]

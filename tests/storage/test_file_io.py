@@ -20,7 +20,6 @@ import xxhash
 from kvactors.native import SlabQueue, xxh3_64
 from kvactors.storage.file import layout
 from kvactors.storage.file.io import SlabIo
-from kvactors.storage.file.store import own_bytes
 from kvactors.storage.file.table import Meta, blank_entry, mark_of
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
@@ -572,9 +571,9 @@ async def test_slabs_beyond_those_held_are_reckoned_shrunk_and_closed(tmp_path, 
         await bench.put(0)
     async with opened(tmp_path, capacity=10) as bench:
         await bench.put(*range(10))
-        assert own_bytes(bench.store.files) >= 10 * SIZE
+        assert bench.store.files.own_bytes() >= 10 * SIZE
         assert (
-            own_bytes(bench.store.files)
+            bench.store.files.own_bytes()
             == 10 * (bench.store.files.folder / "slab-0009").stat().st_blocks * 512
         )
         (bench.store.files.folder / "slab-0009").unlink()

@@ -230,13 +230,13 @@ async def test_files_are_not_made_anew_under_a_call_that_uses_the_old_ones(tmp_p
                 await asyncio.sleep(0.001)
         shutil.rmtree(tmp_path / "store")
         assert await bench.put(3) == [Outcome.UNAVAILABLE]
-        remake, calls = store._remake, list[bool]()
+        remake, calls = store.files.remake, list[bool]()
 
-        async def begin_anew() -> None:
+        def begin_anew(generation: int) -> None:
             calls.append(go.is_set())
-            await remake()
+            remake(generation)
 
-        store._remake = begin_anew
+        store.files.remake = begin_anew
         views = bench.views(2, 8)  # not in the memory of the read
         for view, number in zip(views, (3, 4), strict=True):
             view[:] = bench.pattern(number)

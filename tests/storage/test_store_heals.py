@@ -16,7 +16,7 @@ from kvactors.errors import StoreError
 from kvactors.storage.file import slots as slots_module
 from kvactors.storage.file import store as file_module
 from kvactors.storage.file.layout import SlabFiles
-from kvactors.storage.file.store import FileBackend, own_bytes
+from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
@@ -117,7 +117,7 @@ async def test_a_capacity_that_is_not_set_is_a_share_of_the_space(tmp_path, smal
     async with opened(tmp_path, floor=10 * 8192) as bench:
         await bench.put(*range(8))
         files = bench.store.files
-        space = files.free_bytes() + own_bytes(files)
+        space = files.free_bytes() + files.own_bytes()
     async with opened(tmp_path, floor=10 * 8192) as bench:
         expected = (0.8 * space - 10 * 8192) / 8192
         assert bench.store.supply.capacity == pytest.approx(expected, rel=0.2)

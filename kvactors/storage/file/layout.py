@@ -291,6 +291,11 @@ class SlabFiles:
         free = os.fstatvfs(self._folder)
         return free.f_bavail * free.f_frsize
 
+    def own_bytes(self) -> int:
+        """Bytes that the slabs occupy. OSError."""
+        slabs = (self.folder / f"slab-{number:04}" for number in range(len(self.slabs)))
+        return sum(slab.lstat().st_blocks * 512 for slab in slabs)
+
     def shrink(self, slabs: int) -> None:
         """Delete the last slabs until `slabs` are left."""
         while len(self.slabs) > slabs:

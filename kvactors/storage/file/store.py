@@ -110,7 +110,19 @@ class FileBackend(LocalStore):
         self.answerable = not read_only
         self.keeps_lineages = block_size > 0 and not read_only
         names = identity or StoreIdentity("", "", digest)
-        meta = _meta(names, digest, block_bytes, capacity, entry_bytes_for(block_size))
+        stride = object_stride(block_bytes)
+        per_slab = max(1, SLAB_BYTES // stride)
+        meta = Meta(
+            digest.hex(),
+            block_bytes,
+            stride,
+            min(per_slab, capacity) if capacity else per_slab,
+            model=names.model,
+            namespace=names.namespace,
+            rank=names.rank,
+            ranks=names.ranks,
+            entry_bytes=entry_bytes_for(block_size),
+        )
         place = Path(folder) / digest.hex()[:16]
         self.files = SlabFiles(place, meta, read_only=read_only, floor=floor)
         self.io = SlabIo(self.files, depth, write_depth or depth)
@@ -276,26 +288,23 @@ class FileBackend(LocalStore):
             if expired():
                 return False
             await asyncio.sleep(ANEW_CHECK_S)
-        if self.files.lost:
-            with self.in_use():
-                try:
-                    await self._remake()
-                except StoreError:
-                    return False
+        if not self.files.lost:
+            return True
+        with self.in_use():
+            try:
+                await self.io.run(self.files.remake, self.generation)
+            except StoreError:
+                return False
+            self.io.open()
+            self.generation = self.files.meta.generation
+            self.supply.restart(len(self.files.slabs) * self.files.meta.slots_per_slab)
+            self._space_due, self._lost = 0.0, False
+            self._loss = (
+                f"{self.files.folder}: the files were deleted by another program, with all "
+                f"objects, and made anew: {SPARE_FOLDER}"
+            )
+            log.info("file store made anew", folder=str(self.files.folder))
         return True
-
-    async def _remake(self) -> None:
-        """No other call may be running. StoreError if it is not possible."""
-        await self.io.run(self.files.remake, self.generation)
-        self.io.open()
-        self.generation = self.files.meta.generation
-        self.supply.restart(len(self.files.slabs) * self.files.meta.slots_per_slab)
-        self._space_due, self._lost = 0.0, False
-        self._loss = (
-            f"{self.files.folder}: the files were deleted by another program, with all objects, "
-            f"and made anew: {SPARE_FOLDER}"
-        )
-        log.info("file store made anew", folder=str(self.files.folder))
 
     # -- reading
 
@@ -316,9 +325,6 @@ class FileBackend(LocalStore):
 
     def present(self, key: bytes) -> bool:
         return key in self.objects
-
-    async def load(self, key: bytes, into: memoryview) -> Outcome:
-        return (await self.load_group([key], [into], lambda: False))[0]
 
     async def load_group(
         self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
@@ -421,13 +427,10 @@ class FileBackend(LocalStore):
         with self.in_use():
             return await super().write(keys, views, expired, salts)
 
-    async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """See `LocalStore.save`: the payload, into a free slot. `seal` makes it an object."""
-        return (await self.save_group([key], [data], lambda: False))[0]
-
     async def save_group(
         self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
     ) -> Sequence[Outcome]:
+        """See `LocalStore.save_group`: payloads, into free slots. `seal` makes them objects."""
         if not keys or expired():
             return [Outcome.LATE] * len(keys)
         if self.files.read_only:
@@ -615,28 +618,25 @@ class FileBackend(LocalStore):
         """See `Backend.wipe`. The slots without an object, a part of them at a time, which is not
         handed out until it is overwritten. A read in flight finds a wrong checksum, and its object
         is not in the store any more."""
-        with self.in_use():
-            return await self._wipe(expired)
-
-    async def _wipe(self, expired: Expired) -> str:
-        slots, part = self.supply, max(1, WIPE_BYTES // self.files.meta.stride)
+        supply, part = self.supply, max(1, WIPE_BYTES // self.files.meta.stride)
         try:
-            with slots.reading(retired := slots.retired()):
-                for start in range(0, len(retired), part):
-                    if expired():
-                        return WIPE_LATE
-                    await self.io.run(self.files.wipe, retired[start : start + part])
-            # Those that writes have taken are free again, with old bytes, if the writes fail.
-            meta = self.files.meta
-            left = len(self.files.slabs) * meta.slots_per_slab - len(self.objects) - len(retired)
-            while not expired():
-                some = slots.take_free(min(part, left))
-                left -= len(some)
-                if not some:
-                    await self.io.run(self.files.wiped)
-                    return ""
-                with slots.erasing(some):
-                    await self.io.run(self.files.wipe, some)
+            with self.in_use():
+                with supply.reading(retired := supply.retired()):
+                    for start in range(0, len(retired), part):
+                        if expired():
+                            return WIPE_LATE
+                        await self.io.run(self.files.wipe, retired[start : start + part])
+                # Those that writes have taken are free again, with old bytes, if the writes fail.
+                slots = len(self.files.slabs) * self.files.meta.slots_per_slab
+                left = slots - len(self.objects) - len(retired)
+                while not expired():
+                    some = supply.take_free(min(part, left))
+                    left -= len(some)
+                    if not some:
+                        await self.io.run(self.files.wiped)
+                        return ""
+                    with supply.erasing(some):
+                        await self.io.run(self.files.wipe, some)
         except OSError as error:
             self.files.failed(error)
             return self.files.trouble
@@ -693,24 +693,6 @@ def object_stride(block_bytes: int) -> int:
     return -(-block_bytes // PAGE) * PAGE
 
 
-def _meta(
-    names: StoreIdentity, digest: bytes, block_bytes: int, capacity: int, entry_bytes: int
-) -> Meta:
-    stride = object_stride(block_bytes)
-    per_slab = max(1, SLAB_BYTES // stride)
-    return Meta(
-        digest.hex(),
-        block_bytes,
-        stride,
-        min(per_slab, capacity) if capacity else per_slab,
-        model=names.model,
-        namespace=names.namespace,
-        rank=names.rank,
-        ranks=names.ranks,
-        entry_bytes=entry_bytes,
-    )
-
-
 # -- the space
 
 
@@ -754,7 +736,7 @@ class SpaceReader:
         """The space as it is now. It never makes less of the capacity than the `objects` that the
         store holds within what is configured: nothing is gained by their eviction. OSError."""
         files, wanted, stride = self._files, self._wanted, self._files.meta.stride
-        own, free, others = own_bytes(files), files.free_bytes(), 0
+        own, free, others = files.own_bytes(), files.free_bytes(), 0
         concern = ""
         if wanted:
             others = self._bytes_of_others()
@@ -818,12 +800,6 @@ def bytes_held(table: Path) -> int:
         while chunk := file.read(CHUNK_ENTRIES * meta.entry_bytes):
             found += count_used(chunk, meta)
     return found * meta.stride
-
-
-def own_bytes(files: SlabFiles) -> int:
-    """Bytes that the store's slabs occupy. OSError."""
-    slabs = (files.folder / f"slab-{number:04}" for number in range(len(files.slabs)))
-    return sum(slab.lstat().st_blocks * 512 for slab in slabs)
 
 
 # -- a view of a store that another process writes
