@@ -135,14 +135,10 @@ class LocalStore(Backend):
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        outcomes = bytearray([Outcome.LATE]) * len(keys)
-        unfit = unfit_views(views, len(keys), self.block_bytes, writable=True)
-        fit = [i for i in range(len(keys)) if i not in unfit]
-        for i in unfit:
-            outcomes[i] = Outcome.REFUSED
-        found = await self.load_group([keys[i] for i in fit], [views[i] for i in fit], expired)
-        for i, outcome in zip(fit, found, strict=True):
-            outcomes[i] = outcome
+        async def move(fit: Sequence[bytes], into: Sequence[memoryview]) -> Sequence[int]:
+            return await self.load_group(fit, into, expired)
+
+        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=True)
         results = list(zip(keys, outcomes, strict=True))
         corrupt = [key for key, outcome in results if outcome == Outcome.CORRUPT]
         missing = [
@@ -315,3 +311,24 @@ def unfit_views(
         if view.nbytes != block_bytes or not view.c_contiguous or (writable and view.readonly)
     }
     return frozenset(unfit.union(range(len(views), count)))
+
+
+async def move_fitting(
+    keys: Sequence[bytes],
+    views: Sequence[memoryview],
+    block_bytes: int,
+    move: Callable[[Sequence[bytes], Sequence[memoryview]], Awaitable[Sequence[int]]],
+    *,
+    writable: bool,
+) -> Sequence[int]:
+    """Move the objects whose views can hold them. The outcome of the others is REFUSED."""
+    unfit = unfit_views(views, len(keys), block_bytes, writable=writable)
+    if not unfit:
+        return await move(keys, views)
+    fit = [i for i in range(len(keys)) if i not in unfit]
+    outcomes = bytearray([Outcome.REFUSED]) * len(keys)
+    if fit:
+        moved = await move([keys[i] for i in fit], [views[i] for i in fit])
+        for i, outcome in zip(fit, moved, strict=True):
+            outcomes[i] = outcome
+    return outcomes

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +32,7 @@ from kvactors.identity import Lineage, StoreIdentity
 from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
-from kvactors.storage.local_store import unfit_views
+from kvactors.storage.local_store import move_fitting
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake_client import (
     NO_SPACE,
@@ -55,6 +55,12 @@ class Fit(IntEnum):
     DIFFERS = 0
     FITS = 1
     NO_CHECKSUM = 2  # everything else fits
+
+
+log = get_logger()
+
+QUESTION_OBJECTS = 32
+"""Objects in one question to the master, at most."""
 
 
 # -- headers
@@ -164,7 +170,7 @@ class CallSize:
             self._rate += (WEIGHT if self._rate else 1.0) * (rate - self._rate)
 
 
-# -- moves in batches
+# -- the back end
 
 
 RETRY = 0.2
@@ -209,49 +215,117 @@ class PoolMoved(NamedTuple):
     compared: Compared | None = None
 
 
-class MooncakeObjects:
-    """Reads and writes objects, each a block and its header.
+class MooncakeBackend(Backend):
+    """A client of a pool.
 
     A thread of the client makes the headers of a transfer and moves it, or moves it and compares
     its headers. In a batch of several transfers the checksums are computed beside the transfer
     before or behind."""
 
-    def __init__(
-        self,
-        client: MooncakeClient,
-        prefix: str,
-        headers: PoolHeaders,
-        block_bytes: int,
-    ) -> None:
-        self.arena: Arena | None = None
+    slot_trailer_bytes = HEADER.size
+
+    def __init__(self, config: MooncakeConfig, identity: StoreIdentity, block_bytes: int) -> None:
+        super().__init__(identity.digest, block_bytes)
+        self.client = MooncakeClient(config, identity.rank)
         self.calls = CallSize(block_bytes)
-        self._without_checksum = 0
-        self._client = client
-        self.prefix = prefix
-        self._headers = headers
-        self._block_bytes = block_bytes
+        self.arena: Arena | None = None  # registered with the client
+        self._prefix = identity.pool_prefix
+        self._headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)
         # One thread for checksums beside a transfer, which would block the loop.
         self._checksums = Workers(1, "kvactors-mooncake-checksum")
 
+    async def open(self) -> None:
+        """Join the pool."""
+        await self.client.open()
+        if not self.client.config.payload_checksums:
+            log.warning("payload checksums are off", store="mooncake")
+        if self.client.config.protocol == "tcp":
+            log.info("pool over TCP", store="mooncake", rdma="storage.mooncake.protocol = 'rdma'")
+
+    async def attach(self, arena: Arena) -> None:
+        """Register the arena."""
+        await self.client.register(arena)
+        self.arena = arena
+
+    async def close(self) -> None:
+        """Leave the pool, which loses the objects in this node's memory."""
+        await self.client.unregister()
+        await self.client.close()
+        self._checksums.close()
+
     def name(self, key: bytes) -> str:
         """The name of an object in the pool."""
-        return self.prefix + key.hex()
+        return self._prefix + key.hex()
+
+    # -- look-ups
+
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        """None: only the master can answer."""
+        return None
+
+    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+        """The master is not asked about a key behind a missing one."""
+        run = 0
+        for start in range(0, len(keys), QUESTION_OBJECTS):
+            if expired():
+                return run
+            found = await self._has(keys[start : start + QUESTION_OBJECTS])
+            run += found.index(False) if False in found else len(found)
+            if False in found:
+                return run
+        return run
+
+    async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+        """The leases of objects behind a missing one cost the pool little: they end after
+        seconds."""
+        found: list[bool] = []
+        for start in range(0, len(keys), QUESTION_OBJECTS):
+            if expired():
+                break
+            found += await self._has(keys[start : start + QUESTION_OBJECTS])
+        return found + [False] * (len(keys) - len(found))
+
+    async def _has(self, keys: Sequence[bytes]) -> list[bool]:
+        """Whether the pool has each key. The master gives each object that it is asked about a
+        lease."""
+        codes = await self.client.exist([self.name(key) for key in keys])
+        self.counters.outcomes[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
+        if max(codes) < 0:
+            raise StoreUnavailable(f"the pool's master does not answer (code {codes[0]})")
+        return [code == 1 for code in codes]
+
+    # -- reads
 
     async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
-    ) -> bytearray:
-        """One outcome a key."""
-        return await self._read(self._in_views(keys, views), expired)
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """Corrupt objects are removed from the pool."""
+
+        async def move(fit: Sequence[bytes], into: Sequence[memoryview]) -> bytearray:
+            return await self._read(self._in_views(fit, into), expired)
+
+        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=True)
+        return await self._read_report(keys, bytes(outcomes))
 
     async def read_slots(
-        self, keys: Sequence[bytes], slots: Sequence[int], expired: Callable[[], bool]
-    ) -> bytearray:
-        """`read` into slots of the arena (see `has_slots`)."""
-        return await self._read(self._in_slots(keys, slots), expired)
+        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
+    ) -> ReadReport:
+        """Views of slots would cost as much as small objects."""
+        if not self._has_slots(arena, slots, len(keys)):
+            return await super().read_slots(keys, arena, slots, expired)
+        outcomes = await self._read(self._in_slots(keys, arena, slots), expired)
+        return await self._read_report(keys, bytes(outcomes))
 
-    async def _read(self, batch: PoolBatch, expired: Callable[[], bool]) -> bytearray:
+    async def _read_report(self, keys: Sequence[bytes], outcomes: bytes) -> ReadReport:
+        if Outcome.CORRUPT in outcomes:
+            results = zip(keys, outcomes, strict=True)
+            await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
+        return ReadReport(outcomes, [])
+
+    async def _read(self, batch: PoolBatch, expired: Expired) -> bytearray:
         count = len(batch.keys)
         outcomes = bytearray([Outcome.LATE]) * count
+        compared: list[tuple[slice, Compared]] = []
         comparing: list[tuple[slice, asyncio.Future[Compared]]] = []
         try:
             for some in self.calls.parts(count):
@@ -261,14 +335,18 @@ class MooncakeObjects:
                 alone = some.stop == count or not self._headers.checksums
                 moved = await self._moved(part, partial(self._get, compare=alone))
                 if moved.compared is not None:
-                    self._settle(outcomes, some, moved.compared)
+                    compared.append((some, moved.compared))
                     continue
                 compare = partial(self._compare, part, moved.codes)
                 comparing.append((some, asyncio.wrap_future(self._checksums.submit(compare))))
         finally:
             every = await wait_uncancelled(asyncio.gather(*(future for _, future in comparing)))
-            for (some, _), compared in zip(comparing, every, strict=True):
-                self._settle(outcomes, some, compared)
+        compared += zip((some for some, _ in comparing), every, strict=True)
+        for some, found in compared:
+            outcomes[some] = found.outcomes
+        if refused := sum(found.without_checksum for _, found in compared):
+            self.counters.without_checksum += refused
+            log.warning("objects without checksums", store="mooncake", objects=refused)
         return outcomes
 
     def _get(
@@ -276,40 +354,42 @@ class MooncakeObjects:
     ) -> PoolMoved:
         """Read, and compare headers. In a thread of the client."""
         keys, pointers = batch.joined(), batch.pointers(batch.places)
-        names, sizes = object_names(self.prefix, keys), [batch.sizes] * len(pointers)
+        names, sizes = object_names(self._prefix, keys), [batch.sizes] * len(pointers)
         began = clock()
         codes = list(store.batch_get_into_multi_buffers(names, pointers, sizes))
         seconds, objects = clock() - began, codes.count(sum(batch.sizes))
-        if not compare:
-            return PoolMoved(codes, objects, seconds)
-        compared = self._headers.compare(keys, pointers, codes)
+        compared = self._headers.compare(keys, pointers, codes) if compare else None
         return PoolMoved(codes, objects, seconds, compared)
 
     def _compare(self, batch: PoolBatch, codes: list[int]) -> Compared:
         return self._headers.compare(batch.joined(), batch.pointers(batch.places), codes)
 
-    def _settle(self, outcomes: bytearray, some: slice, compared: Compared) -> None:
-        outcomes[some] = compared.outcomes
-        self._without_checksum += compared.without_checksum
-
-    def take_without_checksum(self) -> int:
-        """Objects read since the last call that were misses because they have no checksum."""
-        taken, self._without_checksum = self._without_checksum, 0
-        return taken
+    # -- writes: the pool reports an object that it has as written
 
     async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Callable[[], bool]
-    ) -> bytearray:
-        """One outcome a key. The pool reports an object that it has as written."""
-        return await self._write(self._in_views(keys, views), expired)
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> WriteReport:
+        async def move(fit: Sequence[bytes], data: Sequence[memoryview]) -> bytearray:
+            return await self._write(self._in_views(fit, data), expired)
+
+        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=False)
+        return WriteReport(bytes(outcomes), [])
 
     async def write_slots(
-        self, keys: Sequence[bytes], slots: Sequence[int], expired: Callable[[], bool]
-    ) -> bytearray:
-        """`write` from slots of the arena (see `has_slots`)."""
-        return await self._write(self._in_slots(keys, slots), expired)
+        self,
+        keys: Sequence[bytes],
+        arena: Arena,
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
+    ) -> WriteReport:
+        if not self._has_slots(arena, slots, len(keys)):
+            return await super().write_slots(keys, arena, slots, expired)
+        outcomes = await self._write(self._in_slots(keys, arena, slots), expired)
+        return WriteReport(bytes(outcomes), [])
 
-    async def _write(self, batch: PoolBatch, expired: Callable[[], bool]) -> bytearray:
+    async def _write(self, batch: PoolBatch, expired: Expired) -> bytearray:
         outcomes = bytearray([Outcome.LATE]) * len(batch.keys)
         ahead: asyncio.Future[None] | None = None
         calls = list(self.calls.parts(len(batch.keys)))
@@ -341,7 +421,7 @@ class MooncakeObjects:
     ) -> PoolMoved:
         """Make headers, and write. In a thread of the client."""
         keys, pointers = batch.joined(), batch.pointers(batch.places)
-        names, sizes = object_names(self.prefix, keys), [batch.sizes] * len(pointers)
+        names, sizes = object_names(self._prefix, keys), [batch.sizes] * len(pointers)
         if not made:
             self._headers.make(keys, pointers)
         began = clock()
@@ -373,7 +453,7 @@ class MooncakeObjects:
                 raise ValueError(f"{len(moved.codes)} codes for {count} objects")
             return moved
 
-        return self._client.begin(work, PoolMoved([RPC_FAILED] * count))
+        return self.client.begin(work, PoolMoved([RPC_FAILED] * count))
 
     async def _ended(self, moving: asyncio.Future[PoolMoved]) -> PoolMoved:
         moved = await wait_uncancelled(moving)
@@ -383,181 +463,41 @@ class MooncakeObjects:
     async def _moved(self, batch: PoolBatch, transfer: Callable[..., PoolMoved]) -> PoolMoved:
         return await self._ended(self._begin(batch, transfer))
 
-    def has_slots(self, arena: Arena, slots: Sequence[int], count: int) -> bool:
+    # -- memory
+
+    def _has_slots(self, arena: Arena, slots: Sequence[int], count: int) -> bool:
         """Whether these slots of the arena can be moved without views of them."""
         return (
             arena is self.arena
             and arena.trailer >= HEADER.size
-            and arena.block_bytes == self._block_bytes
+            and arena.block_bytes == self.block_bytes
             and len(slots) == count > 0
             and min(slots) >= 0
             and max(slots) < arena.num_slots
         )
 
-    def _in_slots(self, keys: Sequence[bytes], slots: Sequence[int]) -> PoolBatch:
+    def _in_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int]) -> PoolBatch:
         """A slot of the arena is one piece with its trailer: over a network, another piece costs as
         much as a small block."""
-        if self.arena is None:
-            raise ValueError("no arena is attached")
-        pointers = partial(slot_pointers, self.arena.address, self.arena.stride)
-        return PoolBatch(keys, slots, pointers, [self._block_bytes + HEADER.size])
+        pointers = partial(slot_pointers, arena.address, arena.stride)
+        return PoolBatch(keys, slots, pointers, [self.block_bytes + HEADER.size])
 
     def _in_views(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> PoolBatch:
         """Headers are behind the payloads if every payload is in a slot of the arena."""
         payloads, arena = addresses(list(views)), self.arena
         if arena is not None and arena.trailer >= HEADER.size and all(map(arena.holds, payloads)):
             whole = [[address] for address in payloads]
-            return PoolBatch(keys, whole, list, [self._block_bytes + HEADER.size])
+            return PoolBatch(keys, whole, list, [self.block_bytes + HEADER.size])
         headers = np.zeros(HEADER.size * len(payloads), np.uint8)
         first = int(headers.ctypes.data)
         pieces = [[at, first + HEADER.size * i] for i, at in enumerate(payloads)]
-        return PoolBatch(keys, pieces, list, [self._block_bytes, HEADER.size], headers)
+        return PoolBatch(keys, pieces, list, [self.block_bytes, HEADER.size], headers)
 
-    def close(self) -> None:
-        """End the thread of the checksums."""
-        self._checksums.close()
-
-
-async def move_fitting(
-    keys: Sequence[bytes],
-    views: Sequence[memoryview],
-    block_bytes: int,
-    move: Callable[[Sequence[bytes], Sequence[memoryview]], Awaitable[bytearray]],
-    *,
-    writable: bool,
-) -> bytearray:
-    """Move the objects whose views can hold them. The outcome of the others is REFUSED."""
-    unfit = unfit_views(views, len(keys), block_bytes, writable=writable)
-    if not unfit:
-        return await move(keys, views)
-    fit = [i for i in range(len(keys)) if i not in unfit]
-    outcomes = bytearray([Outcome.REFUSED]) * len(keys)
-    if fit:
-        moved = await move([keys[i] for i in fit], [views[i] for i in fit])
-        for i, outcome in zip(fit, moved, strict=True):
-            outcomes[i] = outcome
-    return outcomes
-
-
-# -- the back end
-
-
-log = get_logger()
-
-QUESTION_OBJECTS = 32
-"""Objects in one question to the master, at most."""
-
-
-class MooncakeBackend(Backend):
-    """A client of a pool."""
-
-    slot_trailer_bytes = HEADER.size
-
-    def __init__(self, config: MooncakeConfig, identity: StoreIdentity, block_bytes: int) -> None:
-        super().__init__(identity.digest, block_bytes)
-        self._prefix = identity.pool_prefix
-        self.client = MooncakeClient(config, identity.rank)
-        headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)
-        self.objects = MooncakeObjects(self.client, self._prefix, headers, block_bytes)
-
-    async def open(self) -> None:
-        """Join the pool."""
-        await self.client.open()
-        if not self.client.config.payload_checksums:
-            log.warning("payload checksums are off", store="mooncake")
-        if self.client.config.protocol == "tcp":
-            log.info("pool over TCP", store="mooncake", rdma="storage.mooncake.protocol = 'rdma'")
-
-    async def attach(self, arena: Arena) -> None:
-        """Register the arena."""
-        await self.client.register(arena)
-        self.objects.arena = arena
-
-    def probe(self, keys: Sequence[bytes]) -> int | None:
-        """None: only the master can answer."""
-        return None
-
-    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """The master is not asked about a key behind a missing one."""
-        run = 0
-        for start in range(0, len(keys), QUESTION_OBJECTS):
-            if expired():
-                return run
-            found = await self._has(keys[start : start + QUESTION_OBJECTS])
-            run += found.index(False) if False in found else len(found)
-            if False in found:
-                return run
-        return run
-
-    async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
-        """The leases of objects behind a missing one cost the pool little: they end after
-        seconds."""
-        found: list[bool] = []
-        for start in range(0, len(keys), QUESTION_OBJECTS):
-            if expired():
-                break
-            found += await self._has(keys[start : start + QUESTION_OBJECTS])
-        return found + [False] * (len(keys) - len(found))
-
-    async def _has(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether the pool has each key. The master gives each object that it is asked about a
-        lease."""
-        codes = await self.client.exist([self.objects.name(key) for key in keys])
-        self.counters.outcomes[Outcome.UNAVAILABLE] += sum(code < 0 for code in codes)
-        if max(codes) < 0:
-            raise StoreUnavailable(f"the pool's master does not answer (code {codes[0]})")
-        return [code == 1 for code in codes]
-
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        """Corrupt objects are removed from the pool."""
-        move = partial(self.objects.read, expired=expired)
-        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=True)
-        return await self._read_report(keys, bytes(outcomes))
-
-    async def read_slots(
-        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
-    ) -> ReadReport:
-        """Views of slots would cost as much as small objects."""
-        if not self.objects.has_slots(arena, slots, len(keys)):
-            return await super().read_slots(keys, arena, slots, expired)
-        outcomes = await self.objects.read_slots(keys, slots, expired)
-        return await self._read_report(keys, bytes(outcomes))
-
-    async def _read_report(self, keys: Sequence[bytes], outcomes: bytes) -> ReadReport:
-        if Outcome.CORRUPT in outcomes:
-            results = zip(keys, outcomes, strict=True)
-            await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
-        refused = self.objects.take_without_checksum()
-        if refused:
-            self.counters.without_checksum += refused
-            log.warning("objects without checksums", store="mooncake", objects=refused)
-        return ReadReport(outcomes, [])
-
-    async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> WriteReport:
-        move = partial(self.objects.write, expired=expired)
-        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=False)
-        return WriteReport(bytes(outcomes), [])
-
-    async def write_slots(
-        self,
-        keys: Sequence[bytes],
-        arena: Arena,
-        slots: Sequence[int],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
-        salts: Sequence[int | None] = (),
-    ) -> WriteReport:
-        if not self.objects.has_slots(arena, slots, len(keys)):
-            return await super().write_slots(keys, arena, slots, expired)
-        return WriteReport(bytes(await self.objects.write_slots(keys, slots, expired)), [])
+    # -- removal
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         if keys:
-            await self.client.remove([self.objects.name(key) for key in keys])
+            await self.client.remove([self.name(key) for key in keys])
 
     async def clear(self, generation: int = 0) -> None:
         """Clear the objects of every node of the pool."""
@@ -565,9 +505,3 @@ class MooncakeBackend(Backend):
         if await self.client.call(lambda store: int(store.remove_by_regex(pattern, True)), -1) < 0:
             raise StoreError("the Mooncake pool did not remove the objects")
         self.generation = max(self.generation + 1, generation)
-
-    async def close(self) -> None:
-        """Leave the pool, which loses the objects in this node's memory."""
-        await self.client.unregister()
-        await self.client.close()
-        self.objects.close()

@@ -16,7 +16,7 @@ from kvactors.native import check_headers, make_headers
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.signals import run_terminable
 from kvactors.storage.messages import Outcome
-from kvactors.storage.mooncake import HEADER, Fit, MooncakeBackend, MooncakeObjects, PoolHeaders
+from kvactors.storage.mooncake import HEADER, Fit, MooncakeBackend, PoolHeaders
 from tests.benchmarks.report import Row, rate_row
 from tests.benchmarks.store_rounds import DIGEST, names, processor_seconds, rounds_within
 from tests.support.masters import master
@@ -88,7 +88,9 @@ class PoolRunners:
     def __init__(self, store: MooncakeBackend, arena: Arena, count: int) -> None:
         self._store, self._arena = store, arena
         self.keys = names(count)
-        self._objects = {True: store.objects, False: _without_checksums(store, arena)}
+        self._headers = {
+            checks: PoolHeaders(store.digest, store.block_bytes, checks) for checks in (True, False)
+        }
         self.raw = ["raw/" + key.hex() for key in self.keys]
         self._deadline = asyncio.get_running_loop().time() + 600.0
 
@@ -109,7 +111,7 @@ class PoolRunners:
         return asyncio.get_running_loop().time() > self._deadline
 
     async def _ours(self, what: str, some: slice, checked: bool) -> bool:
-        self._store.objects = self._objects[checked]
+        self._store._headers = self._headers[checked]
         call = self._store.write_slots if what == "write" else self._store.read_slots
         keys = self.keys[some]
         report = await call(keys, self._arena, range(len(keys)), self._expired)
@@ -136,17 +138,8 @@ class PoolRunners:
 
     async def remove(self, runner: Runner) -> None:
         """The objects of a round."""
-        gone = [self._store.objects.name(key) for key in self.keys] if runner.ours else self.raw
+        gone = [self._store.name(key) for key in self.keys] if runner.ours else self.raw
         await self._store.client.call(lambda store: store.batch_remove(gone, True), None)
-
-
-def _without_checksums(store: MooncakeBackend, arena: Arena) -> MooncakeObjects:
-    """The objects of a back end with `payload_checksums` off, through the same client."""
-    headers = PoolHeaders(store.digest, store.block_bytes, checksums=False)
-    prefix = store.objects.prefix
-    found = MooncakeObjects(store.client, prefix, headers, store.block_bytes)
-    found.arena = arena
-    return found
 
 
 async def in_pool(address: str, size: int, total: int, rounds: int) -> Directions:

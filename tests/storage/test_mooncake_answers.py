@@ -140,7 +140,7 @@ async def test_each_object_of_a_batch_has_its_own_result(standin, monkeypatch):
     def some(keys: Any, pointers: Any, sizes: Any) -> list[int]:
         found = put(keys, pointers, sizes)
         for number, code in codes.items():
-            name = bench.store.objects.name(key(number))
+            name = bench.store.name(key(number))
             if name in keys:
                 standin.objects.pop(name, None)
                 found[keys.index(name)] = code

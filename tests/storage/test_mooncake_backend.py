@@ -125,7 +125,7 @@ async def test_objects_of_different_identities_never_mix(running, change):
 async def test_a_bad_object_is_corrupt_and_goes(running):
     async with Node(running.address) as one:
         await one.put(1, 2)
-        name = one.backend.objects.name(key(1))
+        name = one.backend.name(key(1))
         good = await one.backend.client.call(lambda store: bytes(store.get(name)), b"")
         assert len(good) == SIZE + 96
         for bad in (
@@ -171,7 +171,7 @@ async def test_nodes_with_and_without_checksums_share_a_pool(running):
 async def test_without_checksums_only_the_header_is_compared(running):
     async with Node(running.address, payload_checksums=False) as one:
         await one.put(1, 2)
-        names = [one.backend.objects.name(key(number)) for number in (1, 2)]
+        names = [one.backend.name(key(number)) for number in (1, 2)]
         call = one.backend.client.call
         good, other = [
             await call(lambda store, name=name: bytes(store.get(name)), b"") for name in names

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError
+from kvactors.identity import StoreIdentity
 from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
 from kvactors.settings import Config
 from kvactors.settings.mooncake import MooncakeConfig, resolve
@@ -34,7 +35,7 @@ from kvactors.storage.mooncake import (
     CallSize,
     Compared,
     Fit,
-    MooncakeObjects,
+    MooncakeBackend,
     PoolHeaders,
     outcome_of,
 )
@@ -60,6 +61,9 @@ class Pool:
         self.put_codes: dict[str, int] = {}
         self.calls: list[int] = []
         self.during = lambda: None
+
+    async def remove(self, names) -> None:
+        """See `MooncakeClient.remove`. Kept, to be read again."""
 
     def begin(self, work, _failed) -> asyncio.Task:
         """See `MooncakeClient.begin`."""
@@ -102,17 +106,33 @@ class Bench:
         self, trailer: int = HEADER.size, slots: int = 8, step: int = 3, checksums: bool = True
     ) -> None:
         self.pool = Pool()
-        headers = PoolHeaders(DIGEST, SIZE, checksums)
-        self.objects = MooncakeObjects(self.pool, "p/", headers, SIZE)
-        self.objects.calls.most_objects = step
-        self.arena = self.objects.arena = Arena(slots, SIZE, trailer=trailer)
+        self.store = MooncakeBackend(
+            MooncakeConfig(payload_checksums=checksums), StoreIdentity("m", "n", bytes(32)), SIZE
+        )
+        self.store.client = self.pool
+        self.store._headers = PoolHeaders(DIGEST, SIZE, checksums)
+        self.store.calls.most_objects = step
+        self.name = self.store.name
+        self.arena = self.store.arena = Arena(slots, SIZE, trailer=trailer)
         for slot in range(slots):
             self.arena.view(slot)[:] = np.random.default_rng(slot).bytes(SIZE)
         self.keys = [key(slot) for slot in range(slots)]
         self.views = [self.arena.view(slot) for slot in range(slots)]
 
+    async def write(self, keys, views, expired) -> bytes:
+        return (await self.store.write(keys, views, expired)).outcomes
+
+    async def read(self, keys, views, expired) -> bytes:
+        return (await self.store.read(keys, views, expired)).outcomes
+
+    async def write_slots(self, keys, slots, expired) -> bytes:
+        return (await self.store.write_slots(keys, self.arena, slots, expired)).outcomes
+
+    async def read_slots(self, keys, slots, expired) -> bytes:
+        return (await self.store.read_slots(keys, self.arena, slots, expired)).outcomes
+
     def close(self) -> None:
-        self.objects.close()
+        self.store._checksums.close()
 
 
 @pytest.fixture
@@ -130,61 +150,61 @@ def header(name: bytes, payload: bytes) -> bytes:
 @pytest.mark.parametrize("trailer", [HEADER.size, 0])
 async def test_objects_are_payloads_and_headers_of_the_format(trailer):
     bench = Bench(trailer)
-    assert await bench.objects.write(bench.keys, bench.views, never) == bytes([OK] * 8)
+    assert await bench.write(bench.keys, bench.views, never) == bytes([OK] * 8)
     assert bench.pool.calls == [3, 3, 2]
     wanted = [bytes(view) for view in bench.views]
-    assert [bench.pool.objects[bench.objects.name(one)] for one in bench.keys] == [
+    assert [bench.pool.objects[bench.name(one)] for one in bench.keys] == [
         payload + header(one, payload) for one, payload in zip(bench.keys, wanted, strict=True)
     ]
     for view in bench.views:
         view[:] = bytes(SIZE)
-    assert await bench.objects.read(bench.keys, bench.views, never) == bytes([OK] * 8)
+    assert await bench.read(bench.keys, bench.views, never) == bytes([OK] * 8)
     assert [bytes(view) for view in bench.views] == wanted
     bench.close()
 
 
 @pytest.mark.parametrize("place", [0, SIZE - 1, SIZE, SIZE + 8, SIZE + 20, SIZE + 50, SIZE + 90])
 async def test_a_changed_bit_of_payload_or_header_is_corrupt(bench, place):
-    await bench.objects.write(bench.keys, bench.views, never)
-    name = bench.objects.name(key(4))
+    await bench.write(bench.keys, bench.views, never)
+    name = bench.name(key(4))
     data = bytearray(bench.pool.objects[name])
     data[place] ^= 1
     bench.pool.objects[name] = bytes(data)
-    found = await bench.objects.read(bench.keys, bench.views, never)
+    found = await bench.read(bench.keys, bench.views, never)
     assert list(found) == [CORRUPT if i == 4 else OK for i in range(8)]
 
 
 async def test_objects_of_other_keys_short_ones_and_missing_ones_are_no_hits(bench):
-    await bench.objects.write(bench.keys, bench.views, never)
-    stored, names = bench.pool.objects, [bench.objects.name(one) for one in bench.keys]
+    await bench.write(bench.keys, bench.views, never)
+    stored, names = bench.pool.objects, [bench.name(one) for one in bench.keys]
     stored[names[1]], stored[names[2]] = stored[names[2]], stored[names[1]]
     stored[names[3]] = stored[names[3]][:-1]
     stored[names[5]] += b"x"
     del stored[names[6]]
-    found = await bench.objects.read(bench.keys, bench.views, never)
+    found = await bench.read(bench.keys, bench.views, never)
     assert list(found) == [OK, CORRUPT, CORRUPT, CORRUPT, OK, CORRUPT, Outcome.MISS, OK]
 
 
 async def test_an_object_without_space_is_tried_once_more_with_its_own_header(bench, monkeypatch):
     monkeypatch.setattr("kvactors.storage.mooncake.RETRY", 0.0)
-    bench.pool.put_codes[bench.objects.name(key(1))] = NO_SPACE
-    assert await bench.objects.write(bench.keys, bench.views, never) == bytes([OK] * 8)
+    bench.pool.put_codes[bench.name(key(1))] = NO_SPACE
+    assert await bench.write(bench.keys, bench.views, never) == bytes([OK] * 8)
     assert bench.pool.calls == [3, 1, 3, 2]
-    assert await bench.objects.read(bench.keys, bench.views, never) == bytes([OK] * 8)
+    assert await bench.read(bench.keys, bench.views, never) == bytes([OK] * 8)
 
 
 async def test_a_deadline_ends_a_batch_and_no_checksum_reads_the_views_any_more(bench):
-    found = await bench.objects.write(bench.keys, bench.views, lambda: bool(bench.pool.calls))
+    found = await bench.write(bench.keys, bench.views, lambda: bool(bench.pool.calls))
     assert list(found) == [OK] * 3 + [Outcome.LATE] * 5
-    assert bench.objects._checksums.busy == 0
+    assert bench.store._checksums.busy == 0
 
 
 async def test_a_cancelled_write_ends_after_its_checksums(bench):
-    task = asyncio.ensure_future(bench.objects.write(bench.keys, bench.views, never))
+    task = asyncio.ensure_future(bench.write(bench.keys, bench.views, never))
     bench.pool.during = task.cancel
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert bench.objects._checksums.busy == 0
+    assert bench.store._checksums.busy == 0
 
 
 class Fault(NamedTuple):
@@ -211,12 +231,12 @@ async def test_every_object_of_a_batch_is_verified(by_slot, faults, step, random
     bench = Bench(slots=count, step=step)
     slots = random.sample(range(count), count)
     views = [bench.views[slot] for slot in slots]
-    write, read = bench.objects.write, bench.objects.read
+    write, read = bench.write, bench.read
     where: list[int] | list[memoryview] = views
     if by_slot:
-        write, read = bench.objects.write_slots, bench.objects.read_slots
+        write, read = bench.write_slots, bench.read_slots
         where = slots
-    stored, names = bench.pool.objects, [bench.objects.name(one) for one in bench.keys]
+    stored, names = bench.pool.objects, [bench.name(one) for one in bench.keys]
     assert await write(bench.keys, where, never) == bytes([OK]) * count
     payloads = [bytes(view) for view in views]
     for name, payload, one, fault in zip(names, payloads, bench.keys, faults, strict=True):
@@ -240,14 +260,14 @@ async def test_every_object_of_a_batch_is_verified(by_slot, faults, step, random
 
 
 def test_only_slots_of_the_registered_arena_are_moved_without_views(bench):
-    has, arena = bench.objects.has_slots, bench.arena
+    has, arena = bench.store._has_slots, bench.arena
     assert has(arena, [7, 0], 2)
     for slots, count in (([7, 8], 2), ([-1, 0], 2), ([1], 2), ([1, 2], 1), ([], 0)):
         assert not has(arena, slots, count)
     other = Arena(8, SIZE, trailer=HEADER.size)
     assert not has(other, [0], 1)
     for arena in (Arena(8, SIZE), Arena(8, 2 * SIZE, trailer=HEADER.size)):
-        bench.objects.arena = arena
+        bench.store.arena = arena
         assert not has(arena, [0], 1)
 
 
@@ -271,32 +291,32 @@ def plain():
 
 
 async def test_objects_without_checksums_have_headers_of_the_format(plain):
-    assert await plain.objects.write(plain.keys, plain.views, never) == bytes([OK] * 8)
-    assert [plain.pool.objects[plain.objects.name(one)] for one in plain.keys] == [
+    assert await plain.write(plain.keys, plain.views, never) == bytes([OK] * 8)
+    assert [plain.pool.objects[plain.name(one)] for one in plain.keys] == [
         bytes(view) + bare(one) for one, view in zip(plain.keys, plain.views, strict=True)
     ]
-    assert await plain.objects.read(plain.keys, plain.views, never) == bytes([OK] * 8)
-    assert plain.objects.take_without_checksum() == 0
+    assert await plain.read(plain.keys, plain.views, never) == bytes([OK] * 8)
+    assert plain.store.counters.without_checksum == 0
 
 
 async def test_a_node_that_verifies_misses_objects_without_checksums_and_counts_them(bench):
     for one, view in zip(bench.keys[:5], bench.views, strict=False):
-        bench.pool.objects[bench.objects.name(one)] = bytes(view) + bare(one)
-    await bench.objects.write(bench.keys[5:7], bench.views[5:7], never)
-    found = await bench.objects.read(bench.keys, bench.views, never)
+        bench.pool.objects[bench.name(one)] = bytes(view) + bare(one)
+    await bench.write(bench.keys[5:7], bench.views[5:7], never)
+    found = await bench.read(bench.keys, bench.views, never)
     assert list(found) == [MISS] * 5 + [OK] * 2 + [MISS]
-    assert bench.objects.take_without_checksum() == 5, "not the one that is not there"
+    assert bench.store.counters.without_checksum == 5, "not the one that is not there"
 
 
 async def test_a_node_that_does_not_verify_reads_both_kinds(plain):
     stored = plain.pool.objects
     for i, (one, view) in enumerate(zip(plain.keys, plain.views, strict=True)):
         payload = bytes(view)
-        stored[plain.objects.name(one)] = payload + (header(one, payload), bare(one))[i % 2]
+        stored[plain.name(one)] = payload + (header(one, payload), bare(one))[i % 2]
     wanted = [bytes(view) for view in plain.views]
     for view in plain.views:
         view[:] = bytes(SIZE)
-    assert await plain.objects.read(plain.keys, plain.views, never) == bytes([OK] * 8)
+    assert await plain.read(plain.keys, plain.views, never) == bytes([OK] * 8)
     assert [bytes(view) for view in plain.views] == wanted
 
 
@@ -314,10 +334,10 @@ async def test_an_object_without_checksum_of_another_identity_is_corrupt(verifie
         "short": (payload + bare(key(0)))[1:],
     }
     for what, stored in wrong.items():
-        bench.pool.objects[bench.objects.name(key(0))] = stored
-        found = await bench.objects.read(bench.keys[:1], bench.views[:1], never)
+        bench.pool.objects[bench.name(key(0))] = stored
+        found = await bench.read(bench.keys[:1], bench.views[:1], never)
         assert list(found) == [CORRUPT], what
-    assert bench.objects.take_without_checksum() == 0
+    assert bench.store.counters.without_checksum == 0
     bench.close()
 
 
@@ -330,8 +350,8 @@ async def test_a_changed_bit_without_checksums_is_found_in_the_header_only(place
         payload = bytes(bench.views[0])
         whole = bytearray(payload + (header(key(0), payload) if checksum else bare(key(0))))
         whole[place] ^= 1 << bit
-        bench.pool.objects[bench.objects.name(key(0))] = bytes(whole)
-        found = await bench.objects.read(bench.keys, bench.views, never)
+        bench.pool.objects[bench.name(key(0))] = bytes(whole)
+        found = await bench.read(bench.keys, bench.views, never)
         unseen = place < SIZE or (checksum and place >= SIZE + 88)
         assert list(found) == [OK if unseen else CORRUPT]
         bench.close()
@@ -341,12 +361,12 @@ async def test_a_changed_bit_without_checksums_is_found_in_the_header_only(place
 @settings(max_examples=60)
 async def test_no_changed_bit_makes_a_verified_object_one_without_a_checksum(place, bit):
     bench = Bench(slots=1)
-    await bench.objects.write(bench.keys, bench.views, never)
-    name = bench.objects.name(key(0))
+    await bench.write(bench.keys, bench.views, never)
+    name = bench.name(key(0))
     data = bytearray(bench.pool.objects[name])
     data[place] ^= 1 << bit
     bench.pool.objects[name] = bytes(data)
-    assert list(await bench.objects.read(bench.keys, bench.views, never)) == [CORRUPT]
+    assert list(await bench.read(bench.keys, bench.views, never)) == [CORRUPT]
     bench.close()
 
 
@@ -391,7 +411,7 @@ async def test_nodes_of_both_kinds_in_a_pool_remove_nothing_and_agree_in_the_end
 async def test_without_checksums_an_object_under_another_name_is_corrupt_and_goes(pool):
     async with joined(payload_checksums=False) as plain:
         await plain.put(1, 2)
-        one, two = (plain.store.objects.name(key(number)) for number in (1, 2))
+        one, two = (plain.store.name(key(number)) for number in (1, 2))
         pool[one] = pool[two]
         assert await plain.get(1, 2) == [CORRUPT, OK]
         assert set(pool) == {two}

@@ -120,7 +120,7 @@ class PoolStub:
 
 async def test_a_pool_uses_no_memory_of_unfit_views():
     pool = MooncakeBackend(MooncakeConfig(), StoreIdentity("m", "n", bytes(32)), SIZE)
-    client = pool.objects._client = PoolStub()
+    client = pool.client = PoolStub()
     memory = np.full(3 * SIZE, 7, np.uint8)
     report = await pool.write(KEYS[:5], [*wrong_views(memory), memory[:SIZE].data], never)
     assert report.outcomes == bytes([BAD] * 4 + [OK])
@@ -133,4 +133,4 @@ async def test_a_pool_uses_no_memory_of_unfit_views():
     report = await pool.read([KEYS[4]] * 2, [target[:0].data, target[:SIZE].data], never)
     assert report.outcomes == bytes([BAD, OK])
     assert target[:SIZE].all()
-    pool.objects.close()
+    pool._checksums.close()
