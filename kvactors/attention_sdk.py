@@ -13,6 +13,7 @@ import asyncio
 import operator
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partialmethod
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -180,6 +181,12 @@ NOT_READY = "cuda memory not ready"
 
 MARGIN = 5.0
 """Seconds that an open may take beyond `ready_timeout`: its error comes first."""
+
+CUDA_OPTIONS: dict[str, dict[str, Any]] = {
+    "read": {"remote_addrs": None},
+    "write": {"h2h_copy": False, "params": None},
+}
+"""Keyword arguments of the calls on CUDA."""
 
 Use = Literal["index", "storage"]
 """The use of a handle. Calls of one use never overlap. Calls of different uses may overlap, as in
@@ -404,43 +411,33 @@ class Sdk:
         found = await self._moving(lambda t: self.connection.match(t, start, seconds), tokens)
         return min(most, count_of(found, 1 << 62, "match"))
 
-    async def read(
+    async def _move(
         self,
+        what: Literal["read", "write"],
         tokens: Any,
         start: int,
-        keys: list[int],
-        values: list[int],
+        regions: tuple[list[int], list[int]],
         blocks: Sequence[int],
         seconds: float,
     ) -> int:
-        """Read bytes into device blocks."""
-        options = {"remote_addrs": None} if self.settings.cuda else {}
-        got = await self._moving(
-            lambda t: self.connection.read(
-                self.layers, t, start, keys, values, list(blocks), seconds, **options
-            ),
-            tokens,
-        )
-        return count_of(got, len(blocks), "read")
+        """Read bytes into device blocks, or write them. Returns the number of blocks moved.
 
-    async def write(
-        self,
-        tokens: Any,
-        start: int,
-        keys: list[int],
-        values: list[int],
-        blocks: Sequence[int],
-        seconds: float,
-    ) -> int:
-        """Write bytes out of device blocks."""
-        options = {"h2h_copy": False, "params": None} if self.settings.cuda else {}
-        put = await self._moving(
-            lambda t: self.connection.write(
-                self.layers, t, start, keys, values, list(blocks), seconds, **options
-            ),
-            tokens,
-        )
-        return count_of(put, len(blocks), "write")
+        Args:
+            regions: a pointer a layer to the keys, and one to the values.
+
+        Raises:
+            SdkError: the SDK failed, or returned an impossible number.
+        """
+        options = CUDA_OPTIONS[what] if self.settings.cuda else {}
+
+        def call(path: Any) -> Any:
+            method = getattr(self.connection, what)
+            return method(self.layers, path, start, *regions, list(blocks), seconds, **options)
+
+        return count_of(await self._moving(call, tokens), len(blocks), what)
+
+    read = partialmethod(_move, "read")
+    write = partialmethod(_move, "write")
 
     async def _moving(self, call: Callable[[Any], Any], tokens: Any) -> Any:
         """Run a call that touches device memory, and wait for its end even if the caller is

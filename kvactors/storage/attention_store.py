@@ -42,7 +42,7 @@ class AttentionStoreBackend(DeviceStore):
         self.sdk = Sdk(settings, "storage")
         self.ready_timeout = settings.ready_timeout + MARGIN
         pointers = [int(address) for address in device.regions]
-        self.keys, self.values = pointers[:: len(roles)], pointers[1::2] if len(roles) == 2 else []
+        self.regions = pointers[:: len(roles)], pointers[1::2] if len(roles) == 2 else []
 
     async def open(self) -> None:
         """Connect, and wait until the other side is ready."""
@@ -73,7 +73,7 @@ class AttentionStoreBackend(DeviceStore):
         got = await self._call(
             self.attempts.reads,
             found,
-            self.sdk.read(path, start, self.keys, self.values, blocks[:found], deadline - now()),
+            self.sdk.read(path, start, self.regions, blocks[:found], deadline - now()),
         )
         self.reads += got or 0
         return got or 0
@@ -97,17 +97,11 @@ class AttentionStoreBackend(DeviceStore):
             if left <= 0:
                 break
             path = ids[: (start + first + len(some)) * self.sdk.block_size]
+            seconds = min(left, settings.write_slice_timeout)
             got = await self._call(
                 self.attempts.writes,
                 len(some),
-                self.sdk.write(
-                    path,
-                    start + first,
-                    self.keys,
-                    self.values,
-                    some,
-                    min(left, settings.write_slice_timeout),
-                ),
+                self.sdk.write(path, start + first, self.regions, some, seconds),
             )
             written += got or 0
             if got != len(some):

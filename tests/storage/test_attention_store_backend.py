@@ -53,7 +53,6 @@ def path(blocks: int, seed: int = 1) -> bytes:
 async def test_bytes_go_from_device_blocks_to_the_store_and_back_into_others(platform, layout):
     store = await backend(layout, platform=platform)
     names, device = np.random.default_rng(2).bytes(32 * 6), HostDevice(layout, 16)
-    store.keys, store.values = store.keys, store.values
     mine = AttentionStoreBackend(
         complete(AttentionStoreConfig(sdk=STAND_IN, platform=platform), layout), device
     )

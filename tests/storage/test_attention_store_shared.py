@@ -228,7 +228,7 @@ async def test_either_meaning_of_match_is_right(from_root):
     path = np.arange(6 * BLOCK, dtype="<u4")
     names = np.random.default_rng(1).bytes(32 * 6)
     store_device = HostDevice(LAYOUT, 16)
-    store.keys, store.values = (
+    store.regions = (
         [int(a) for a in store_device.regions][::2],
         [int(a) for a in store_device.regions][1::2],
     )
