@@ -286,7 +286,6 @@ class Shared:
         self._name = name
 
     def thread(self, use: Use) -> Workers:
-        """The thread for the calls of one use."""
         return self.threads.setdefault(use, Workers(1, f"kvactors-attention-store-{use}"))
 
     def make(self, wanted: Any, construct: Callable[[], Any], opener: object) -> bool:
@@ -374,7 +373,6 @@ class Sdk:
         return True
 
     async def run(self, call: Any) -> Any:
-        """Run a call in the SDK's thread."""
         future = self.thread.submit(guarded(call))
         result = asyncio.wrap_future(future)
         result.add_done_callback(

@@ -129,7 +129,6 @@ class StorageWorker(Actor):
     # -- batches
 
     def enqueue(self, batch: Batch) -> None:
-        """Run a batch when its turn comes."""
         self._waiting.append(batch)
         self._start_batches()
 
@@ -149,7 +148,6 @@ class StorageWorker(Actor):
 
     @on(BatchDone)
     def batch_done(self, message: BatchDone) -> None:
-        """A batch has ended."""
         self._in_flight -= 1
         self._report_batch(message)
         if self.backend.removed_outside():
@@ -185,7 +183,6 @@ class StorageWorker(Actor):
         self.report_lost_keys()
 
     def report_lost_keys(self) -> None:
-        """Report every key that the store lost."""
         if self._paging:
             return
         if self.context.outbox.waiting:
@@ -200,7 +197,6 @@ class StorageWorker(Actor):
 
     @on(NextPage)
     def next_page(self, _: NextPage) -> None:
-        """Continue a report."""
         self._paging = False
         self._report_page()
 
@@ -433,7 +429,6 @@ class StorageWriter(StoreOwner):
 
     @on(Write)
     def write(self, message: Write) -> None:
-        """Write a batch, unless the store was cleared after it was sent."""
         keys, sent = split_hashes(message.keys), (self.evictor.incarnation, message.op)
 
         async def work() -> BatchDone:

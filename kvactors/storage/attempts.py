@@ -87,21 +87,18 @@ class Attempts:
 
     @property
     def state(self) -> str:
-        """Of the breaker: closed, open or half open."""
         if self._until is None:
             return "closed"
         return "open" if self.paused else "half open"
 
     @property
     def failing(self) -> Failing | None:
-        """The failing calls, None if the last attempts worked."""
         if self._failures < FAILURES:
             return None
         why = f"no {self.kind} has worked in the last {FAILURES} attempts or more: {self.reason}"
         return Failing(f"{why}. {self._remedy}", self._since)
 
     def record(self, outcomes: bytes, reason: str = "") -> None:
-        """Record a call that reached the store."""
         if Outcome.OK in outcomes:
             self.worked()
             return
@@ -111,7 +108,6 @@ class Attempts:
                 return
 
     def worked(self) -> None:
-        """Record an attempt that worked, at least in part."""
         if self._failures >= FAILURES:
             log.info(
                 "store works again",
@@ -153,12 +149,10 @@ class StoreAttempts:
 
     @property
     def state(self) -> str:
-        """The breakers' worst state: open, half open or closed."""
         states = {kind.state for kind in self._kinds}
         return next((state for state in ("open", "half open") if state in states), "closed")
 
     def failing(self) -> Iterator[Failing]:
-        """The kinds of calls that do not work."""
         for kind in self._kinds:
             if kind.failing is not None:
                 yield kind.failing

@@ -45,7 +45,6 @@ class AttentionStoreBackend(DeviceStore):
         self.regions = pointers[:: len(roles)], pointers[1::2] if len(roles) == 2 else []
 
     async def open(self) -> None:
-        """Connect, and wait until the other side is ready."""
         try:
             await self.sdk.open()
         except BaseException:

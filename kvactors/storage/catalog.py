@@ -57,7 +57,6 @@ class Catalog:
         return iter(self._names)
 
     def keys(self) -> list[bytes]:
-        """Every key, least recently used first."""
         return list(self._names)
 
     def slices(self) -> Iterator[list[bytes]]:
@@ -71,7 +70,6 @@ class Catalog:
         return self._names.get(key)
 
     def check(self) -> None:
-        """AssertionError if the keys and the counts by salt disagree."""
         self.shares.check()
         known = sum(salt is not None for salt in self._names.values())
         ensure(known == self.shares.counted, "objects by salt disagree")
@@ -161,7 +159,6 @@ class Catalog:
         return key
 
     def remove(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Remove keys. Returns those that were in the catalog."""
         gone = []
         for key in keys:
             if key in self._names:
@@ -171,7 +168,6 @@ class Catalog:
         return gone
 
     def clear(self) -> None:
-        """Remove every key."""
         self.departed.update(self._names)
         self._names.clear()
         self.shares.clear()
@@ -216,7 +212,6 @@ class StoreShares:
             self._settle(salt)
 
     def held(self, salt: int) -> int:
-        """Objects of a salt."""
         return len(self._orders.get(salt, ()))
 
     @property
@@ -225,18 +220,15 @@ class StoreShares:
         return sum(map(len, self._orders.values()))
 
     def check(self) -> None:
-        """AssertionError if the salts above their quotas are not those of the counts."""
         ensure(all(self._orders.values()), "a salt without objects")
         above = {salt for salt, order in self._orders.items() if len(order) > self._quota(salt)}
         ensure(above == set(self._above), "salts above their quotas in the store")
 
     def add(self, key: bytes, salt: int) -> None:
-        """A key has entered, as the most recently used."""
         self._orders.setdefault(salt, OrderedDict())[key] = None
         self._settle(salt)
 
     def remove(self, key: bytes, salt: int) -> None:
-        """A key has left."""
         order = self._orders[salt]
         del order[key]
         if not order:
@@ -244,7 +236,6 @@ class StoreShares:
         self._settle(salt)
 
     def touch(self, key: bytes, salt: int) -> None:
-        """A key was used."""
         self._orders[salt].move_to_end(key)
 
     def first(self, salt: int, most: int) -> list[bytes]:
@@ -252,7 +243,6 @@ class StoreShares:
         return list(islice(self._orders.get(salt, ()), most))
 
     def clear(self) -> None:
-        """Every key has left."""
         self._orders.clear()
         self._above.clear()
 

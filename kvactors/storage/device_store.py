@@ -141,13 +141,11 @@ class DeviceStoreActor(Actor):
 
     @on(FetchDevice)
     def fetch(self, message: FetchDevice) -> None:
-        """Read blocks into device memory."""
         self._fetches.append(message)
         self._next()
 
     @on(SaveDevice)
     def save(self, message: SaveDevice) -> None:
-        """Write blocks from device memory."""
         self._saves.append(message)
         while len(self._saves) > WAITING:
             self._shed_save()
@@ -155,7 +153,6 @@ class DeviceStoreActor(Actor):
 
     @on(TransferDone)
     def transfer_done(self, message: TransferDone) -> None:
-        """A transfer has ended."""
         self._busy = self._late = False
         self.backend.late_since = None
         self._number += 1

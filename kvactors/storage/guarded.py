@@ -84,7 +84,6 @@ class GuardedBackend:
 
     @property
     def clear_pending(self) -> bool:
-        """Whether no clear has succeeded since the last one that was begun."""
         return self.clears.pending
 
     async def open(self) -> None:
@@ -110,7 +109,6 @@ class GuardedBackend:
             raise StoreError(f"{failure}: {self.last_fault}") from error
 
     async def close(self) -> None:
-        """An exception is logged."""
         await self._wait("close", self.inner.close, None)
         self.stuck = bool(self._call("stuck", lambda: self.inner.stuck, False))
 
@@ -477,7 +475,6 @@ class GuardedBackend:
             )
 
     def _call(self, what: str, call: Callable[[], Any], fallback: Any) -> Any:
-        """Make a synchronous call. Returns `fallback` if it raises."""
         try:
             return call()
         except BaseException as error:
@@ -538,7 +535,6 @@ class GuardedBackend:
         return bytes(found)
 
     def _keys(self, what: str, found: Any) -> list[bytes]:
-        """The valid keys of an answer."""
         no_list = isinstance(found, str | bytes)
         listed: list[Any] = [] if no_list else self._call(what, lambda: list(found), [])
         good = [key for key in listed if is_key(key)]
@@ -569,12 +565,10 @@ class StoreClears:
 
     @property
     def closed(self) -> bool:
-        """Whether the contents of the store must not be used."""
         return bool(self.running) or self.pending
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A write is in flight."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._writing.add(done)
         try:

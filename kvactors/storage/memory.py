@@ -44,6 +44,5 @@ class MemoryBackend(LocalStore):
         return key in self.objects
 
     async def close(self) -> None:
-        """The objects are lost."""
         self.objects.clear()
         self.catalog.clear()

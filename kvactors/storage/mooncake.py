@@ -163,7 +163,6 @@ class CallSize:
             start = end
 
     def record(self, objects: int, seconds: float) -> None:
-        """A transfer moved so many objects."""
         moved = objects * self._block_bytes
         if moved >= COUNTED_BYTES and seconds > 0:
             rate = moved / seconds
@@ -193,11 +192,9 @@ class PoolBatch(NamedTuple):
     headers: NDArray[np.uint8] | None = None
 
     def part(self, some: slice) -> PoolBatch:
-        """Objects that follow one another."""
         return self._replace(keys=self.keys[some], places=self.places[some])
 
     def joined(self) -> bytes:
-        """The keys, joined."""
         return b"".join(self.keys)
 
     def chosen(self, which: Sequence[int]) -> PoolBatch:
@@ -235,7 +232,6 @@ class MooncakeBackend(Backend):
         self._checksums = Workers(1, "kvactors-mooncake-checksum")
 
     async def open(self) -> None:
-        """Join the pool."""
         await self.client.open()
         if not self.client.config.payload_checksums:
             log.warning("payload checksums are off", store="mooncake")
@@ -243,7 +239,6 @@ class MooncakeBackend(Backend):
             log.info("pool over TCP", store="mooncake", rdma="storage.mooncake.protocol = 'rdma'")
 
     async def attach(self, arena: Arena) -> None:
-        """Register the arena."""
         await self.client.register(arena)
         self.arena = arena
 
@@ -254,7 +249,6 @@ class MooncakeBackend(Backend):
         self._checksums.close()
 
     def name(self, key: bytes) -> str:
-        """The name of an object in the pool."""
         return self._prefix + key.hex()
 
     # -- look-ups

@@ -216,15 +216,12 @@ class MooncakeClient:
         )
 
     async def remove(self, keys: Sequence[str]) -> list[int]:
-        """Delete objects, also those with leases. Returns a code for each key."""
-
         def work(store: Any) -> list[int]:
             return [int(store.remove(key, True)) for key in keys]
 
         return await self.call(work, [RPC_FAILED] * len(keys))
 
     async def register(self, arena: Arena) -> None:
-        """Register an arena for transfers without staging."""
         for address, size in pieces(arena.address, arena.nbytes, arena.stride, self._largest):
             code = await self.call(partial(_register, address, size), RPC_FAILED)
             if code != OK:
@@ -236,7 +233,6 @@ class MooncakeClient:
             self._registered.append(address)
 
     async def unregister(self) -> None:
-        """Take every registration back."""
         while self._registered:
             await self.call(partial(_unregister, self._registered.pop()), RPC_FAILED)
 

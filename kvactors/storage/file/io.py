@@ -74,12 +74,10 @@ class SlabIo:
 
     @property
     def in_flight(self) -> int:
-        """Jobs that have not ended."""
         return 0 if self._queue is None else self._queue.in_flight
 
     @property
     def busy(self) -> int:
-        """Jobs and calls of Python that have not ended."""
         return self.workers.busy + self.in_flight
 
     async def run(self, function: Callable[..., T], *args: object) -> T:
@@ -197,7 +195,6 @@ class SlabIo:
         return queue
 
     def _future(self, queue: SlabQueue, number: int) -> asyncio.Future[tuple[list[int], bytes]]:
-        """Outcomes and records of a job, once it has ended."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[tuple[list[int], bytes]] = loop.create_future()
         self._waiting[number] = future

@@ -211,7 +211,6 @@ class SlabFiles:
         self.meta = meta
 
     def _set_aside(self, reason: str) -> None:
-        """The table is unusable: set it aside and begin with an empty store."""
         log.warning(
             "store table damaged, contents given up",
             folder=str(self.folder),
@@ -292,12 +291,10 @@ class SlabFiles:
         return free.f_bavail * free.f_frsize
 
     def own_bytes(self) -> int:
-        """Bytes that the slabs occupy. OSError."""
         slabs = (self.folder / f"slab-{number:04}" for number in range(len(self.slabs)))
         return sum(slab.lstat().st_blocks * 512 for slab in slabs)
 
     def shrink(self, slabs: int) -> None:
-        """Delete the last slabs until `slabs` are left."""
         while len(self.slabs) > slabs:
             fd = self.slabs.pop()
             if fd >= 0:
@@ -363,7 +360,6 @@ class SlabFiles:
         return True
 
     def bind(self, queue: SlabQueue) -> None:
-        """Give a queue of native threads the open files."""
         meta = self.meta
         queue.bind(
             self._folder,
@@ -387,7 +383,6 @@ class SlabFiles:
         return os.pread(self._table, self.meta.entry_bytes, PAGE + self.meta.entry_bytes * slot)
 
     def sync_table(self) -> None:
-        """Wait until the device has the table. OSError."""
         if not self.lost:
             os.fdatasync(self._table)
 
@@ -453,7 +448,6 @@ class SlabFiles:
             self._lock = -1
 
     def close(self) -> None:
-        """Close everything."""
         self.unlock()
         self.drop()
 

@@ -103,7 +103,6 @@ class SlotSupply:
                 waiter.set_result(None)
 
     def take_free(self, count: int) -> list[int]:
-        """Take free slots, at most `count`."""
         free = self.free
         return [free.popleft() for _ in range(min(count, len(free)))]
 
@@ -132,7 +131,6 @@ class SlotSupply:
     # -- quarantine, and the capacity without the slots there
 
     def set_capacity(self, capacity: int) -> None:
-        """The capacity is known once the store is open, and follows the space."""
         self.capacity = capacity
         self._fit()
 
@@ -141,7 +139,6 @@ class SlotSupply:
 
     @property
     def quarantined(self) -> int:
-        """Number of slots in quarantine."""
         return len(self._until)
 
     def quarantine(self, slot: int) -> None:
@@ -215,7 +212,6 @@ class SlotSupply:
     async def take(
         self, squeeze: Callable[[], Awaitable[bool]], expired: Expired
     ) -> tuple[int | None, Outcome]:
-        """Take a free slot."""
         while True:
             taken = self.take_now(1)
             if taken:
@@ -278,7 +274,6 @@ class SlotSupply:
         return self.refused if len(self._files.slabs) < self._wanted() else ""
 
     def _wanted(self) -> int:
-        """Slabs that the capacity needs."""
         return -(-self.capacity // self._files.meta.slots_per_slab)
 
     def _begin(self) -> asyncio.Task[Outcome]:

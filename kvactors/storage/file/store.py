@@ -227,7 +227,6 @@ class FileBackend(LocalStore):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """A call uses the files inside."""
         self._calls += 1
         try:
             yield
@@ -859,7 +858,6 @@ class SlabView:
             self._store.files.failed(error)
 
     def _changes(self, table: TableReader) -> Survey:
-        """Blocks. OSError, StoreError."""
         version = self._store.files.version()
         if version == self._version and self._read_twice:
             return Survey([], [], 0)
@@ -931,7 +929,6 @@ class Scrub:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """The store is open."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def stop(self, limit: float) -> None:

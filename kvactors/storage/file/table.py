@@ -103,7 +103,6 @@ class Meta(msgspec.Struct, frozen=True):
     version: int = VERSION
 
     def page(self) -> bytes:
-        """The file's first page."""
         body = msgspec.json.encode(self).ljust(BODY, b"\n")
         if len(body) > BODY:
             raise StoreError(
@@ -114,7 +113,6 @@ class Meta(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """For error messages."""
         names = (
             f"model {self.model!r}, namespace {self.namespace!r}, rank {self.rank} of {self.ranks}"
         )
@@ -488,7 +486,6 @@ class SlabPaths:
     # -- the parts
 
     def _climb(self) -> bool:
-        """Collect the unread slots from the next leaf up. Returns whether there are any."""
         for leaf in self._leaves:
             slot = int(leaf)
             while slot >= 0 and not self._read[slot] and self._parent[slot] != NO_LINEAGE:
@@ -593,7 +590,6 @@ class TableReader:
         self._generation = files.meta.generation
 
     def read(self, slots: int) -> Survey:
-        """The changes in the first `slots` entries. OSError."""
         files, found, changed, torn = self._files, list[StoredSlot](), list[int](), 0
         meta = files.meta
         if meta.generation != self._generation:  # entries that were too new may be objects now
