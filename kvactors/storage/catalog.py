@@ -56,9 +56,6 @@ class Catalog:
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._names)
 
-    def keys(self) -> list[bytes]:
-        return list(self._names)
-
     def slices(self) -> Iterator[list[bytes]]:
         """The keys, in parts and in any order. The catalog may change between two parts: a key that
         is in it all the time is in one of them."""
@@ -87,14 +84,12 @@ class Catalog:
         if salt is not None:
             self.shares.add(key, salt)
 
-    def _drop(self, key: bytes) -> None:
+    def _drop(self, key: bytes, *, departed: bool = True) -> None:
         salt = self._names.pop(key)
+        self._shards[key[0]].discard(key)
         if salt is not None:
             self.shares.remove(key, salt)
-
-    def _left(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            self._shards[key[0]].discard(key)
+        if departed:
             self.departed.add(key)
 
     def admit(
@@ -120,17 +115,15 @@ class Catalog:
         there, batch = set(existing), set(keys)
         evicted, beyond = [], set[bytes]()
         for key in self._beyond(keys):
-            self._drop(key)
+            new = key in batch and key not in there
+            self._drop(key, departed=not new)
             if key in batch:
                 beyond.add(key)
-            if key in batch and key not in there:
-                self._shards[key[0]].discard(key)
-            else:
+            if not new:
                 evicted.append(key)
         while self.capacity and len(self._names) > self.capacity:
             evicted.append(next(iter(self._names)))
             self._drop(evicted[-1])
-        self._left(evicted)
         kept = [key for key in keys if key not in beyond]
         stays = [key for key in refused if key in self._names]  # others left for a quota
         return BatchAdmission(
@@ -155,7 +148,6 @@ class Catalog:
             key = next((one for one in self._names if one not in busy), None)
         if key is not None:
             self._drop(key)
-            self._left([key])
         return key
 
     def remove(self, keys: Iterable[bytes]) -> list[bytes]:
@@ -164,7 +156,6 @@ class Catalog:
             if key in self._names:
                 self._drop(key)
                 gone.append(key)
-        self._left(gone)
         return gone
 
     def clear(self) -> None:

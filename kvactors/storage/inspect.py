@@ -7,7 +7,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -308,19 +308,16 @@ def remove(root: Path, one: Inspection, why: str, *, dry_run: bool) -> Pruned:
     if dry_run:
         return Pruned(one.path, why, one.slab_bytes, True)
     try:
-        fd = open_folder(folder)
-        try:
+        with ExitStack() as opened:
+            fd = open_folder(folder)
+            opened.callback(os.close, fd)
             lock = open_private("lock", os.O_RDWR | os.O_CREAT, dir_fd=fd)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for name in sorted(path.name for path in folder.iterdir()):
-                    if name.startswith("slab-") or name in ("table", "table.damaged"):
-                        os.unlink(name, dir_fd=fd)
-                os.unlink("lock", dir_fd=fd)
-            finally:
-                os.close(lock)
-        finally:
-            os.close(fd)
+            opened.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in sorted(path.name for path in folder.iterdir()):
+                if name.startswith("slab-") or name in ("table", "table.damaged"):
+                    os.unlink(name, dir_fd=fd)
+            os.unlink("lock", dir_fd=fd)
     except BlockingIOError:
         return Pruned(one.path, why, one.slab_bytes, False, "in use by a process")
     except OSError as error:

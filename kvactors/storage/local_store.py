@@ -238,7 +238,7 @@ class LocalStore(Backend):
         """See `Backend.clear`. For stores that do not outlive the process, where erasing cannot
         fail."""
         self.generation = max(self.generation + 1, generation)
-        self._unerased.update(self.catalog.keys())
+        self._unerased.update(self.catalog)
         self.catalog.clear()
         await self.erase([key for key in self._unerased if key not in self.catalog])
         self._unerased.clear()

@@ -17,7 +17,7 @@ import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
+from operator import methodcaller
 from typing import Any, TypeVar
 from uuid import uuid4
 
@@ -38,7 +38,7 @@ from kvactors.settings.mooncake import (
 )
 from kvactors.threads import Workers
 
-OK, NO_SPACE, NOT_FOUND, NOT_READY, HAS_LEASE, RPC_FAILED = 0, -200, -704, -703, -706, -900
+OK, NO_SPACE, NOT_FOUND, NOT_READY, RPC_FAILED = 0, -200, -704, -703, -900
 
 
 T = TypeVar("T")
@@ -223,7 +223,7 @@ class MooncakeClient:
 
     async def register(self, arena: Arena) -> None:
         for address, size in pieces(arena.address, arena.nbytes, arena.stride, self._largest):
-            code = await self.call(partial(_register, address, size), RPC_FAILED)
+            code = await self.call(methodcaller("register_buffer", address, size), RPC_FAILED)
             if code != OK:
                 await self.unregister()
                 raise StoreError(
@@ -234,7 +234,8 @@ class MooncakeClient:
 
     async def unregister(self) -> None:
         while self._registered:
-            await self.call(partial(_unregister, self._registered.pop()), RPC_FAILED)
+            address = self._registered.pop()
+            await self.call(methodcaller("unregister_buffer", address), RPC_FAILED)
 
     async def close(self) -> None:
         """Leave the pool, which loses the memory that this client gave to it. A call that hangs is
@@ -322,22 +323,12 @@ def put_and_get(store: Any) -> int:
     return OK
 
 
-def _register(address: int, size: int, store: Any) -> int:
-    return int(store.register_buffer(address, size))
-
-
-def _unregister(address: int, store: Any) -> int:
-    return int(store.unregister_buffer(address))
-
-
 def pieces(address: int, size: int, stride: int, largest: int | None) -> list[tuple[int, int]]:
     """Address and size of each registration of an arena. Each has whole slots, since no transfer
     may cross two of them.
 
     Args:
-        address: of the arena.
-        size: its bytes.
-        stride: bytes of a slot.
+        size: bytes of the arena.
         largest: bytes of a registration at most, None for no limit.
     """
     if largest is None or size <= largest:

@@ -97,7 +97,7 @@ def _bytes_below(world: World) -> None:
             ):
                 world.violated("a host slot holds wrong bytes")
     for rank, store in enumerate(world.stores):
-        for key in store.catalog.keys():  # noqa: SIM118  (no mapping)
+        for key in store.catalog:
             data, checksum = store.objects.get(key, (b"", -1))
             share = keys_on_rank(key, rank) if world.ranks else key
             if xxhash.xxh3_64_intdigest(data) == checksum and data != world.model.bytes_of(share):

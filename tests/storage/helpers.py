@@ -38,7 +38,7 @@ async def opened(
 
 def whole(store: FileBackend) -> None:
     """Every slot is free or holds an object, and every name has one."""
-    assert set(store.catalog.keys()) == set(store.objects)
+    assert set(store.catalog) == set(store.objects)
     assert not store.written
     assert not store.pending
     used = [slot for slot, _ in store.objects.values()]

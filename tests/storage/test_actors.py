@@ -278,7 +278,7 @@ def test_objects_that_a_quota_evicts_are_reported_and_not_those_it_refuses():
             slots = tuple(range(len(salts)))
             (job,) = writer.turn(Write(op, keys, slots, NEVER, 0, (), salts)).jobs
             done = end(writer, job)
-        assert inner.catalog.keys() == [B, D]
+        assert [*inner.catalog] == [B, D]
         (written,) = done.to("cpu_evictor")
         assert list(written.outcomes) == [Outcome.REFUSED, Outcome.OK]
         reports = done.to("flush_notifier")

@@ -93,7 +93,7 @@ def test_the_catalog_is_an_exact_lru(capacity, history):
         model = [k for k in model if k not in batch] + batch
         gone, model = model[: max(0, len(model) - capacity)], model[-capacity:]
         assert admission.evicted == gone
-        assert catalog.keys() == model
+        assert [*catalog] == model
 
 
 # -- Quotas of salts in a store: the catalog against a model, and what stores keep of salts.
@@ -180,7 +180,7 @@ def test_a_key_that_stays_beside_a_batch_beyond_the_capacity_is_not_refused():
     catalog.admit([b"old"], {b"old": None})
     admission = catalog.admit([b"old", b"new", b"newer"], {b"new": 1, b"newer": 1})
     assert admission == ([b"newer"], [b"old"], [b"new"], [])
-    assert catalog.keys() == [b"old", b"newer"]
+    assert [*catalog] == [b"old", b"newer"]
 
 
 @given(st.integers(1, 8), st.none() | st.integers(1, 8), steps)
@@ -230,9 +230,9 @@ def follow(capacity, default, history):
         else:
             catalog.clear()
             model.keys = []
-        assert catalog.keys() == [one for one, _ in model.keys]
+        assert [*catalog] == [one for one, _ in model.keys]
         assert [catalog.salt(one) for one, _ in model.keys] == [salt for _, salt in model.keys]
-        assert sorted(one for part in catalog.slices() for one in part) == sorted(catalog.keys())
+        assert sorted(one for part in catalog.slices() for one in part) == sorted([*catalog])
         for salt in range(SALTS):
             assert catalog.shares.held(salt) == model.held(salt)
         catalog.check()
@@ -240,10 +240,10 @@ def follow(capacity, default, history):
 
 def _admit(catalog, model, numbers):
     batch = [(key(number), salt_of(number)) for number in numbers]
-    before = set(catalog.keys())
+    before = set(catalog)
     departed = set(catalog.departed)
     admission = catalog.admit([one for one, _ in batch], dict(batch))
-    left = before - set(catalog.keys())
+    left = before - set(catalog)
     assert set(admission.evicted) == left
     assert len(admission.evicted) == len(left)
     assert catalog.departed == departed | left
@@ -253,7 +253,7 @@ def _admit(catalog, model, numbers):
     taken = {one for one, _ in batch[-catalog.capacity :]}  # of the rest only what is there stays
     assert fresh == {one for one in taken if one in catalog and one not in before}
     assert existing == {one for one, _ in batch if one in catalog and one in before}
-    after = set(catalog.keys())
+    after = set(catalog)
     for choices in model.admit(batch):
         gone = [one for one in choices if one[0] not in after]
         assert gone, "another key left than one that the rules allow"
@@ -303,7 +303,7 @@ def test_a_salt_above_its_quota_loses_its_own_keys_and_no_others():
     admission = admit(catalog, range(20, 24), 1)
     assert admission.evicted == [key(10), key(11), key(12)]
     assert admission.refused == [key(20)]
-    assert catalog.keys() == [key(n) for n in (0, 1, 2, 21, 22, 23)]
+    assert [*catalog] == [key(n) for n in (0, 1, 2, 21, 22, 23)]
     assert catalog.shares.evicted == {1: 4}
 
 

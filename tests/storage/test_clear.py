@@ -51,11 +51,11 @@ def test_batches_that_wait_in_any_writer_are_not_written_after_the_clear(writers
                 "the store is slow: every batch is in flight, or waits in a writer"
             )
             await cache.clear(storage=True)
-            assert store.catalog.keys() == []
+            assert [*store.catalog] == []
             for seed in range(12):
                 assert sum(await serve(cache, seed, save=False)) == 0
             await cache.wait_idle()
-            assert store.catalog.keys() == []
+            assert [*store.catalog] == []
             assert store.objects == {}
             assert cache.check() == []
 

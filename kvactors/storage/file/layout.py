@@ -94,18 +94,15 @@ class SlabFiles:
                 self._unlock_abandoned()
                 self._lock = self._take_lock()
             return self._open_table()
-        except OSError as error:
+        except BaseException as error:
             self.close()
-            if isinstance(error, StoreError):
+            if isinstance(error, StoreError) or not isinstance(error, OSError):
                 raise
             if self.read_only and isinstance(error, FileNotFoundError):
                 raise StoreError(
                     f"{self.folder}: there is no store yet: open it first where it is written"
                 ) from error
             raise StoreError(f"{self.folder}: {error}") from error
-        except BaseException:
-            self.close()
-            raise
 
     def _unlock_abandoned(self) -> None:
         """A store of this process whose loop was closed before the store will not write any more,

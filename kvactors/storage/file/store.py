@@ -847,15 +847,20 @@ class SlabView:
             self._due = now() + max(VIEW_REFRESH_S, 9 * (now() - began))
 
     async def _follow(self) -> None:
+        store = self._store
         try:
             if self._table is None:
-                await self._open_again()
-            elif await self._store.io.run(self._store.files.in_place):
-                await self._take_in(await self._store.io.run(self._changes, self._table))
-            else:
-                await self._lose()
+                if not store.io.busy:  # no read uses the deleted files any more
+                    await store.io.run(store.files.close)
+                    await self.open()
+            elif await store.io.run(store.files.in_place):
+                await self._take_in(await store.io.run(self._changes, self._table))
+            else:  # they are opened again once the process that writes has made them anew
+                self._table = None
+                await self._take_in(Survey([], list(self._keys), 0))
+                log.warning("the files of a view were deleted", folder=str(store.files.folder))
         except OSError as error:
-            self._store.files.failed(error)
+            store.files.failed(error)
 
     def _changes(self, table: TableReader) -> Survey:
         version = self._store.files.version()
@@ -878,30 +883,11 @@ class SlabView:
             self._store.acknowledge_removed(catalog.remove(gone))
             await asyncio.sleep(0)
         while some := list(islice(new, VIEW_STEP_OBJECTS)):
-            self._enter(some)
+            for one in some:
+                self._keys[one.slot] = one.key
+                objects[one.key] = (one.slot, one.mark)
+            catalog.admit([one.key for one in some])
             await asyncio.sleep(0)
-
-    def _enter(self, found: list[StoredSlot]) -> None:
-        for one in found:
-            self._keys[one.slot] = one.key
-            self._store.objects[one.key] = (one.slot, one.mark)
-        self._store.catalog.admit([one.key for one in found])
-
-    async def _lose(self) -> None:
-        """The files were deleted. They are opened again when no read uses them any more, once the
-        process that writes has made them anew."""
-        self._table = None
-        await self._take_in(Survey([], list(self._keys), 0))
-        log.warning("the files of a view were deleted", folder=str(self._store.files.folder))
-
-    async def _open_again(self) -> None:
-        if self._store.io.busy:
-            return
-        try:
-            await self._store.io.run(self._store.files.close)
-            await self.open()
-        except StoreError as error:
-            self._store.files.failed(error)
 
 
 # -- the scrub

@@ -464,14 +464,14 @@ class SlabPaths:
 
     def _join(self, slots: int, rows: list[TableRows]) -> None:
         """Find every block's parent, and the blocks that are no parent."""
-        own = np.concatenate([one.slots for one in rows]) if rows else np.empty(0, np.int64)
-        keys = np.concatenate([one.keys for one in rows]) if rows else np.empty(0, np.uint64)
-        parents = np.concatenate([one.parents for one in rows]) if rows else np.empty(0, np.uint64)
-        rows.clear()
         self._parent = np.full(slots, NO_LINEAGE, np.int32)
         self._read = np.zeros(slots, bool)
-        if not len(keys):
+        if not any(len(one.keys) for one in rows):
             return
+        own = np.concatenate([one.slots for one in rows])
+        keys = np.concatenate([one.keys for one in rows])
+        parents = np.concatenate([one.parents for one in rows])
+        rows.clear()
         order = np.argsort(keys)
         keys, by_key = keys[order], own[order]
         place = np.minimum(np.searchsorted(keys, parents), len(keys) - 1)
