@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
@@ -16,7 +16,13 @@ from kvactors.device.arena import HostSlots
 from kvactors.errors import StoreError
 from kvactors.identity import Lineage
 from kvactors.storage.attempts import StoreAttempts
-from kvactors.storage.backend import Expired, ReadReport, StoreStatistics, WriteReport
+from kvactors.storage.backend import (
+    Expired,
+    ReadReport,
+    StoreCounters,
+    StoreStatistics,
+    WriteReport,
+)
 from kvactors.storage.messages import (
     DeviceFetched,
     DeviceSaved,
@@ -84,34 +90,32 @@ class DeviceStore(ABC):
 
     def statistics(self) -> StoreStatistics:
         """Counters. Such a store does not list its objects."""
-        return StoreStatistics(
-            objects=0,
-            object_bytes=self.block_bytes,
-            reads=self.reads,
-            writes=self.writes,
-            existing=0,
-            misses=self.misses,
-            corrupt=0,
-            no_space=0,
-            unavailable=self.unavailable,
-            late=0,
-            evicted=0,
-            breaker=self.attempts.state,
+        return (
+            StoreCounters()
+            .statistics(0, self.block_bytes)
+            ._replace(
+                reads=self.reads,
+                writes=self.writes,
+                misses=self.misses,
+                unavailable=self.unavailable,
+                breaker=self.attempts.state,
+            )
         )
 
 
 WAITING = 64
 """Saves that wait at most. Beyond that the oldest is refused."""
 
+ANSWERS: dict[type[Message], type[DeviceFetched | DeviceSaved]] = {
+    FetchDevice: DeviceFetched,
+    SaveDevice: DeviceSaved,
+}
+
 
 class DeviceStoreActor(Actor):
     """Owns the transfers: one at a time, fetches before saves. While a transfer takes longer than
     its deadline, waiting and new ones are answered immediately, as a miss or as not saved, so that
-    no request waits for a store that does not return.
-
-    Attributes:
-        shed: transfers that were answered so.
-    """
+    no request waits for a store that does not return."""
 
     ROLE: ClassVar[str] = "storage_direct"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
@@ -130,7 +134,6 @@ class DeviceStoreActor(Actor):
         self.backend = backend
         self.plane = plane
         self.evictor = evictor
-        self.shed = 0
         self._busy = False
         self._fetches: deque[FetchDevice] = deque()
         self._saves: deque[SaveDevice] = deque()
@@ -148,7 +151,7 @@ class DeviceStoreActor(Actor):
     def save(self, message: SaveDevice) -> None:
         self._saves.append(message)
         while len(self._saves) > WAITING:
-            self._shed_save()
+            self._refuse(self._saves.popleft())
         self._next()
 
     @on(TransferDone)
@@ -172,32 +175,19 @@ class DeviceStoreActor(Actor):
             )
             self._next()
 
-    def _shed_save(self) -> None:
-        self.shed += 1
-        self.tell(self.evictor, DeviceSaved(self._saves.popleft().op, 0))
+    def _refuse(self, one: FetchDevice | SaveDevice) -> None:
+        self.tell(self.evictor, ANSWERS[type(one)](one.op, 0))
 
     def _next(self) -> None:
-        while self._late and self._fetches:
-            self.shed += 1
-            self.tell(self.evictor, DeviceFetched(self._fetches.popleft().op, 0))
-        while self._late and self._saves:
-            self._shed_save()
+        for waiting in (self._fetches, self._saves):
+            while self._late and waiting:
+                self._refuse(waiting.popleft())
         if self._busy or not (self._fetches or self._saves):
             return
         self._busy = True
-        if self._fetches:
-            one: FetchDevice | SaveDevice = self._fetches.popleft()
-            self._start(self.plane.fetch, one, lambda good: DeviceFetched(one.op, good))
-        else:
-            one = self._saves.popleft()
-            self._start(self.plane.save, one, lambda good: DeviceSaved(one.op, good))
-
-    def _start(
-        self,
-        move: Callable[[int, bytes, int, tuple[int, ...], float], Coroutine[Any, Any, int]],
-        one: FetchDevice | SaveDevice,
-        answer: Callable[[int], DeviceFetched | DeviceSaved],
-    ) -> None:
+        move = self.plane.fetch if self._fetches else self.plane.save
+        one = (self._fetches or self._saves).popleft()
+        answer = ANSWERS[type(one)]
         self._timer = self.after(max(0.0, one.deadline - now()), TransferLate(self._number))
 
         async def work() -> TransferDone:
@@ -208,11 +198,11 @@ class DeviceStoreActor(Actor):
                 raise StoreError(
                     f"the store returned {good!r} for a transfer of {len(one.blocks)} blocks"
                 )
-            return TransferDone(answer(good))
+            return TransferDone(answer(one.op, good))
 
         def failed(error: Exception) -> TransferDone:
             self.log.error("back end raised", error=described(error))
-            return TransferDone(answer(0))
+            return TransferDone(answer(one.op, 0))
 
         self.start_job(work(), lambda done: done, failed)
 

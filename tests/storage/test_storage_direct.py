@@ -95,7 +95,6 @@ def test_nothing_waits_for_a_move_that_takes_longer_than_it_may():
             "nor does what comes later"
         )
         assert answers(direct.turn(save(5, now + 60.0))) == [("DeviceSaved", 5, 0)]
-        assert direct.actor.shed == 4
         over = direct.finish(running, TransferDone(DeviceSaved(1, 2)))
         assert answers(over) == [("DeviceSaved", 1, 2)], "its own blocks are held until it is over"
         again = direct.turn(fetch(6, now + 60.0)).jobs[0]
