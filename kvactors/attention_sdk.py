@@ -51,15 +51,9 @@ class Shard(NamedTuple):
 
 
 class SdkSettings(NamedTuple):
-    """Complete settings of one shard, with no value left unset.
+    """Complete settings of one shard, with no value left unset."""
 
-    Attributes:
-        shard: its pod includes the suffix.
-        latent: the layout has keys without values (MLA).
-        write_total_timeout: seconds, 0 for the rest of the operation's time.
-    """
-
-    shard: Shard
+    shard: Shard  # its pod includes the suffix
     shard_num: int
     layers: int
     block_size: int
@@ -67,12 +61,12 @@ class SdkSettings(NamedTuple):
     device_id: int
     dp_id: int
     cuda: bool
-    latent: bool
+    latent: bool  # the layout has keys without values (MLA)
     ready_timeout: float
     ready_interval: float
     write_slice_blocks: int
     write_slice_timeout: float
-    write_total_timeout: float
+    write_total_timeout: float  # seconds, 0 for the rest of the operation's time
 
 
 def complete(
@@ -194,18 +188,13 @@ FastDeploy, which calls one object from two threads."""
 
 
 class SdkNames(NamedTuple):
-    """The names taken from the SDK's modules.
-
-    Attributes:
-        hbm: the medium, only for the index.
-        attention_type: only on CUDA.
-    """
+    """The names taken from the SDK's modules."""
 
     sdk: Any
     tokens: Any
     error: type[Exception]
-    hbm: Any
-    attention_type: Any
+    hbm: Any  # the medium, only for the index
+    attention_type: Any  # only on CUDA
 
 
 def import_sdk(package: str, *, index: bool, cuda: bool) -> SdkNames:
@@ -289,11 +278,7 @@ class Shared:
         return self.threads.setdefault(use, Workers(1, f"kvactors-attention-store-{use}"))
 
     def make(self, wanted: Any, construct: Callable[[], Any], opener: object) -> bool:
-        """Make the object unless it exists.
-
-        Returns:
-            False while another handle makes it.
-        """
+        """Make the object unless it exists. Returns False while another handle makes it."""
         if self.object is None:
             if self.opener.setdefault("opener", opener) is not opener:
                 return False
@@ -348,9 +333,7 @@ class Sdk:
             raise DeadlineExceeded(f"AttentionStore was not ready in {limit} s") from error
 
     async def _until(self, come: Callable[[], Awaitable[bool]]) -> None:
-        while True:
-            if await come():
-                return
+        while not await come():
             await anyio.sleep(self.settings.ready_interval)
 
     async def _made(self) -> bool:

@@ -52,14 +52,10 @@ class Attempts:
 
     Closed: calls go through. Open: none does. Half open: one call does, and decides. Only attempts
     that were UNAVAILABLE open it: a full store, or one with corrupt objects, is asked on. Both
-    changes of `failing` are logged, once each.
-
-    Attributes:
-        reason: why the last attempts failed, empty unless the calls are failing.
-    """
+    changes of `failing` are logged, once each."""
 
     def __init__(self, store: str, kind: str) -> None:
-        self.reason = ""
+        self.reason = ""  # why the last attempts failed, if the calls are failing
         self._store = store
         self.kind = kind
         self._remedy = ""
@@ -118,11 +114,7 @@ class Attempts:
         self._failures, self._until, self.reason = 0, None, ""
 
     def failed(self, reason: str = "", outcome: Outcome = Outcome.UNAVAILABLE) -> None:
-        """Record an attempt of which nothing worked.
-
-        Args:
-            outcome: a key of `REMEDIES`.
-        """
+        """Record an attempt of which nothing worked. outcome: a key of `REMEDIES`."""
         default, self._remedy = REMEDIES[outcome]
         if not self._failures:
             self._since = now()
@@ -142,10 +134,7 @@ class StoreAttempts:
         self.lookups = Attempts(store, "look-up")
         self.reads = Attempts(store, "read")
         self.writes = Attempts(store, "write")
-
-    @property
-    def _kinds(self) -> tuple[Attempts, ...]:
-        return self.lookups, self.reads, self.writes
+        self._kinds = (self.lookups, self.reads, self.writes)
 
     @property
     def state(self) -> str:

@@ -32,16 +32,11 @@ size."""
 
 
 class Catalog:
-    """Keys, least recently used first.
-
-    Attributes:
-        capacity: objects at most, 0 for no limit.
-        departed: keys that were removed, until the removal is reported.
-    """
+    """Keys, least recently used first."""
 
     def __init__(self, capacity: int = 0) -> None:
-        self.capacity = capacity
-        self.departed: set[bytes] = set()
+        self.capacity = capacity  # objects at most, 0 for no limit
+        self.departed: set[bytes] = set()  # keys whose removal is not reported yet
         self.shares = StoreShares()
         self._names: OrderedDict[bytes, int | None] = OrderedDict()  # with their salts
         # The same keys once more: an ordered table cannot be listed in steps while it changes.
@@ -181,16 +176,13 @@ COUNTED_SALTS = 4096
 
 
 class StoreShares:
-    """Keys by salt, in the order of their last use. A key whose salt is not known counts to none.
-
-    Attributes:
-        quota_evictions: objects that left, or were not taken, because of a quota.
-        evicted: the same by salt, of the first COUNTED_SALTS salts and of those that are named.
-    """
+    """Keys by salt, in the order of their last use. A key whose salt is not known counts to
+    none."""
 
     def __init__(self, quotas: StorageQuotas | None = None) -> None:
         self.quotas = StorageQuotas() if quotas is None else quotas
-        self.quota_evictions = 0
+        self.quota_evictions = 0  # objects that left, or were not taken, because of a quota
+        # The same by salt, of the first COUNTED_SALTS salts and of those that are named.
         self.evicted: dict[int, int] = {}
         self._orders: dict[int, OrderedDict[bytes, None]] = {}
         self._above: dict[int, None] = {}  # salts above their quota

@@ -37,41 +37,30 @@ STORE_FOLDER = re.compile("[0-9a-f]{16}")
 
 
 class Inspection(msgspec.Struct, frozen=True):
-    """One store.
-
-    Attributes:
-        state: ok, damaged (the first page of the table), or other version.
-        digest: of the identity, with the names behind it.
-        bytes: of the objects.
-        slab_bytes: that the store occupies.
-        torn: slots whose entries make no sense.
-        written_at: seconds since 1970 of the last write, 0 if there is none.
-        opened_at: when a process last opened it to write.
-        bad: objects (hex keys) whose payload does not match its checksum.
-    """
+    """One store."""
 
     path: str
-    state: str
+    state: str  # ok, damaged (the first page of the table), or other version
     version: int
     model: str = ""
     namespace: str = ""
     rank: int = 0
     ranks: int = 1
-    digest: str = ""
+    digest: str = ""  # of the identity
     generation: int = 0
     block_bytes: int = 0
     objects: int = 0
-    bytes: int = 0
+    bytes: int = 0  # of the objects
     slots: int = 0
-    slab_bytes: int = 0
-    torn: int = 0
-    stale: int = 0
-    written_at: float = 0.0
-    opened_at: float = 0.0
+    slab_bytes: int = 0  # that the store occupies
+    torn: int = 0  # slots whose entries make no sense
+    stale: int = 0  # entries of objects that were cleared
+    written_at: float = 0.0  # seconds since 1970 of the last write, 0 if there is none
+    opened_at: float = 0.0  # when a process last opened it to write
     in_use: bool = False
     verified: int = 0
-    bad: list[str] = []
-    left: int = 0
+    bad: list[str] = []  # hex keys of objects whose payload does not match its checksum
+    left: int = 0  # objects that were removed before they were checked
 
 
 def inspect(folder: str | Path, *, verify: bool = False) -> list[Inspection]:

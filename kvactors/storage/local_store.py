@@ -31,22 +31,16 @@ class LocalStore(Backend):
     (objects at most, 0 for no limit).
 
     Keys change hands synchronously: admission and removal take effect before anything else runs on
-    the loop.
-
-    Attributes:
-        answerable: False for a store whose objects other processes decide about: its keys are
-            not listed.
-        catalog: every key, those of `pending` included.
-        pending: keys in the catalog whose objects are being written.
-    """
+    the loop."""
 
     exclusive = True
+    # False for a store whose objects other processes decide about: its keys are not listed.
     answerable = True
 
     def __init__(self, digest: bytes, block_bytes: int, capacity: int = 0) -> None:
         super().__init__(digest, block_bytes)
-        self.catalog = Catalog(capacity)
-        self.pending: set[bytes] = set()
+        self.catalog = Catalog(capacity)  # every key, those of `pending` included
+        self.pending: set[bytes] = set()  # keys in the catalog whose objects are being written
         self._unerased: set[bytes] = set()  # of clears that have not completed
 
     # -- the objects, in memory or in files

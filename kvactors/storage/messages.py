@@ -57,11 +57,7 @@ class ReadDone(Control, frozen=True, eq=False):
 
 
 class Write(Message, frozen=True, eq=False):
-    """Write host slots as objects. Answered with Written once no slot is read any more.
-
-    Attributes:
-        salts: the number of each key's salt (`quotas.salt_id`), or none at all.
-    """
+    """Write host slots as objects. Answered with Written once no slot is read any more."""
 
     op: int
     keys: bytes
@@ -69,12 +65,11 @@ class Write(Message, frozen=True, eq=False):
     deadline: float
     memory_generation: int = 0
     lineages: tuple[Lineage | None, ...] = ()
-    salts: tuple[int, ...] = ()
+    salts: tuple[int, ...] = ()  # one a key (`quotas.salt_id`), or none at all
 
 
 class Written(Control, frozen=True, eq=False):
-    """Answer to Write: one `Outcome` byte a key. The slots are not read any
-    more."""
+    """Answer to Write: one `Outcome` byte a key. The slots are not read any more."""
 
     op: int
     outcomes: bytes
@@ -82,28 +77,19 @@ class Written(Control, frozen=True, eq=False):
 
 class ClearStore(Message, frozen=True, eq=False):
     """Remove every object of this store, or those of a salt, and drop the batches that were sent
-    before this, to any writer. Answered with StoreCleared.
-
-    Attributes:
-        salt: see `quotas.salt_id`. None: every object.
-    """
+    before this, to any writer. Answered with StoreCleared."""
 
     op: int
-    salt: int | None = None
+    salt: int | None = None  # see `quotas.salt_id`
 
 
 class StoreCleared(Control, frozen=True, eq=False):
-    """Answer to ClearStore.
-
-    Attributes:
-        error: why objects from before may still be found. Empty if none can.
-        unknown: objects whose salt is not known, which a clear of a salt leaves.
-    """
+    """Answer to ClearStore."""
 
     op: int
-    error: str = ""
+    error: str = ""  # why objects from before may still be found
     salt: int | None = None
-    unknown: int = 0
+    unknown: int = 0  # objects whose salt is not known, which a clear of a salt leaves
 
 
 class ReportLost(Message, frozen=True, eq=False):
@@ -112,20 +98,14 @@ class ReportLost(Message, frozen=True, eq=False):
 
 class FetchDevice(Message, frozen=True, eq=False):
     """Read blocks of a path straight into device blocks. Answered with DeviceFetched once none is
-    written any more.
-
-    Attributes:
-        tokens: the complete path (little-endian uint32), up to the last block wanted.
-        memory_generation: of the device memory that the blocks are in. No block is moved in another
-            one.
-    """
+    written any more."""
 
     op: int
-    tokens: bytes
+    tokens: bytes  # of the complete path (little-endian uint32), up to the last block wanted
     start: int
     blocks: tuple[int, ...]
     deadline: float
-    memory_generation: int = 0
+    memory_generation: int = 0  # of the blocks: none is moved in another one
 
 
 class DeviceFetched(Control, frozen=True, eq=False):
@@ -167,15 +147,11 @@ class TransferLate(Control, frozen=True, eq=False):
 
 
 class BatchDone(Control, frozen=True, eq=False):
-    """To itself: a batch has ended. `answer` is sent to the evictor.
-
-    Attributes:
-        stored: joined keys that became readable, oldest first.
-        evicted, corrupt, taken: joined keys that left the store, by reason.
-    """
+    """To itself: a batch has ended. `answer` is sent to the evictor."""
 
     answer: StorageReply
-    stored: bytes = b""
+    stored: bytes = b""  # joined keys that became readable, oldest first
+    # Joined keys that left the store, by reason.
     evicted: bytes = b""
     corrupt: bytes = b""
     taken: bytes = b""

@@ -178,17 +178,13 @@ eviction."""
 
 
 class PoolBatch(NamedTuple):
-    """Some objects and their memory.
-
-    Attributes:
-        pointers: from places to the addresses of each object's pieces.
-        sizes: bytes of the pieces of an object.
-    """
+    """Some objects and their memory."""
 
     keys: Sequence[bytes]
     places: Sequence[Any]
+    # From places to the addresses of each object's pieces.
     pointers: Callable[[Sequence[Any]], list[list[int]]]
-    sizes: list[int]
+    sizes: list[int]  # bytes of the pieces of an object
     headers: NDArray[np.uint8] | None = None
 
     def part(self, some: slice) -> PoolBatch:
@@ -264,9 +260,9 @@ class MooncakeBackend(Backend):
             if expired():
                 return run
             found = await self._has(keys[start : start + QUESTION_OBJECTS])
-            run += found.index(False) if False in found else len(found)
             if False in found:
-                return run
+                return run + found.index(False)
+            run += len(found)
         return run
 
     async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:

@@ -34,22 +34,14 @@ DEADLINE_CHECK_S = 0.05
 
 
 class SlotSupply:
-    """Hands out free slots, and keeps the catalog's capacity at the number of usable ones.
-
-    Attributes:
-        capacity: objects at most, when no slot is in quarantine. Known once the store is open.
-        free: slots that are not in use.
-        suspects: slots whose next object must be read back before it counts.
-        pause_until: time before which no slab is added, because the disk was full.
-        refused: why the last slab could not be added, empty if it could.
-    """
+    """Hands out free slots, and keeps the catalog's capacity at the number of usable ones."""
 
     def __init__(self, files: SlabFiles, workers: Workers, catalog: Catalog) -> None:
-        self.capacity = 0
+        self.capacity = 0  # objects at most, when no slot is in quarantine; known once open
         self.free: deque[int] = deque()
-        self.suspects: set[int] = set()
-        self.pause_until = 0.0
-        self.refused = ""
+        self.suspects: set[int] = set()  # whose next object must be read back before it counts
+        self.pause_until = 0.0  # until then no slab is added, because the disk was full
+        self.refused = ""  # why the last slab could not be added
         self._files = files
         self._workers = workers
         self._catalog = catalog
@@ -101,10 +93,6 @@ class SlotSupply:
         for waiter in self._waiting:
             if not waiter.done():
                 waiter.set_result(None)
-
-    def take_free(self, count: int) -> list[int]:
-        free = self.free
-        return [free.popleft() for _ in range(min(count, len(free)))]
 
     def restart(self, count: int) -> None:
         """The slots are those of new files, all of them free. None is in use."""
@@ -186,7 +174,7 @@ class SlotSupply:
     def take_now(self, count: int) -> list[int]:
         """Take slots that are free already, at most `count`."""
         self.release()
-        return self.take_free(count)
+        return [self.free.popleft() for _ in range(min(count, len(self.free)))]
 
     async def take_batch(
         self,

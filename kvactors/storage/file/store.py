@@ -80,12 +80,6 @@ class FileBackend(LocalStore):
         write_depth: writes at the same time, 0 for as many as reads.
         block_size: tokens of a block, if lineages are kept; 0 if not.
         scrub_rate: bytes a second that a scrub reads, 0 for none.
-
-    Attributes:
-        objects: slot and mark of the table entry, by key, of the objects that can be read.
-        written: slot and entry, by key, of payloads whose entries are not written yet.
-        arena: memory whose slots are whole pages, so that the last page of a slot may be read and
-            written to its end. None: only the bytes of a view may be.
     """
 
     wipes = True
@@ -127,7 +121,9 @@ class FileBackend(LocalStore):
         self.files = SlabFiles(place, meta, read_only=read_only, floor=floor)
         self.io = SlabIo(self.files, depth, write_depth or depth)
         self.supply = SlotSupply(self.files, self.io.workers, self.catalog)
+        # Slot and mark of the table entry, by key, of the objects that can be read.
         self.objects: dict[bytes, tuple[int, bytes]] = {}
+        # Slot and entry, by key, of payloads whose entries are not written yet.
         self.written: dict[bytes, tuple[int, bytes]] = {}
         # Of objects that are being written. A tuple is one batch's, also for equal lineages.
         self.lineages: dict[bytes, tuple[Lineage]] = {}
@@ -155,41 +151,40 @@ class FileBackend(LocalStore):
         self.files.loop = asyncio.get_running_loop()
         try:
             await (self._open_files() if self.view is None else self.view.open())
-        except BaseException:
+        except BaseException as error:
             await self.close()
+            if isinstance(error, OSError) and not isinstance(error, StoreError):
+                raise StoreError(f"{self.files.folder}: {error}") from error
             raise
         if self.scrub is not None:
             self.scrub.start()
 
     async def _open_files(self) -> None:
-        _, found, space = await self.io.run(survey, self.files, self._space)
+        _, found = await self.io.run(survey, self.files)
         self.io.open()
         self.generation = self.files.meta.generation
-        if space is not None:
-            self._settle(space)
-            self._space_due = now() + SPACE_PAUSE_S
-            log.info(
-                "file store open",
-                folder=str(self.files.folder),
-                capacity_bytes=space.capacity * self.files.meta.stride,
-                capacity_objects=space.capacity,
-                own_bytes=space.own,
-                free_bytes=space.free,
-                other_layouts_bytes=space.others,
-                objects=len(found.found),
-                torn=found.torn,
-            )
+        space = await self.io.run(self._space.read, len(found.found))
+        self._settle(space)
+        self._space_due = now() + SPACE_PAUSE_S
+        log.info(
+            "file store open",
+            folder=str(self.files.folder),
+            capacity_bytes=space.capacity * self.files.meta.stride,
+            capacity_objects=space.capacity,
+            own_bytes=space.own,
+            free_bytes=space.free,
+            other_layouts_bytes=space.others,
+            objects=len(found.found),
+            torn=found.torn,
+        )
         evicted, doubles = await self.io.run(self._enter, found.found)
         await self.io.erase(doubles)
         await self.erase(evicted)
         await self._drop_empty_slabs()
 
     def _enter(self, found: list[StoredSlot]) -> tuple[list[bytes], list[int]]:
-        """Take in the objects of the table, the oldest first.
-
-        Returns:
-            The keys beyond the capacity, and the slots of earlier writes of a key.
-        """
+        """Take in the objects of the table, the oldest first. Returns the keys beyond the capacity,
+        and the slots of earlier writes of a key."""
         evicted: list[bytes] = []
         doubles: list[int] = []
         for sequence, slot, key, mark, salt, *_ in found:
@@ -629,7 +624,7 @@ class FileBackend(LocalStore):
                 slots = len(self.files.slabs) * self.files.meta.slots_per_slab
                 left = slots - len(self.objects) - len(retired)
                 while not expired():
-                    some = supply.take_free(min(part, left))
+                    some = supply.take_now(min(part, left))
                     left -= len(some)
                     if not some:
                         await self.io.run(self.files.wiped)
@@ -703,32 +698,22 @@ SMALL_CAPACITY_BYTES = 256 << 20
 
 
 class Space(NamedTuple):
-    """Space for the objects of a store.
+    """Space for the objects of a store, in bytes."""
 
-    Attributes:
-        capacity: objects at most.
-        free: bytes that the file system has left.
-        concern: why the capacity is less than it should be, and the remedy. Empty if it is not.
-    """
-
-    capacity: int
+    capacity: int  # in objects
     own: int
-    free: int
-    others: int
-    concern: str
+    free: int  # that the file system has left
+    others: int  # of stores of other layouts
+    concern: str  # why the capacity is less than it should be, and the remedy
 
 
 class SpaceReader:
     """Reckons the capacity of a store. Every call blocks and belongs in a thread, one call at a
-    time.
-
-    Args:
-        wanted: capacity in objects as configured, 0 for a share of the space.
-    """
+    time."""
 
     def __init__(self, files: SlabFiles, wanted: int) -> None:
         self._files = files
-        self._wanted = wanted
+        self._wanted = wanted  # objects as configured, 0 for a share of the space
         self._counted: dict[Path, tuple[tuple[int, int], int]] = {}
 
     def read(self, objects: int) -> Space:
@@ -777,18 +762,11 @@ class SpaceReader:
         return found
 
 
-def survey(files: SlabFiles, space: SpaceReader | None) -> tuple[TableReader, Survey, Space | None]:
-    """Open the files, read the table, and reckon the capacity, except for a view. Blocks.
-    StoreError."""
-    try:
-        slots = files.open()
-        table = TableReader(files)
-        found = table.read(slots)
-        return table, found, None if space is None else space.read(len(found.found))
-    except StoreError:  # an OSError, which names the folder already
-        raise
-    except OSError as error:
-        raise StoreError(f"{files.folder}: {error}") from error
+def survey(files: SlabFiles) -> tuple[TableReader, Survey]:
+    """Open the files and read the table. Blocks. OSError, StoreError."""
+    slots = files.open()
+    table = TableReader(files)
+    return table, table.read(slots)
 
 
 def bytes_held(table: Path) -> int:
@@ -825,7 +803,7 @@ class SlabView:
 
     async def open(self) -> None:
         """Open the files and take in their objects. StoreError, also if there is no store yet."""
-        self._table, found, _ = await self._store.io.run(survey, self._store.files, None)
+        self._table, found = await self._store.io.run(survey, self._store.files)
         self._store.io.open()
         await self._take_in(found)
         self._due = now() + VIEW_REFRESH_S
@@ -930,13 +908,10 @@ class Scrub:
 
     async def read_all(self) -> None:
         """One pass. Objects that are written during it may be left out."""
-        for keys in self._pages():
-            with self._store.in_use():
-                await self._store.check(keys, self._views[: len(keys)])
-            await asyncio.sleep(len(keys) * self._seconds)
-
-    def _pages(self) -> Iterator[list[bytes]]:
-        step = len(self._views)
-        for part in self._store.catalog.slices():
+        store, step = self._store, len(self._views)
+        for part in store.catalog.slices():
             for start in range(0, len(part), step):
-                yield part[start : start + step]
+                keys = part[start : start + step]
+                with store.in_use():
+                    await store.check(keys, self._views[: len(keys)])
+                await asyncio.sleep(len(keys) * self._seconds)

@@ -82,11 +82,7 @@ WRITTEN_AT, PARENT, TOKENS, EXTRA, LORA, LORA_ID, SALT = 1, 2, 3, 4, 5, 6, 7
 
 
 class Meta(msgspec.Struct, frozen=True):
-    """Parameters of a store.
-
-    Attributes:
-        model, namespace, rank, ranks: the names behind it.
-    """
+    """Parameters of a store."""
 
     digest: str
     block_bytes: int
@@ -184,20 +180,14 @@ def meta_of(page: bytes, where: str) -> Meta:
 
 
 class StoredSlot(NamedTuple):
-    """An object, by its entry in the table.
-
-    Attributes:
-        mark: distinguishes the entry from every other one (`mark_of`).
-        salt: the number of its salt, None if it is not known.
-        written_at: microseconds since 1970, 0 if it is not known.
-    """
+    """An object, by its entry in the table."""
 
     sequence: int
     slot: int
     key: bytes
-    mark: bytes
-    salt: int | None
-    written_at: int
+    mark: bytes  # distinguishes the entry from every other one (`mark_of`)
+    salt: int | None  # None if it is not known
+    written_at: int  # microseconds since 1970, 0 if it is not known
     generation: int
 
 
@@ -566,23 +556,16 @@ CHUNK_ENTRIES = 16_384
 
 
 class Survey(NamedTuple):
-    """Changes in the table since it was read before.
-
-    Attributes:
-        changed: slots of these entries. Objects that were in them before are gone.
-    """
+    """Changes in the table since it was read before."""
 
     found: list[StoredSlot]
-    changed: list[int]
+    changed: list[int]  # slots whose objects of before are gone
     torn: int
 
 
 class TableReader:
     """Reads the objects in the table of an open store: all of them at first, then those whose
-    entries have changed. Every call blocks and belongs in a thread, one call at a time.
-
-    files: of the store.
-    """
+    entries have changed. Every call blocks and belongs in a thread, one call at a time."""
 
     def __init__(self, files: SlabFiles) -> None:
         self._files = files
