@@ -34,7 +34,25 @@ def make_backend(
     if kind == "memory":
         return MemoryBackend(identity.digest, block_bytes, capacity_of(config, block_bytes))
     if kind == "file":
-        return make_file_backend(config, identity, block_bytes, block_size)
+        if not config.directory:
+            raise ConfigError(
+                "storage.directory is needed with storage.backend = 'file' (or "
+                "FILE_BACKEND_STORAGE_DIR)"
+            )
+        return FileBackend(
+            identity.folder(config.directory),
+            identity.digest,
+            block_bytes,
+            capacity_of(config, object_stride(block_bytes)),
+            floor=in_bytes(config.free_space_floor, "storage.free_space_floor"),
+            durability=config.durability,
+            read_only=config.read_only,
+            depth=config.io_depth,
+            write_depth=config.io_write_depth or 0,
+            identity=identity,
+            block_size=block_size if config.keep_tokens else 0,
+            scrub_rate=in_bytes(config.scrub_rate, "storage.scrub_rate"),
+        )
     if kind == "mooncake":
         from kvactors.storage.mooncake import MooncakeBackend
 
@@ -55,8 +73,7 @@ def has_device_store(config: Config) -> bool:
     if config.storage.write_policy == "write_back" or config.storage.exclusive:
         raise ConfigError(
             "attention_store moves blocks between its store and the device: storage.write_policy "
-            "must be write_through, "
-            "write_through_selective or none, and storage.exclusive false"
+            "must be write_through, write_through_selective or none, and storage.exclusive false"
         )
     return True
 
@@ -77,31 +94,6 @@ def make_device_store(
     from kvactors.storage.attention_store import AttentionStoreBackend
 
     return AttentionStoreBackend(sdk_settings(config, device.layout, device, shard), device)
-
-
-def make_file_backend(
-    config: StorageConfig, identity: StoreIdentity, block_bytes: int, block_size: int = 0
-) -> FileBackend:
-    """The file store a config describes."""
-    if not config.directory:
-        raise ConfigError(
-            "storage.directory is needed with storage.backend = 'file' (or "
-            "FILE_BACKEND_STORAGE_DIR)"
-        )
-    return FileBackend(
-        identity.folder(config.directory),
-        identity.digest,
-        block_bytes,
-        capacity_of(config, object_stride(block_bytes)),
-        floor=in_bytes(config.free_space_floor, "storage.free_space_floor"),
-        durability=config.durability,
-        read_only=config.read_only,
-        depth=config.io_depth,
-        write_depth=config.io_write_depth or 0,
-        identity=identity,
-        block_size=block_size if config.keep_tokens else 0,
-        scrub_rate=in_bytes(config.scrub_rate, "storage.scrub_rate"),
-    )
 
 
 def object_bytes(config: StorageConfig, block_bytes: int) -> int:
