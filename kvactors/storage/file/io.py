@@ -121,7 +121,8 @@ class SlabIo:
         direct = self._files.direct
         codes, done = await self._job(writes, direct, slots, views, records, expired)
         refused = [i for i, code in enumerate(codes) if code == -errno.EINVAL] if direct else []
-        if refused and self._files.buffered_from_now_on():
+        if refused:
+            self._files.buffered_from_now_on()
             again, redone = await self._job(
                 writes,
                 False,

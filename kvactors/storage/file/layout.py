@@ -348,13 +348,12 @@ class SlabFiles:
             return False
         return whole and xxhash.xxh3_64_intdigest(memoryview(buffer)[:size]) == checksum
 
-    def buffered_from_now_on(self) -> bool:
+    def buffered_from_now_on(self) -> None:
         """Direct I/O was refused by a call that had begun with it (some file systems open for it
-        only): slabs go through the page cache from now on. Another call may have found out."""
+        only): slabs go through the page cache from now on."""
         for fd in self.slabs[:HELD_SLABS]:
             fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
         self.direct = False
-        return True
 
     def bind(self, queue: SlabQueue) -> None:
         meta = self.meta

@@ -413,9 +413,7 @@ class FileBackend(LocalStore):
     ) -> WriteReport:
         if self.view is None:
             if self.files.lost and not await self._begin_anew(expired):
-                refused = bytes([Outcome.UNAVAILABLE]) * len(keys)
-                self.counters.written(refused)
-                return WriteReport(refused, [])
+                return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
             await self.follow_space()
         self.supply.prepare(len(keys))
         with self.in_use():
