@@ -333,7 +333,9 @@ class Sdk:
             raise DeadlineExceeded(f"AttentionStore was not ready in {limit} s") from error
 
     async def _until(self, come: Callable[[], Awaitable[bool]]) -> None:
-        while not await come():
+        while True:
+            if await come():
+                return
             await anyio.sleep(self.settings.ready_interval)
 
     async def _made(self) -> bool:

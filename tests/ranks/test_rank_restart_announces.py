@@ -126,7 +126,7 @@ async def test_the_blocks_of_a_rank_whose_folder_was_deleted_are_reported_gone(t
 def test_a_part_of_a_path_is_proved_by_its_keys():
     first = kvactors.identity.Lineage(bytes(32), b"t" * 8, b"x")
     second = kvactors.identity.Lineage(first.block_hash(), b"u" * 8)
-    part = actors.PathPart(
+    part = PathPart(
         bytes(32),
         first.block_hash() + second.block_hash(),
         b"t" * 8 + b"u" * 8,

@@ -71,6 +71,7 @@ LEAST_ENTRY, MOST_ENTRY = 128, 65_536
 MOST_SLOTS = 1 << 22
 """Slots of a slab at most."""
 
+U64 = np.dtype("<u8")
 MOST_BLOCK = 1 << 40
 MOST_SEQUENCE = 1 << 63
 """Sequence numbers are below it: an entry without a successor would end all writes."""
@@ -274,22 +275,28 @@ def entry_in(raw: bytes, slot: int, meta: Meta) -> StoredSlot | None:
     return StoredSlot(sequence, slot, key, mark_of(raw), salt_in(fields), written_at, generation)
 
 
+def words_of(table: bytes, size: int) -> NDArray[np.uint64]:
+    """Entries of `size` bytes as rows of words."""
+    count = len(table) // size
+    return np.frombuffer(table[: count * size], U64).reshape(count, size // 8)
+
+
+def used_rows(words: NDArray[np.uint64], generation: int) -> NDArray[np.intp]:
+    """Entries with objects, by magic and generation alone."""
+    magic = int.from_bytes(MAGIC, "little")
+    return np.flatnonzero((words[:, 0] == magic) & (words[:, 13] == generation))
+
+
 def count_used(table: bytes, meta: Meta) -> int:
     """Entries of objects, by magic and generation alone: no checksum is compared."""
-    size = meta.entry_bytes
-    count = len(table) // size
-    words = np.frombuffer(table[: count * size], "<u8").reshape(count, size // 8)
-    used = (words[:, 0] == int.from_bytes(MAGIC, "little")) & (words[:, 13] == meta.generation)
-    return int(np.count_nonzero(used))
+    return len(used_rows(words_of(table, meta.entry_bytes), meta.generation))
 
 
 def scan(table: bytes, meta: Meta, first: int = 0) -> Scan:
     """Check every entry: one pass of numpy to find the entries in use, then one checksum each.
     first: slot of the first entry."""
     size = meta.entry_bytes
-    count = len(table) // size
-    words = np.frombuffer(table[: count * size], "<u8").reshape(count, size // 8)
-    used = np.flatnonzero(words.any(axis=1))
+    used = np.flatnonzero(words_of(table, size).any(axis=1))
     found, torn, stale = list[StoredSlot](), 0, 0
     for slot in used.tolist():
         one = entry_in(table[slot * size : (slot + 1) * size], first + slot, meta)
@@ -393,8 +400,6 @@ the slot has no block, or one without a lineage."""
 
 AT_PARENT = HEAD.size + TIME_FIELD
 """Where the field with the parent is in an entry that this package wrote."""
-
-U64 = np.dtype("<u8")
 
 
 class TableRows(NamedTuple):
@@ -519,12 +524,9 @@ class SlabPaths:
 def rows_of(raw: bytes, first: int, size: int, generation: int) -> TableRows:
     """The blocks of a chunk of the table. first: slot of its first entry. Only the fields needed
     here are read. Entries are verified later, when a path is read."""
-    count = len(raw) // size
-    words = np.frombuffer(raw[: count * size], U64).reshape(count, size // 8)
-    halves = np.frombuffer(raw[: count * size], "<u4").reshape(count, size // 4)
-    used = np.flatnonzero(
-        (words[:, 0] == int.from_bytes(MAGIC, "little")) & (words[:, 13] == generation)
-    )
+    words = words_of(raw, size)
+    halves = words.view("<u4")
+    used = used_rows(words, generation)
     parents = np.zeros(len(used), np.uint64)
     header = int.from_bytes(FIELD.pack(PARENT, HASH_BYTES), "little")
     at = AT_PARENT // 4
@@ -569,7 +571,7 @@ class TableReader:
 
     def __init__(self, files: SlabFiles) -> None:
         self._files = files
-        self._seen = np.empty(0, np.dtype("<u8"))  # the last word of each entry: its checksum
+        self._seen = np.empty(0, U64)  # the last word of each entry: its checksum
         self._generation = files.meta.generation
 
     def read(self, slots: int) -> Survey:
@@ -583,9 +585,8 @@ class TableReader:
             self._seen = np.pad(self._seen, (0, slots - len(self._seen)))
         for first in range(0, slots, CHUNK_ENTRIES):
             raw = files.entries(first, min(CHUNK_ENTRIES, slots - first))
-            count = len(raw) // meta.entry_bytes
-            words = np.frombuffer(raw[: count * meta.entry_bytes], "<u8").reshape(count, -1)
-            seen, last = self._seen[first : first + count], words[:, -1]
+            words = words_of(raw, meta.entry_bytes)
+            seen, last = self._seen[first : first + len(words)], words[:, -1]
             different = seen != last
             if not seen.any():  # read for the first time: entries may be torn before their end
                 some = scan(raw, meta, first)
