@@ -11,6 +11,7 @@ import kvactors
 from kvactors.data_plane.ranks.store import proved
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
+from kvactors.flush_notifier.messages import PathPart
 from kvactors.layout import make_layout
 from kvactors.storage import actors
 from kvactors.storage.file.table import lineage_in
