@@ -133,7 +133,7 @@ class FileBackend(LocalStore):
         self.scrub = Scrub(self, scrub_rate) if scrub_rate and not read_only else None
         self._paths: SlabPaths | None = None
         self._synced = durability == "synced"
-        self._calls = 0  # in progress, that use the files
+        self.calls = 0  # in progress, that use the files
         self._evicted: list[bytes] = []  # by `_evict_for_disk_space`, until a batch reports them
         self._no_eviction_until = 0.0
         self._space = SpaceReader(self.files, capacity)
@@ -222,11 +222,11 @@ class FileBackend(LocalStore):
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        self._calls += 1
+        self.calls += 1
         try:
             yield
         finally:
-            self._calls -= 1
+            self.calls -= 1
 
     # -- the space, and the loss of the files
 
@@ -278,7 +278,7 @@ class FileBackend(LocalStore):
     async def _begin_anew(self, expired: Expired) -> bool:
         """Make the files again, which were deleted, once no call uses the old ones. Returns whether
         they are there."""
-        while self.files.lost and (self._calls or self.io.busy):
+        while self.files.lost and (self.calls or self.io.busy):
             if expired():
                 return False
             await asyncio.sleep(ANEW_CHECK_S)
@@ -826,7 +826,7 @@ class SlabView:
         store = self._store
         try:
             if self._table is None:
-                if not store.io.busy:  # no read uses the deleted files any more
+                if not (store.calls or store.io.busy):  # none uses the deleted files any more
                     await store.io.run(store.files.close)
                     await self.open()
             elif await store.io.run(store.files.in_place):
