@@ -131,10 +131,12 @@ def cli_page() -> str:
 
 
 def described_parameters(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
-    """The first paragraphs of a command's docstring, and the descriptions of its parameters."""
+    """The first paragraphs of a command's docstring, and the descriptions of its parameters, from
+    the docstring or from their types."""
     doc = inspect.cleandoc(function.__doc__ or "")
     text, _, section = doc.partition("\nParameters\n----------\n")
-    found: dict[str, str] = {}
+    hints = typing.get_type_hints(function, include_extras=True)
+    found = {name: said for name, hint in hints.items() if (said := _help_of(hint))}
     name = ""
     for line in section.splitlines():
         if line and not line.startswith(" "):
@@ -159,16 +161,14 @@ def _arguments(function: Callable[..., Any], described: dict[str, str]) -> Itera
             default = "one or more"
         elif one.default not in (one.empty, None):
             default = "off" if one.default is False else f"`{toml_value(one.default)}`"
-        meaning = described.get(one.name) or _help_of(hints[one.name])
-        yield _row((name, values, default, meaning))
+        yield _row((name, values, default, described[one.name]))
 
 
 def _help_of(hint: Any) -> str:
-    """The help that an argument's type has for every command."""
+    """The help that an argument's type has for every command, "" for none."""
     parts = (hint, *typing.get_args(hint))
     marks = (mark for part in parts for mark in getattr(part, "__metadata__", ()))
-    found: str = next(mark.help for mark in marks if getattr(mark, "help", None))
-    return found
+    return next((mark.help for mark in marks if getattr(mark, "help", None)), "")
 
 
 # -- errors
