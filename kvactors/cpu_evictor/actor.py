@@ -74,11 +74,6 @@ class CpuEvictor(Actor):
 
     Handlers call a job for each offload, load, prefetch and finished request, and `HostMemory`,
     their shared state. `RequestTable` has the requests in flight.
-
-    Args:
-        device_store: actor of a store that moves device memory itself, None without one.
-        layerwise: whether the index is sent the progress of loads by layers.
-        memory_generation: at the start.
     """
 
     ROLE: ClassVar[str] = "cpu_evictor"

@@ -35,11 +35,6 @@ class LoadJob(HostJob):
     blocks gets them with `SetTargets`). Before that it leaves half of the slots for transit alone:
     the eviction that frees the device blocks may need them. Positions count from the first wanted
     block. Those that wait for a slot are to be read.
-
-    Args:
-        memory: host memory.
-        message: the load.
-        layerwise: whether the index is sent `LayersLoaded` as layers arrive.
     """
 
     URGENT: ClassVar[bool] = True

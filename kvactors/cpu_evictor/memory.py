@@ -249,13 +249,7 @@ class HostMemory:
     """Eviction, write-back and reports, for all jobs of the host tier.
 
     Attributes:
-        host: the slots.
-        requests: requests in flight.
-        out: of the actor.
-        movements: the jobs that wait for slots.
-        loads: in flight, by operation.
         counts: by field of `HostStatistics`.
-        exclusive: whether a block leaves the host tier when the device has it.
         clears: `ClearHost` messages handled. Sent with hints, so that the index can tell those from
             before a clear.
     """

@@ -16,11 +16,7 @@ class Offload(Message, frozen=True, eq=False):
 
     Attributes:
         hashes: n block hashes of 32 bytes, least recently used first (deeper first on ties).
-        parents: hash of the block before each of them.
-        blocks: their device blocks.
         memory_generation: that the device blocks are in. Blocks of another one are not kept.
-        lineages: of the blocks, if the store keeps them.
-        traits: of the blocks, if the device tier tracks them.
     """
 
     op: int
@@ -48,17 +44,12 @@ class Load(Message, frozen=True, eq=False):
     Loaded.
 
     Attributes:
-        root: root hash, the parent of the first block.
         hashes: block hashes of the path from its first block on, up to the last one to load.
         start: position of the first block to load. It goes to blocks[0], the next to blocks[1].
         blocks: device blocks. If empty, they follow in a SetTargets. The sources are pinned and
             fetched before that, so that an eviction for the device blocks cannot evict the sources.
         deadline: absolute loop time after which storage is not waited for.
-        fetch: whether blocks that the host tier lacks may come from storage.
         tokens: token ids of the path (little-endian uint32), for a store addressed by tokens.
-        memory_generation: that the device blocks are in.
-        lineages: of the blocks of `hashes`, if the store keeps them.
-        salt: of the path, see `kvactors.quotas.salt_id`.
     """
 
     op: int
@@ -79,7 +70,6 @@ class LayersLoaded(Control, frozen=True, eq=False):
     from storage.
 
     Attributes:
-        layers: leading layers that have arrived.
         blocks: leading blocks of the load that these layers are of.
     """
 
@@ -92,7 +82,6 @@ class Loaded(Control, frozen=True, eq=False):
     """Answer to Load.
 
     Attributes:
-        num_loaded: leading blocks that have their bytes.
         from_host: how many of them came from the host tier, the others from storage.
     """
 
@@ -141,11 +130,7 @@ class Save(Message, frozen=True, eq=False):
     Saved.
 
     Attributes:
-        hashes: block hashes of the path from its first block on.
-        blocks: their device blocks.
-        keep: whether the host tier keeps a copy (inclusive tiers).
         save: positions of the blocks to write to storage.
-        priority, expiry: of the blocks, see `kvactors.hints.BlockHints`.
 
     The other fields are those of Load.
     """
@@ -193,9 +178,6 @@ class KeepHostCopies(Message, frozen=True, eq=False):
 class EvictFirst(Message, frozen=True, eq=False):
     """The victims of the next evictions, chosen by the host tier's policy. Without this message
     the least recently used blocks are evicted.
-
-    Attributes:
-        hashes: of the blocks, in this order.
     """
 
     hashes: bytes
@@ -242,7 +224,6 @@ class SetHostQuota(Message, frozen=True, eq=False):
     """Change the quota of a salt in the host tier.
 
     Attributes:
-        salt: see `kvactors.quotas.salt_id`.
         blocks: the most resident blocks, None for no limit.
         named: without it the default applies again.
     """
@@ -257,7 +238,6 @@ class HostCleared(Control, frozen=True, eq=False):
 
     Attributes:
         error: why objects from before may still be found, empty if none can.
-        unknown: see `StoreCleared`.
     """
 
     op: int
@@ -277,7 +257,6 @@ class HostBlocksAdded(Control, frozen=True, eq=False):
 
     Attributes:
         clears: ClearHost messages that the host tier had handled.
-        memory_generation: of the host tier.
     """
 
     hashes: bytes

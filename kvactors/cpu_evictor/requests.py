@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The actors that CpuEvictor sends to.
-
-    Attributes:
-        device_store: the actor of a store that moves device memory itself, None without one.
-    """
+    """The actors that CpuEvictor sends to."""
 
     index: ActorRef[HostReply]
     swapper: ActorRef[Copy]
@@ -61,17 +57,12 @@ class HostJob:
     overrides what it takes part in.
 
     Attributes:
-        URGENT: whether a request waits for it.
         op: number in its `SlotDeadline`, 0 for a job without one.
-        message: that it began with.
-        hashes: block hashes of the message, by position.
         generation: of the host tier at the start.
         waiting: positions that have no slot yet, the next one last.
         passing: positions of blocks that only pass through, on their way to storage.
         to_write: positions of blocks that take a slot although they do not stay.
-        windows: copies and reads so far.
         moving: positions and blocks of those in flight, by their number.
-        timer: the job's deadline.
     """
 
     URGENT: ClassVar[bool] = False
@@ -162,8 +153,6 @@ class Request(msgspec.Struct, frozen=True, eq=False):
     """A request in flight.
 
     Attributes:
-        peer: the actor that answers.
-        size: blocks that it is about.
         ORDER: in which order the requests to a failed peer are ended.
         HOLDS_SLOTS: whether host slots can be in use for it.
         HOLDS_WRITES: whether writes are held back until it is answered.
@@ -210,7 +199,6 @@ class ClearRequest(Request, frozen=True, eq=False):
 
     Attributes:
         op: of the `ClearHost` that is answered when it ends.
-        salt: see `ClearHost`.
     """
 
     ORDER: ClassVar[int] = 3
@@ -267,7 +255,6 @@ class RequestTable:
     `take` removes it when its completion arrives.
 
     Attributes:
-        generation: memory generation that requests are stamped with.
         holding: requests in flight that hold writes back, and a probe whose reads begin now.
     """
 
@@ -336,9 +323,6 @@ class RequestTable:
         """Ask how many leading blocks storage has. Returns the number of the request.
 
         Args:
-            job: that makes the request.
-            hashes: of the blocks.
-            deadline: of the answer.
             kind: `StoredRequest` in order to write the others, not to read these.
         """
         reader = self._least_loaded(self.peers.readers)

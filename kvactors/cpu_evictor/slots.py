@@ -47,11 +47,6 @@ class HostBlock(msgspec.Struct, eq=False, gc=False):
     collector does not visit it: there is one for each slot.
 
     Attributes:
-        hash: block hash.
-        parent: hash of the block before it on its path.
-        slot: index of its slot in the arena.
-        state: see `SlotState`.
-        lineage: for stores that keep lineages.
         pins: copies, reads and writes that use the slot now.
         arriving: its bytes are not in the slot yet.
         announced: the notifier was sent that it is resident, and not that it is gone.
@@ -59,8 +54,6 @@ class HostBlock(msgspec.Struct, eq=False, gc=False):
         on_device: it was copied to the device: a `DropHostCopies` or `KeepHostCopies` for it is on
             its way.
         dropped: removed from the tier. The slot is free as soon as it has no pins.
-        salt: see `kvactors.quotas.salt_id`.
-        priority, expiry: see `kvactors.hints.BlockHints`.
         listed: it is resident, and `HostShares` has it.
     """
 
@@ -190,15 +183,7 @@ class HostShares:
 
     Blocks are followed by salt only while there is a quota.
 
-    Args:
-        default: the quota of salts that are not named, None for no limit.
-        named: quotas by salt.
-        pin_limit: blocks that may be pinned.
-        clock: of times to live.
-
     Attributes:
-        quota_evictions: victims chosen because of a quota.
-        pins_refused: pinned paths beyond the limit.
         evicted: victims chosen because of a quota, by salt, of the first COUNTED_SALTS salts and of
             those that are named.
     """
@@ -271,8 +256,6 @@ class HostShares:
         evicted for them.
 
         Args:
-            salt: of the blocks.
-            incoming: their number.
             over: blocks that must be evicted for all incoming ones.
         """
         if over <= 0 or not self.limited:
@@ -380,8 +363,6 @@ class HostShares:
         to evict by it.
 
         Args:
-            policy: all of them, in its order.
-            incoming: blocks that are about to become resident, by salt.
             taken: blocks chosen so far, by salt. Changed by the caller between two candidates.
         """
         yield from ((block, inf) for block in self._expired())
@@ -438,15 +419,8 @@ class HostTier:
     leaf. A block with resident children is never a victim in any policy's order.
 
     Args:
-        capacity: resident blocks at most.
-        num_slots: slots of the arena.
         in_use: slots that a call of an earlier incarnation may still access (`Arena.in_use`). They
             are handed out once they have left it.
-        policy: the order of eviction.
-        shares: what comes before the policy's order, quotas and pins.
-
-    Raises:
-        ValueError: the capacity is negative or larger than the number of slots.
     """
 
     def __init__(
@@ -535,9 +509,6 @@ class HostTier:
         """Put a new block into a free slot, as most recently used, arriving and pinned.
 
         The caller has checked `free`, and that the block has no slot.
-
-        Raises:
-            RuntimeError: the block has a slot already. Nothing changed.
         """
         if block_hash in self.blocks:
             raise RuntimeError("a block is given a second slot")
@@ -556,7 +527,6 @@ class HostTier:
         """A copy or read into slots has ended: unpin its blocks and drop the failed ones.
 
         Args:
-            blocks: the blocks, in the order of the copy.
             failed: indices of those whose bytes did not arrive.
 
         Returns:
@@ -581,11 +551,6 @@ class HostTier:
         """Choose up to `count` blocks to evict: not in use, not protected, not pinned, without
         resident children that stay. First those whose time is over, then those of salts above their
         quota, then by priority, and among these blocks in the policy's order. No block changes.
-
-        Args:
-            count: blocks.
-            protected: hashes of blocks that stay.
-            incoming: blocks that are about to become resident, by salt.
         """
         if count <= 0:
             return []
@@ -657,11 +622,7 @@ class HostTier:
         block.pins += 1
 
     def unpin(self, block: HostBlock) -> None:
-        """One less uses the slot. The slot of a dropped block is free with its last use.
-
-        Raises:
-            RuntimeError: the block has no pins. Nothing changed.
-        """
+        """One less uses the slot. The slot of a dropped block is free with its last use."""
         if not block.pins:
             raise RuntimeError("an unused slot is released")
         self.changes += 1

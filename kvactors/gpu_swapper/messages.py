@@ -11,7 +11,6 @@ class Copy(Message, frozen=True, eq=False):
     """Copy pairs (blocks[j], slots[j]) between the device and the arena. Copied answers it.
 
     Attributes:
-        layerwise: whether CopyProgress messages precede the answer.
         memory_generation: that the blocks and slots are in. A copy of another one moves nothing.
     """
 
@@ -26,9 +25,6 @@ class Copy(Message, frozen=True, eq=False):
 class CopyWithin(Message, frozen=True, eq=False):
     """Copy device block sources[j] to targets[j], of which none is a source. CopiedWithin answers
     it.
-
-    Attributes:
-        memory_generation: as in Copy.
     """
 
     op: int
@@ -73,8 +69,6 @@ class DataPlaneStatus(Control, frozen=True, eq=False):
 
     Attributes:
         available: whether copies can be made. While not, copies in flight may never complete.
-        memory_lost: whether the bytes in device blocks and host slots may be lost.
-        generation: the memory generation from here on.
     """
 
     available: bool
@@ -83,12 +77,7 @@ class DataPlaneStatus(Control, frozen=True, eq=False):
 
 
 class CopyFinished(Control, frozen=True, eq=False):
-    """To itself: a copy's child job has ended.
-
-    Attributes:
-        failed: indices of pairs whose bytes did not arrive.
-        seconds: how long the copy took.
-    """
+    """To itself: a copy's child job has ended."""
 
     op: int
     direction: Direction

@@ -211,7 +211,6 @@ class SavedPath(msgspec.Struct, eq=False):
     Attributes:
         parts: messages without an answer, and one more until the finish has sent all of them. 0
             after a restart of the host tier.
-        priority, expiry: of its blocks.
     """
 
     tree: BlockTree
@@ -325,8 +324,6 @@ class StoreClear:
     """A clear that includes the store.
 
     Attributes:
-        message: to the host tier.
-        envelope: answered when both parts are done.
         freed: device blocks, None until the device is done.
         cleared: the answer of the host tier and the store, None until it comes.
     """

@@ -29,9 +29,6 @@ class LoadTable:
     blocks sends loads ahead, which are placed once it has them, or cancelled. The result of a load
     is applied after those of the loads above it. A load that is overdue keeps its target blocks
     until it is answered, and its leases continue without it.
-
-    Attributes:
-        overdue_loads: loads that were overdue so far.
     """
 
     def __init__(self, core: IndexCore, ops: Iterator[int]) -> None:

@@ -34,10 +34,6 @@ class Pin(Timed, eq=False):
     """One pinned path.
 
     Attributes:
-        number: of its timer.
-        root: the root hash of its path.
-        salt: see `kvactors.quotas.salt_id`.
-        hashes: of its blocks, from the first on.
         tree, nodes: where its blocks are. Without nodes the device has lost them.
         expiry: time of the cache's clock from which it is over.
     """
@@ -54,9 +50,6 @@ class Pin(Timed, eq=False):
 class Pins:
     """Pins paths of finished requests, up to a share of the device. Their copies in the host tier
     are pinned as well.
-
-    Attributes:
-        refused, expired: pins so far that were beyond the share, and that ended with their time.
     """
 
     def __init__(self, core: IndexCore) -> None:

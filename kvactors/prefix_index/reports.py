@@ -34,9 +34,7 @@ class Announcements:
     sent after it, so that every block follows its parent.
 
     Attributes:
-        enabled: whether there is a sink.
         scopes: the inputs of root hashes, the last one used last.
-        latest: the root hash that was used last.
     """
 
     def __init__(

@@ -22,22 +22,14 @@ class IndexSettings(NamedTuple):
     """Settings that follow from the tiers, the store and the sinks.
 
     Attributes:
-        exclusive: a block has one copy among device and host.
-        host_tier: evicted blocks are offered to the host tier.
-        fetch: the store may hold blocks that the tree does not.
-        announce: there is a sink.
         announce_whole: a finish announces all blocks of the request, also those announced before.
         free_low, free_high: once fewer than `free_low` device blocks are free after a grant, blocks
             are evicted until `free_high` are.
-        save: when finished requests are written to the store.
-        min_hits: hits of a block before `write_through_selective` saves it.
         host_blocks: blocks that the host tier keeps at most before and after an eviction, as far as
             it evicts ahead of need.
         token_root: with a store that is addressed by tokens alone, the root hash of the scope it
             was opened with.
         asleep: the cache sleeps, so that no request is admitted.
-        keep_lineages: the store keeps the inputs of block hashes.
-        pin_share: of the device blocks, at most so many are pinned.
     """
 
     exclusive: bool
@@ -152,9 +144,6 @@ class TierPolicies:
 
     Args:
         tables: the statistics of RETAIN, which outlast a clear. None: both tiers are LRU.
-        clock: of the ages of blocks.
-        device, host: whether RETAIN is the policy of this tier.
-        quotas: of salts.
     """
 
     def __init__(

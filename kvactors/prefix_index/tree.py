@@ -25,13 +25,7 @@ if TYPE_CHECKING:
 
 
 class BlockAges:
-    """Times at which device blocks were taken and last used, in seconds of the loop's clock.
-
-    Args:
-        lifetime: of evicted blocks, from the request that took the block to its eviction.
-        idle: of evicted blocks, since the last use.
-        gap: of hits on the device, since the last use.
-    """
+    """Times at which device blocks were taken and last used, in seconds of the loop's clock."""
 
     def __init__(self, lifetime: Histogram, idle: Histogram, gap: Histogram) -> None:
         self._lifetime = lifetime
@@ -232,9 +226,7 @@ class Match(msgspec.Struct, frozen=True):
     """The cached part of a pinned path.
 
     Attributes:
-        num_device_blocks: leading blocks on the device.
         segments: what may be loaded, contiguous after those.
-        new_blocks: device blocks that the request needs.
     """
 
     num_device_blocks: int
@@ -251,11 +243,9 @@ class Eviction(NamedTuple):
     """Device blocks that are leaving the device.
 
     Attributes:
-        nodes: of `tree`, marked with `op`.
         hashes, parents: hashes of the blocks and of those above them, empty in an index without
             hashes.
         states: the state bits of each node when it was chosen.
-        traits: of the blocks, if the tree tracks them.
         freed: blocks of a cleared salt that were freed at once, beside those.
     """
 
@@ -282,11 +272,6 @@ class BlockIndex:
     time. They count as free from the clear on: `take` returns those it lacks.
 
     Args:
-        block_size: tokens a block.
-        num_blocks, capacity: device blocks, and nodes to size the tree for.
-        recompute_last_token: whether a prompt is never hit as a whole.
-        memory_generation: of the device memory.
-        policy: the eviction policy, LRU if None.
         hashes: whether blocks are hashed when they enter the tree, since a sink or another tier
             needs the hash of each. Otherwise evictions come without hashes, and the others are
             made when they are asked for.
@@ -391,7 +376,6 @@ class BlockIndex:
         """Pin the known blocks of the path, and find the blocks that may be loaded.
 
         Args:
-            path: tokens of the request. It may hold leading nodes.
             fetch: leading blocks that the store may have. No segment crosses this boundary.
             media: items that are matched whole or not at all. The request computes what follows the
                 last whole one.
