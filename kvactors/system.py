@@ -55,7 +55,7 @@ from kvactors.lifecycle import QUIET, STOP, Opening, Shutdown
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import IndexRequest, SetNumBlocks
 from kvactors.prefix_index.reports import IndexStatistics
-from kvactors.prefix_index.settings import Clock, IndexSettings, Roots, policies_of
+from kvactors.prefix_index.settings import Clock, IndexSettings, Roots, TierPolicies
 from kvactors.prefix_index.tree import BlockIndex
 from kvactors.quotas import SaltCounts, salt_id
 from kvactors.settings import Config, StorageConfig
@@ -488,7 +488,7 @@ class System:
             blocks + host.slots + min(FORGOTTEN_BLOCKS, SPARE_BYTES // (4 * block_size)),
             recompute_last_token=config.cache.recompute_last_token,
             memory_generation=self.plane.generation,
-            policy=policies_of(
+            policy=TierPolicies(
                 config.device.policy,
                 host.policy_below(config.device) if host.slots else "lru",
                 self.clock,

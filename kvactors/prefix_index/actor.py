@@ -46,7 +46,7 @@ from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneSta
 from kvactors.identity import PLAIN
 from kvactors.native import BlockTree
 from kvactors.prefix_index.finish import Endings
-from kvactors.prefix_index.host import Evictions, HostVictims, SaveTable, TreeClears
+from kvactors.prefix_index.host import Evictions, SaveTable, TreeClears
 from kvactors.prefix_index.leases import LeaseTable
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.messages import (
@@ -117,7 +117,6 @@ class IndexCore:
         self.index, self.out, self.roots, self.settings = index, out, roots, settings
         self.clears = TreeClears(out, ops)
         self.announcements = Announcements(index, out, roots, settings)
-        self.victims = HostVictims(index, out, settings)
         self.evictions = Evictions(self, ops)
         self.leases = LeaseTable(self, restarted=restarted)
         self.loads = LoadTable(self, ops)
@@ -208,7 +207,6 @@ class IndexCore:
             self.queue.release(saved.tree, saved.path)
         self.index.tree.clear_host()
         self.out.begin(self._sweep_host(self.index.tree))
-        self.clears.host_lost()
         self.pins.again()
         self.queue.serve()
         self.clears.again()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,8 +24,7 @@ from kvactors.cpu_evictor.messages import (
 from kvactors.errors import StoreError
 from kvactors.native import HOST, BlockTree, Path
 from kvactors.prefix_index.messages import Ack
-from kvactors.prefix_index.settings import IndexSettings
-from kvactors.prefix_index.tree import BlockIndex, Eviction, pick_hashes, was_cleared
+from kvactors.prefix_index.tree import Eviction, pick_hashes, was_cleared
 from kvactors.prefix_index.work import IndexEffects, slices
 from kvactors.types import Reason
 
@@ -44,42 +43,13 @@ NO_HINT = (0, inf)
 """Priority and expiry of blocks without hints."""
 
 
-class HostVictims:
-    """Names the next victims of the host tier before it is sent blocks to keep.
-
-    The index has the statistics of RETAIN, and every report of the host tier. The host tier evicts
-    the victims that it was sent, in this order. A late or lost message costs hits: then the host
-    tier evicts the least recently used blocks.
-    """
-
-    def __init__(self, index: BlockIndex, out: IndexEffects, settings: IndexSettings) -> None:
-        self._index = index
-        self._out = out
-        self._exclusive = settings.exclusive
-        self._most, self._low = settings.host_blocks
-        self._enabled = index.policy.host
-
-    def before_copies(self, path: Path, start: int, stop: int) -> None:
-        """The host tier is about to take the blocks of a path that it lacks."""
-        if self._enabled:
-            self.before(self._index.tree.host_lacks(path, start, stop))
-
-    def before(self, incoming: int) -> None:
-        """The host tier is about to take so many blocks, those in flight included."""
-        if not self._enabled or not incoming:
-            return
-        tree = self._index.tree
-        blocks = tree.host_kept(self._exclusive) + incoming
-        if blocks <= self._most:
-            return
-        victims = tree.host_victims(min(blocks - self._low, VICTIMS_OF_MESSAGE))
-        if victims:
-            self._out.to_evictor(EvictFirst(victims))
-
-
 class Evictions:
     """Frees device blocks, in the order of the eviction policy, some of them after copies to the
     host tier.
+
+    With RETAIN in the host tier the index has its statistics, and every report of it: it names the
+    next victims there before it sends blocks to keep. A late or lost message costs hits: then the
+    host tier evicts the least recently used blocks.
 
     Attributes:
         started: blocks evicted since this was last set to 0.
@@ -91,7 +61,7 @@ class Evictions:
         self.started = self.evicted = self.rescued = 0
         self._index, self._out, self._ops = core.index, core.out, ops
         self._announcements = core.announcements
-        self._victims = core.victims
+        self._settings = core.settings
         self._offload = core.settings.offload
         self._in_flight: dict[int, Eviction] = {}
         self._stalled: set[int] = set()
@@ -102,7 +72,6 @@ class Evictions:
 
     @property
     def blocks_in_flight(self) -> int:
-        """Device blocks of those, stalled ones included."""
         return sum(op.total for op in self._in_flight.values())
 
     def evict(self, wanted: int, salt: int = 0, incoming: int = 0) -> int:
@@ -110,21 +79,19 @@ class Evictions:
         that takes `incoming` blocks in all. Returns how many blocks are free or will be."""
         count = min(wanted, self._index.turn_blocks)
         op = self._index.evict(count, next(self._ops), salt, incoming)
-        if not op.total:
-            return op.freed
         self.started += op.total
-        self.evicted += op.total
-        if not self._offload:
-            self._complete(op, bytes(state & HOST for state in op.states))
-            return op.total + op.freed
-        self._in_flight[op.op] = op
-        room, generation = self._index.room, self._index.memory_generation
-        room.coming += op.total
-        lineages = self._announcements.lineages_of_eviction(op)
-        self._victims.before(room.coming)
-        self._out.to_evictor(
-            Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages, op.traits)
-        )
+        if op.total and self._offload:
+            self.evicted += op.total
+            self._in_flight[op.op] = op
+            room, generation = self._index.room, self._index.memory_generation
+            room.coming += op.total
+            lineages = self._announcements.lineages_of_eviction(op)
+            self.name_host_victims(room.coming)
+            self._out.to_evictor(
+                Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages, op.traits)
+            )
+        else:
+            self._drop(op)
         return op.total + op.freed
 
     def evict_for(self, lacking: Callable[[], int], salt: int, incoming: int) -> int:
@@ -139,19 +106,38 @@ class Evictions:
         return evicted
 
     def drop(self, wanted: int, salt: int = 0) -> None:
-        """Free device blocks without a copy, for a request of a salt. A block with another owner
-        leaves the tree, and is not free: then the next ones are evicted."""
+        """Free device blocks as `evict_for` does, without a copy."""
         until = self._index.room.free + wanted
         while (lacking := until - self._index.room.free) > 0:
             op = self._index.evict(lacking, next(self._ops), salt, wanted)
             if not (op.total or op.freed):
                 break
+            self._drop(op)
+
+    def _drop(self, op: Eviction) -> None:
+        if op.total:
             self.evicted += op.total
             self._complete(op, bytes(state & HOST for state in op.states))
 
+    def name_host_victims(self, incoming: int) -> None:
+        """The host tier is about to take so many blocks, those in flight included."""
+        if not (self._index.policy.host and incoming):
+            return
+        tree, (most, low) = self._index.tree, self._settings.host_blocks
+        blocks = tree.host_kept(self._settings.exclusive) + incoming
+        if blocks > most:
+            victims = tree.host_victims(min(blocks - low, VICTIMS_OF_MESSAGE))
+            if victims:
+                self._out.to_evictor(EvictFirst(victims))
+
+    def name_host_victims_for(self, path: Path, start: int, stop: int) -> None:
+        """The host tier is about to take the blocks of a path that it lacks."""
+        if self._index.policy.host:
+            self.name_host_victims(self._index.tree.host_lacks(path, start, stop))
+
     def finish(self, op: int, on_host: bytes) -> bool:
         """The copies of an eviction are complete: only now are its blocks free. False for an
-        unknown operation. on_host: one byte a block, non-zero if the host tier has it."""
+        unknown operation. on_host: one byte a block, not 0 if the host tier has it."""
         eviction = self._remove(op)
         if eviction is not None:
             self._complete(eviction, on_host)
@@ -228,37 +214,30 @@ class SavedPath(msgspec.Struct, eq=False):
         return not self.parts
 
 
-class SavedPart(NamedTuple):
-    """The blocks of one message, from position `start` on."""
-
-    whole: SavedPath
-    start: int
-
-
 class SaveTable:
-    """Paths of finished requests that are offered to the host tier and written to the store, by
-    operation. A path is held until all its parts are answered."""
+    """Paths of finished requests that are offered to the host tier and written to the store. A path
+    is held until all its messages are answered."""
 
     def __init__(self, core: IndexCore, ops: Iterator[int]) -> None:
         self._index, self._out, self._ops = core.index, core.out, ops
-        self._announcements = core.announcements
-        self._victims = core.victims
+        self._announcements, self._evictions = core.announcements, core.evictions
         self._settings = settings = core.settings
         self._save_after = settings.save_after
         self._keep = not settings.exclusive
         self.enabled = self._keep or self._save_after > 0
-        self.in_flight: dict[int, SavedPart] = {}
+        # By operation: a path, and the position of the first block of the message.
+        self.in_flight: dict[int, tuple[SavedPath, int]] = {}
 
     def __len__(self) -> int:
         return len(self.in_flight)
 
     def paths(self) -> list[SavedPath]:
         """The paths that are held."""
-        return list({part.whole: None for part in self.in_flight.values()})
+        return list(dict.fromkeys(whole for whole, _ in self.in_flight.values()))
 
     def ranges(self, blocks: int) -> Iterator[tuple[int, int]]:
-        """The ranges of a path that are saved in one message each. A store that is addressed by
-        tokens gets the whole path with every message, so it gets one."""
+        """The ranges of a path that are saved in one message each. A store addressed by tokens gets
+        the whole path with every message, so it gets one."""
         by_tokens = self._settings.token_root is not None
         return slices(0, blocks, max(1, blocks) if by_tokens else self._index.turn_blocks)
 
@@ -273,9 +252,9 @@ class SaveTable:
             return
         op = next(self._ops)
         whole.parts += 1
-        self.in_flight[op] = SavedPart(whole, start)
+        self.in_flight[op] = whole, start
         if self._keep:
-            self._victims.before_copies(path, start, stop)
+            self._evictions.name_host_victims_for(path, start, stop)
         by_tokens = save and self._settings.token_root is not None
         self._out.to_evictor(
             Save(
@@ -295,14 +274,11 @@ class SaveTable:
         )
 
     def finish(self, op: int, on_host: bytes) -> SavedPath | None:
-        """The blocks of a part have been copied. on_host: one byte a block, non-zero if the host
-        tier has it. Returns the path, None for an unknown operation."""
-        part = self.in_flight.pop(op, None)
-        if part is None:
-            return None
-        whole = part.whole
-        if not was_cleared(whole.tree, whole.path):
-            hashes = whole.path.hashes(part.start, part.start + len(on_host))
+        """The blocks of a message have been copied. on_host: as in `Evictions.finish`. Returns the
+        path, None for an unknown operation."""
+        whole, start = self.in_flight.pop(op, (None, 0))
+        if whole is not None and not was_cleared(whole.tree, whole.path):
+            hashes = whole.path.hashes(start, start + len(on_host))
             kept = pick_hashes(hashes, [j for j, kept in enumerate(on_host) if kept])
             whole.tree.host_blocks_added(kept)
         return whole
@@ -321,28 +297,19 @@ class SaveTable:
 
 @dataclass(slots=True)
 class StoreClear:
-    """A clear that includes the store.
-
-    Attributes:
-        freed: device blocks, None until the device is done.
-        cleared: the answer of the host tier and the store, None until it comes.
-    """
+    """A clear that includes the store. The envelope is answered when both parts are done."""
 
     message: ClearHost
     envelope: Envelope[Ack]
-    freed: int | None = None
+    freed: int | None = None  # device blocks, None until the device is done
     cleared: HostCleared | None = None
 
 
 class TreeClears:
-    """Clears of the host tier and the store, by operation.
-
-    Attributes:
-        sent: clears that the present incarnation of the host tier was sent.
-    """
+    """Clears of the host tier and the store, by operation."""
 
     def __init__(self, out: IndexEffects, ops: Iterator[int]) -> None:
-        self.sent = 0
+        self.sent = 0  # to the present incarnation of the host tier
         self._out = out
         self._ops = ops
         self._waiting: dict[int, StoreClear] = {}
@@ -395,11 +362,8 @@ class TreeClears:
         else:
             self._out.reply(waiting.envelope, Ack(freed, unknown=cleared.unknown))
 
-    def host_lost(self) -> None:
-        """The host tier has restarted."""
-        self.sent = 0
-
     def again(self) -> None:
         """Send the clears without an answer to a restarted host tier."""
+        self.sent = 0
         for message in [one.message for one in self._waiting.values() if one.cleared is None]:
             self._send(message)

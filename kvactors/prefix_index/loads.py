@@ -19,26 +19,22 @@ if TYPE_CHECKING:
 LATE_LOAD_S = 1.0
 """Seconds past the deadline of a load after which its leases continue without it, in other device
 blocks. The evictor answers at the deadline, with the blocks that have arrived. A store that writes
-device memory itself (AttentionStore) answers when its call returns: loads from it have no grace."""
+device memory itself answers when its call returns: loads from it have no grace."""
 
 
 class LoadTable:
     """Loads in flight by operation, in the order of their numbers.
 
-    A load is begun for a segment, or joined by further leases. A request that waits for its device
-    blocks sends loads ahead, which are placed once it has them, or cancelled. The result of a load
-    is applied after those of the loads above it. A load that is overdue keeps its target blocks
-    until it is answered, and its leases continue without it.
+    A request that waits for its device blocks sends loads ahead, which are placed once it has them,
+    or cancelled. The result of a load is applied after those of the loads above it. A load that is
+    overdue keeps its target blocks until it is answered, and its leases continue without it.
     """
 
     def __init__(self, core: IndexCore, ops: Iterator[int]) -> None:
         self.overdue_loads = 0
         self._index, self._out, self._ops = core.index, core.out, ops
-        self._leases = core.leases
-        self._evictions = core.evictions
-        self._announcements = core.announcements
-        self._victims = core.victims
-        self._settings = core.settings
+        self._leases, self._evictions = core.leases, core.evictions
+        self._announcements, self._settings = core.announcements, core.settings
         self._loads: dict[int, LoadState] = {}
 
     def __len__(self) -> int:
@@ -49,16 +45,15 @@ class LoadTable:
     def begin(self, lease: LeaseState, segments: Sequence[Segment], *, placed: bool) -> None:
         """Load each segment that is not being loaded, and join the loads of the others. placed: the
         block table has the targets."""
-        previous: LoadState | None = None
+        load: LoadState | None = None  # of the segment above
         for start, stop, joined in segments:
             if joined is not None:
-                joined.sharers.append(lease)
-                lease.loads.append(joined)
-                previous = joined
+                load = joined
+                load.sharers.append(lease)
+                lease.loads.append(load)
                 continue
             op = next(self._ops)
-            load = LoadState(op, lease, start, stop, previous, lease.tree, lease.path)
-            previous = load
+            load = LoadState(op, lease, start, stop, load, lease.tree, lease.path)
             if placed:
                 self._mark(load, lease)
             lease.loads.append(load)
@@ -90,18 +85,15 @@ class LoadTable:
         lease.expected_blocks = min(lease.expected_blocks, first)
 
     def _unplaced(self, lease: LeaseState, first: int) -> list[LoadState]:
-        return [
-            load
-            for load in lease.loads
-            if load.owner is lease and not load.blocks and load.start >= first
-        ]
+        own = [load for load in lease.loads if load.owner is lease and not load.blocks]
+        return [load for load in own if load.start >= first]
 
     def _request(self, load: LoadState, lease: LeaseState) -> None:
         path, stop = lease.path, load.stop
         fetch, by_tokens = stop <= self._settings.fetchable(path), self._is_direct(load)
         if fetch and not self._settings.exclusive:
             # Blocks read from storage stay on the host: the tier is inclusive.
-            self._victims.before_copies(path, load.start, stop)
+            self._evictions.name_host_victims_for(path, load.start, stop)
         self._out.to_evictor(
             Load(
                 load.op,
@@ -136,18 +128,15 @@ class LoadTable:
     def any_unused(self) -> bool:
         """Whether a load, not overdue, is of leases that have all ended: its blocks can be evicted,
         or are free, when it is answered."""
-        return any(
-            load.owner is None and load.blocks and not (load.sharers or load.lost)
-            for load in self._loads.values()
-        )
+        in_use = (load.leases() or load.lost or not load.blocks for load in self._loads.values())
+        return not all(in_use)
 
     def paths(self) -> list[Path]:
-        """The paths of the loads in flight."""
         return [load.path for load in self._loads.values()]
 
     def finish(self, op: int, num_loaded: int, from_host: int) -> bool:
         """A load is answered: `num_loaded` leading blocks are there, `from_host` of them from the
-        host tier. False for an operation that is unknown or was answered before."""
+        host tier. False if it is unknown or was answered before."""
         load = self._loads.get(op)
         if load is None or load.result is not None:
             return False
@@ -156,8 +145,8 @@ class LoadTable:
         return True
 
     def overdue(self, op: int) -> bool:
-        """A load is not answered in time, or stalls: its leases continue in other blocks. False for
-        an operation that is unknown, was answered before, or is overdue already."""
+        """A load is not answered in time, or stalls: its leases continue in other blocks. False if
+        it is unknown, was answered before, or is overdue already."""
         load = self._loads.get(op)
         if load is None or load.result is not None or load.lost:
             return False

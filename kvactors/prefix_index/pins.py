@@ -31,34 +31,25 @@ STOPPED_CLOCK_S = 0.1
 
 
 class Pin(Timed, eq=False):
-    """One pinned path.
+    """One pinned path."""
 
-    Attributes:
-        tree, nodes: where its blocks are. Without nodes the device has lost them.
-        expiry: time of the cache's clock from which it is over.
-    """
-
-    number: int
+    number: int  # of its timer
     root: bytes
     salt: int
     hashes: bytes
     tree: BlockTree
-    nodes: NDArray[np.uint32] | None
-    expiry: float = inf
+    nodes: NDArray[np.uint32] | None  # None: the device has lost them
+    expiry: float = inf  # on the cache's clock
 
 
 class Pins:
     """Pins paths of finished requests, up to a share of the device. Their copies in the host tier
-    are pinned as well.
-    """
+    are pinned as well."""
 
     def __init__(self, core: IndexCore) -> None:
-        self.refused = self.expired = 0
-        self._index, self._out = core.index, core.out
-        self._share = core.settings.pin_share
-        self._host = core.settings.host_tier
-        self._scopes = core.announcements.scopes
-        self._roots = core.roots
+        self.refused = self.expired = 0  # refused: beyond the share
+        self._index, self._out, self._roots = core.index, core.out, core.roots
+        self._settings, self._scopes = core.settings, core.announcements.scopes
         self._numbers = count(1)
         self._pins: dict[bytes, Pin] = {}  # by the hash of the last block
         self._by_number: dict[int, bytes] = {}
@@ -66,19 +57,9 @@ class Pins:
     def __len__(self) -> int:
         return len(self._pins)
 
-    @property
-    def limit(self) -> int:
-        """Device blocks that may be pinned."""
-        return int(self._share * self._index.pool.total)
-
-    @property
-    def blocks(self) -> int:
-        """Device blocks that are pinned."""
-        return self._index.tree.pinned
-
     def withheld(self, path: Path, hits: int, deadline: float) -> int:
-        """Device blocks that a request cannot have before a deadline: those that stay pinned until
-        then, without the `hits` leading blocks of its path that the request may share."""
+        """Device blocks that stay pinned until a deadline, without the `hits` leading blocks of its
+        path that a request may share."""
         until = self._index.policy.now() + deadline - now()
         nodes, shared = [np.empty(0, np.uint32)], 0
         for pin in self._pins.values():
@@ -92,8 +73,8 @@ class Pins:
         return len(np.unique(np.concatenate(nodes))) - shared
 
     def pin(self, lease: LeaseState) -> int:
-        """Pin the committed blocks of a lease that ends, as its hints ask. Returns how many are
-        pinned, 0 if that was refused."""
+        """Pin the committed blocks of a lease that ends, as its hints ask. Returns their number, 0
+        if that was refused."""
         path, hints = lease.path, lease.hints
         if hints is None or not hints.pin or lease.tree.retired:
             return 0
@@ -106,7 +87,8 @@ class Pins:
             return 0  # the adapter was cleared: no request would find the blocks, or unpin them
         hashes = path.hashes(0, blocks)
         last = hashes[-HASH_BYTES:]
-        nodes = lease.tree.pin_blocks(path, blocks, self.limit)
+        limit = int(self._settings.pin_share * self._index.pool.total)
+        nodes = lease.tree.pin_blocks(path, blocks, limit)
         if nodes is None:
             self.refused += 1
             return 0
@@ -117,7 +99,7 @@ class Pins:
         if hints.ttl is not None:
             pin.expiry = self._index.policy.now() + hints.ttl
             self._start_timer(pin)
-        self._pin_on_host(pin)
+        self._tell_host(pin, PinHostBlocks)
         return blocks
 
     def unpin(self, path: Path) -> int:
@@ -135,12 +117,11 @@ class Pins:
         if pin.expiry - self._index.policy.now() > EARLY_TIMER_S:
             # The cache's clock is another one, and slower.
             self._start_timer(pin, STOPPED_CLOCK_S)
-            return
-        self.expired += 1
-        self._end(last)
+        else:
+            self.expired += 1
+            self._end(last)
 
     def end_all(self, chosen: Callable[[Pin], bool] = lambda _: True) -> None:
-        """End every pin, or the chosen ones."""
         for last in [last for last, pin in self._pins.items() if chosen(pin)]:
             self._end(last)
 
@@ -152,7 +133,7 @@ class Pins:
     def again(self) -> None:
         """Pin the blocks in a restarted host tier."""
         for pin in self._pins.values():
-            self._pin_on_host(pin)
+            self._tell_host(pin, PinHostBlocks)
 
     def hashes(self) -> Iterator[bytes]:
         """The joined hashes of each pinned path."""
@@ -170,20 +151,14 @@ class Pins:
         del self._by_number[pin.number]
         pin.stop_timer()
         self._release(pin)
-        if self._host:
-            for run in self._runs(pin):
-                self._out.to_evictor(UnpinHostBlocks(run))
+        self._tell_host(pin, UnpinHostBlocks)
         return True
 
-    def _pin_on_host(self, pin: Pin) -> None:
-        if self._host:
-            for run in self._runs(pin):
-                self._out.to_evictor(PinHostBlocks(run))
-
-    def _runs(self, pin: Pin) -> Iterator[bytes]:
-        """The hashes of a path in runs: the host tier handles one of them in a turn."""
+    def _tell_host(self, pin: Pin, kind: type[PinHostBlocks | UnpinHostBlocks]) -> None:
+        """Sends the hashes in runs: the host tier handles one of them in a turn."""
         size = self._index.turn_blocks * HASH_BYTES
-        return (pin.hashes[start : start + size] for start in range(0, len(pin.hashes), size))
+        for start in range(0, len(pin.hashes) if self._settings.host_tier else 0, size):
+            self._out.to_evictor(kind(pin.hashes[start : start + size]))
 
     def _release(self, pin: Pin) -> None:
         if pin.nodes is not None:

@@ -32,17 +32,14 @@ class Announcements:
 
     A restarted notifier is sent the whole tree by a walk in slices. Changes during the walk are
     sent after it, so that every block follows its parent.
-
-    Attributes:
-        scopes: the inputs of root hashes, the last one used last.
     """
 
     def __init__(
         self, index: BlockIndex, out: IndexEffects, roots: Roots, settings: IndexSettings
     ) -> None:
         self.enabled = settings.announce
-        self.scopes: dict[bytes, RequestScope] = {}
-        self.latest = b""
+        self.scopes: dict[bytes, RequestScope] = {}  # by root hash, the last one used last
+        self.latest = b""  # the last of these roots
         self._whole = settings.announce_whole
         self._keep_lineages = settings.keep_lineages
         self._index, self._out, self._roots = index, out, roots
@@ -55,12 +52,9 @@ class Announcements:
         return self._walk is None
 
     def remember(self, root: bytes, scope: RequestScope) -> None:
-        """Record the inputs of a root hash. The number of an adapter is the last one given.
-
-        The least recently used of very many roots are dropped, and blocks below those are
-        reported by their hashes only: an index that has such a block keeps it, and is not sent new
-        ones.
-        """
+        """Record the inputs of a root hash. The number of an adapter is the last one given. Blocks
+        below a root that was dropped are reported by their hashes only: an index that has such a
+        block keeps it, and is not sent new ones."""
         if root == self.latest and self.scopes.get(root) is scope:
             return
         self.latest = root
@@ -73,24 +67,19 @@ class Announcements:
         """Blocks [start, stop) of a path are on the device. Those above were announced before."""
         if not self.enabled:
             return
-        scope = self.scopes.get(path.root)
         for first, last in slices(start, stop, self._index.turn_blocks):
             hashes = path.hashes(first, last)
-            if scope is None:
+            if path.root not in self.scopes:
                 self._report(BlocksAdded(hashes, Tier.DEVICE, reason))
                 continue
             parent = path.hashes(first - 1, first) if first else path.root
             tokens, extras = path.tokens(first, last), path.extra_keys(first, last)
-            count, tier = last - first, Tier.DEVICE
-            self._report(
-                PathCached(
-                    path.root, tokens, hashes, first, count, tier, reason, parent, scope, extras
-                )
-            )
+            added = (tokens, hashes, first, last - first, Tier.DEVICE, reason, parent)
+            self._report(PathCached(path.root, *added, self.scopes[path.root], extras))
 
     def finished(self, tree: BlockTree, path: Path, start: int, stop: int) -> None:
-        """Committed blocks [start, stop) of a request that has ended stay cached: for sinks that
-        follow finished requests, as far as no finish has announced them."""
+        """Committed blocks [start, stop) of a request that has ended stay cached: announced again
+        for sinks that follow finished requests."""
         first = tree.mark_announced(path, start, stop)
         self.cached(path, start if self._whole else first, stop, Reason.REQUEST_FINISH)
 
@@ -124,20 +113,18 @@ class Announcements:
 
     def _announce_tree(self, tree: BlockTree, walk: TreeWalk) -> Work:
         over = False
-        while not over and not tree.retired:
-            over, stretches = walk.step(min(self._index.turn_blocks, WALK_NODES))
-            for stretch in stretches:
-                self._out.to_notifier(self._stretch(*stretch))
-            yield
-            if self._walk is not walk:
-                return  # the notifier has restarted again
-        while self._delayed:
-            for _ in range(min(WALK_NODES, len(self._delayed))):
-                self._out.to_notifier(self._delayed.popleft())
-            yield
-            if self._walk is not walk:
+        while self._walk is walk:  # else the notifier has restarted again
+            if not (over or tree.retired):
+                over, stretches = walk.step(min(self._index.turn_blocks, WALK_NODES))
+                for stretch in stretches:
+                    self._out.to_notifier(self._stretch(*stretch))
+            elif self._delayed:
+                for _ in range(min(WALK_NODES, len(self._delayed))):
+                    self._out.to_notifier(self._delayed.popleft())
+            else:
+                self._walk = None
                 return
-        self._walk = None
+            yield
 
     def _stretch(
         self,
@@ -152,12 +139,10 @@ class Announcements:
         """Announce consecutive blocks of a path, as the walk finds them, as far as they are on the
         device."""
         resident = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
-        scope, reason = self.scopes.get(root), Reason.REQUEST_FINISH
+        scope, kind = self.scopes.get(root), (Tier.DEVICE, Reason.REQUEST_FINISH)
         if scope is None:
-            return BlocksAdded(hashes[: resident * HASH_BYTES], Tier.DEVICE, reason)
-        return PathCached(
-            root, tokens, hashes, start, resident, Tier.DEVICE, reason, parent, scope, extras
-        )
+            return BlocksAdded(hashes[: resident * HASH_BYTES], *kind)
+        return PathCached(root, tokens, hashes, start, resident, *kind, parent, scope, extras)
 
     # -- lineages: the inputs of block hashes, for stores that keep them beside the blocks
 
@@ -166,9 +151,7 @@ class Announcements:
         under a salt."""
         if not self._keep_lineages or (scope := self._kept_scope(path.root)) is None:
             return None
-        extra_keys = {
-            position - start: extra_key for position, extra_key in path.extra_keys(start, stop)
-        }
+        extra_keys = {position - start: key for position, key in path.extra_keys(start, stop)}
         return Lineages(path.tokens(start, stop), (scope,), extra_keys)
 
     def lineages_of_eviction(self, op: Eviction) -> Lineages | None:
@@ -183,9 +166,9 @@ class Announcements:
         return Lineages(tokens, tuple(scopes[root] for root in each), dict(extra_keys))
 
     def _kept_scope(self, root: bytes) -> RequestScope | None:
-        """The scope of a root hash, None if lineages below it are not kept: those under a salt,
-        and those of an earlier namespace. The scope of a forgotten root counts as plain only if it
-        hashes to that root."""
+        """The scope of a root hash, None under a salt and of an earlier namespace: those lineages
+        are not kept. The scope of a forgotten root counts as plain only if it hashes to that
+        root."""
         scope = self.scopes.get(root, PLAIN)
         return scope if scope.salt is None and self._roots.root(scope) == root else None
 

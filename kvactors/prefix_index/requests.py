@@ -97,7 +97,6 @@ class Requests:
         self._loads = core.loads
         self._evictions = core.evictions
         self._announcements = core.announcements
-        self._victims = core.victims
         self._queue = core.queue
         self._endings = core.endings
         self._roots = core.roots
@@ -412,7 +411,7 @@ class Requests:
             lineages = self._announcements.lineages_of_path(path, 0, limit)
             hashes, deadline = path.hashes(0, limit), message.deadline
             held = sum(1 for state in states[:wanted] if state & HOST)
-            self._victims.before(wanted - held)
+            self._evictions.name_host_victims(wanted - held)
             self._out.to_evictor(
                 PrefetchToHost(path.root, hashes, start, deadline, lineages, path.salt)
             )

@@ -19,33 +19,22 @@ from kvactors.settings.check import WritePolicy
 
 
 class IndexSettings(NamedTuple):
-    """Settings that follow from the tiers, the store and the sinks.
+    """Settings that follow from the tiers, the store and the sinks."""
 
-    Attributes:
-        announce_whole: a finish announces all blocks of the request, also those announced before.
-        free_low, free_high: once fewer than `free_low` device blocks are free after a grant, blocks
-            are evicted until `free_high` are.
-        host_blocks: blocks that the host tier keeps at most before and after an eviction, as far as
-            it evicts ahead of need.
-        token_root: with a store that is addressed by tokens alone, the root hash of the scope it
-            was opened with.
-        asleep: the cache sleeps, so that no request is admitted.
-    """
-
-    exclusive: bool
+    exclusive: bool  # a block has one copy among device and host
     host_tier: bool
-    fetch: bool = False
-    announce: bool = False
-    announce_whole: bool = False
-    free_low: int = 0
+    fetch: bool = False  # the store may hold blocks that the tree does not
+    announce: bool = False  # there is a sink
+    announce_whole: bool = False  # a finish announces blocks again that were announced before
+    free_low: int = 0  # with fewer free device blocks after a grant, evict until `free_high` are
     free_high: int = 0
     save: WritePolicy = "none"
-    min_hits: int = 1
-    host_blocks: tuple[int, int] = (0, 0)
-    token_root: bytes | None = None
+    min_hits: int = 1  # of a block before `write_through_selective` saves it
+    host_blocks: tuple[int, int] = (0, 0)  # of the host tier, before and after an eviction ahead
+    token_root: bytes | None = None  # that a store addressed by tokens alone was opened with
     keep_lineages: bool = False
     asleep: bool = False
-    pin_share: float = 0.25
+    pin_share: float = 0.25  # of the device blocks
 
     @property
     def offload(self) -> bool:
@@ -58,18 +47,15 @@ class IndexSettings(NamedTuple):
         return {"write_through": 1, "write_through_selective": self.min_hits}.get(self.save, 0)
 
     def storable(self, path: Path) -> int:
-        """Leading blocks that the store can tell from all others.
-
-        A store that is addressed by tokens alone can do so only in the scope it was opened with,
-        up to the first block whose path has extra keys.
-        """
+        """Leading blocks that the store can tell from all others. One addressed by tokens alone can
+        in the scope it was opened with, up to the first block whose path has extra keys."""
         if self.token_root is None:
             return path.num_full_blocks
         return path.num_plain_blocks if path.root == self.token_root else 0
 
     def fetchable(self, path: Path, stored: Stored | None = None) -> int:
-        """Leading blocks that may be looked for in the store. stored: see `Acquire`. Ignored
-        if it was counted under another namespace."""
+        """Leading blocks that may be looked for in the store. `stored`, of `Acquire`, is ignored if
+        it was counted under another namespace."""
         storable = self.storable(path) if self.fetch else 0
         if stored is None or stored.root != path.root:
             return storable
@@ -84,14 +70,11 @@ REMEMBERED_ROOTS = 1024
 
 
 class Roots:
-    """Root hashes by adapter and salt.
-
-    Owned by the system, so that a restarted PrefixIndex continues with the last namespace.
-    """
+    """Root hashes by adapter and salt. Owned by the system, so that a restarted PrefixIndex
+    continues with the last namespace."""
 
     def __init__(self, model: str, namespace: str, fingerprint: bytes) -> None:
-        self.model = model
-        self.fingerprint = fingerprint
+        self.model, self.fingerprint = model, fingerprint
         self._root = lru_cache(REMEMBERED_ROOTS)(self._hash)
         self._versions: dict[str, str] = {}  # of adapters that were cleared
         self.namespace = namespace
@@ -115,7 +98,6 @@ class Roots:
         return self.plain if scope is PLAIN else self.of(self._namespace, scope)
 
     def of(self, namespace: str, scope: RequestScope) -> bytes:
-        """The root hash of such requests under any namespace."""
         version = None if scope.lora is None else self._versions.get(scope.lora)
         return self._root(namespace, scope.lora, scope.salt, version)
 
@@ -139,42 +121,39 @@ victim."""
 class TierPolicies:
     """Makes the trees of an index, and passes requests and the time on to them.
 
-    Both tiers share the statistics. The index chooses the victims of the host tier too, see
-    `HostVictims`.
+    Both tiers share the statistics. The index chooses the victims of the host tier too.
 
     Args:
+        device, host: names as in `device.policy` and `host.policy`.
+        clock: of the ages of blocks, the running loop's if None.
+
+    Attributes:
         tables: the statistics of RETAIN, which outlast a clear. None: both tiers are LRU.
+        host: whether RETAIN is the policy of the host tier.
+        quota_evictions: of cleared trees.
     """
 
     def __init__(
         self,
-        tables: LifeTables | None = None,
-        clock: Clock = now,
-        *,
-        device: bool = True,
-        host: bool = False,
+        device: str = "lru",
+        host: str = "lru",
+        clock: Clock | None = None,
         quotas: Quotas | None = None,
     ) -> None:
-        self.tables = tables
+        self._device, self.host = device == "retain", host == "retain"
+        self.tables = LifeTables(first=OBSERVED_REQUESTS) if self._device or self.host else None
+        self.now = now if clock is None else clock
         self.quotas = Quotas() if quotas is None else quotas
-        self.quota_evictions = 0  # of cleared trees
-        self.host = host and tables is not None
-        self._device = device
-        self.now = clock
+        self.quota_evictions = 0
 
     def tree(
         self, block_size: int, capacity: int, *, hashes: bool, touch: bool = True
     ) -> BlockTree:
         """An empty tree. hashes: blocks are hashed when they enter it. touch: bring its memory in
         now."""
-        tree = BlockTree(
-            block_size,
-            capacity,
-            touch,
-            self.tables if self._device else None,
-            eager_hashes=hashes,
-            retain_host=self.tables if self.host else None,
-        )
+        device = self.tables if self._device else None
+        host = self.tables if self.host else None
+        tree = BlockTree(block_size, capacity, touch, device, eager_hashes=hashes, retain_host=host)
         if self.quotas:
             tree.set_default_quota(blocks_of(self.quotas.default))
             for salt, quota in self.quotas:
@@ -198,7 +177,7 @@ class TierPolicies:
             quota = None
         number, named = salt_id(salt), quota is not None
         self.quotas.set(salt, quota)
-        tree.set_quota(number, -1 if quota is None else blocks_of(quota), named)
+        tree.set_quota(number, blocks_of(quota), named)
         return SetHostQuota(number, None if quota is None else quota.host, named)
 
     def hint(self, tree: BlockTree, path: Path, hints: Hints | None) -> tuple[int, float]:
@@ -216,9 +195,7 @@ class TierPolicies:
         if self.tables is not None:
             tree.advance(self.now())
 
-    def end(
-        self, tree: BlockTree, path: Path, output_tokens: int, hints: Hints | None = None
-    ) -> None:
+    def end(self, tree: BlockTree, path: Path, output_tokens: int, hints: Hints | None) -> None:
         """A request has ended, and still references its blocks. output_tokens: -1 if not known."""
         if self.tables is None:
             return
@@ -230,17 +207,6 @@ class TierPolicies:
             tree.touch(path, output_tokens, hints.session_ends, later)
 
 
-def blocks_of(quota: Quota) -> int:
-    """The device blocks of a quota, as a tree takes it."""
-    return -1 if quota.device is None else quota.device
-
-
-def policies_of(
-    device: str, host: str = "lru", clock: Clock | None = None, quotas: Quotas | None = None
-) -> TierPolicies:
-    """The policies of the names in `device.policy` and `host.policy`. clock: the running loop's if
-    None."""
-    retained = [name == "retain" for name in (device, host)]
-    tables = LifeTables(first=OBSERVED_REQUESTS) if any(retained) else None
-    clock = now if clock is None else clock
-    return TierPolicies(tables, clock, device=retained[0], host=retained[1], quotas=quotas)
+def blocks_of(quota: Quota | None) -> int:
+    """The device blocks of a quota, as a tree takes it: -1 for no limit."""
+    return -1 if quota is None or quota.device is None else quota.device

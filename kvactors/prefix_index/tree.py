@@ -25,24 +25,25 @@ if TYPE_CHECKING:
 
 
 class BlockAges:
-    """Times at which device blocks were taken and last used, in seconds of the loop's clock."""
+    """Times at which device blocks were taken and last used, in seconds of the loop's clock.
+    `lifetime` and `idle` are of evicted blocks, `gap` is between uses."""
 
     def __init__(self, lifetime: Histogram, idle: Histogram, gap: Histogram) -> None:
-        self._lifetime = lifetime
-        self._idle = idle
-        self._gap = gap
+        self._lifetime, self._idle, self._gap = lifetime, idle, gap
         self._taken, self._used = np.empty(0), np.empty(0)
 
     def took(self, blocks: Sequence[int]) -> None:
         """A request has taken free blocks."""
-        if max(blocks) >= len(self._taken):
-            self._grow(max(blocks) + 1)
+        lacking = max(blocks) + 1 - len(self._taken)
+        if lacking > 0:
+            more = np.full(max(lacking, len(self._taken)), -1.0)
+            self._taken = np.concatenate((self._taken, more))
+            self._used = np.concatenate((self._used, more))
         self._taken[blocks] = self._used[blocks] = now()
 
     def matched(self, blocks: Sequence[int]) -> None:
         """A request has found these blocks on the device."""
-        at = now()
-        known = self._known(blocks)
+        at, known = now(), self._known(blocks)
         self._gap.observe_all(at - self._used[known])
         self._used[known] = at
 
@@ -61,12 +62,6 @@ class BlockAges:
         size, taken = len(self._taken), self._taken
         return [block for block in blocks if 0 <= block < size and taken[block] >= 0.0]
 
-    def _grow(self, size: int) -> None:
-        """Make place for `size` blocks, twice as many as before at least."""
-        more = np.full(max(size, 2 * len(self._taken)) - len(self._taken), -1.0)
-        self._taken = np.concatenate((self._taken, more))
-        self._used = np.concatenate((self._used, more))
-
 
 # -- The device block pool: the free device blocks, and those with more than one owner.
 
@@ -76,8 +71,7 @@ CHECKED_BLOCKS = 512
 
 
 class BlockPool:
-    """Free device block ids 0 .. total - 1. A new pool hands out the lowest first, and later the
-    block that was returned last.
+    """Free device block ids 0 .. total - 1: the lowest first, later the one returned last.
 
     A block may have several owners: paths that a fork has made of one, a copy in flight, and the
     tree once one of the paths has committed it. Each returns it once, and it is free with the last.
@@ -95,7 +89,6 @@ class BlockPool:
 
     @property
     def free(self) -> int:
-        """Blocks in the pool."""
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
@@ -125,7 +118,6 @@ class BlockPool:
         return len(self._owners)
 
     def is_shared(self, block: int) -> bool:
-        """Whether a block has more than one owner."""
         return block in self._owners
 
     def share(self, blocks: Iterable[int]) -> None:
@@ -141,11 +133,6 @@ class BlockPool:
         if self.ages is not None:
             self.ages.released(path.blocks())
 
-    def note_eviction(self, blocks: list[int]) -> None:
-        """These blocks have left the device for others."""
-        if self.ages is not None and blocks:
-            self.ages.evicted(blocks)
-
     def give(self, blocks: Iterable[int]) -> None:
         """Take blocks back from one owner each. RuntimeError for one that is free already or not of
         this pool: a block that is free and in use means wrong bytes."""
@@ -160,7 +147,7 @@ class BlockPool:
             self._free.append(block)
 
     def _last_owned(self, blocks: Iterable[int]) -> list[int]:
-        """Those of the blocks that nothing owns any more when one owner of each has returned it."""
+        """The blocks without another owner. One owner fewer for the rest."""
         last: list[int] = []
         for block in blocks:
             others = self._owners.get(block, 0)
@@ -172,19 +159,10 @@ class BlockPool:
                 self._owners[block] = others - 1
         return last
 
-    def free_blocks(self) -> list[int]:
-        """The free ids (a copy)."""
-        return list(self._free)
-
-    def check(self) -> None:
-        """AssertionError if list and marks disagree."""
-        for _ in self.check_steps():
-            pass
-
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of about a millisecond, between which anything may happen: a block that
-        is listed must be marked in any case, and the whole is compared if nothing has changed since
-        the check began."""
+        """AssertionError if list and marks disagree. In steps of about a millisecond, between which
+        anything may happen: a listed block must be marked in any case, and the whole is compared if
+        nothing has changed since the check began."""
         changes, marks, seen = self.changes, self._is_free, bytearray(self.total)
         ensure(not any(marks[block] for block in self._owners), "a block with owners is free")
         for start in range(0, len(self._free), CHECKED_BLOCKS):
@@ -194,23 +172,18 @@ class BlockPool:
             yield
         if changes != self.changes:
             return
-        ensure(seen == marks, "free list and marks disagree")
-        ensure(len(self._free) == marks.count(1), "free list and marks disagree")
-
-
-# -- The prefix index: the tree of the blocks on this node and the pool of free device blocks.
+        listed = seen == marks and len(self._free) == marks.count(1)
+        ensure(listed, "free list and marks disagree")
 
 
 Media = tuple[tuple[int, int], ...]
 """(offset, length) in tokens of media items, in ascending order."""
 
 CHECKED_NODES = 128
-"""Nodes of the tree that a step of a check covers: hashing the tokens of one takes a microsecond
-or more."""
+"""Nodes of the tree that a step of a check covers: hashing one takes a microsecond or more."""
 
 RECLAIMED_BLOCKS = 2048
-"""Device blocks of cleared trees that a turn returns to the pool: each takes a fraction of a
-microsecond."""
+"""Device blocks of cleared trees that a turn returns: each takes a fraction of a microsecond."""
 
 
 class Segment(NamedTuple):
@@ -223,15 +196,11 @@ class Segment(NamedTuple):
 
 
 class Match(msgspec.Struct, frozen=True):
-    """The cached part of a pinned path.
+    """The cached part of a pinned path."""
 
-    Attributes:
-        segments: what may be loaded, contiguous after those.
-    """
-
-    num_device_blocks: int
-    segments: list[Segment]
-    new_blocks: int
+    num_device_blocks: int  # leading ones on the device
+    segments: list[Segment]  # what may be loaded, contiguous after those
+    new_blocks: int  # device blocks that the request needs
 
     @property
     def expected_blocks(self) -> int:
@@ -240,36 +209,28 @@ class Match(msgspec.Struct, frozen=True):
 
 
 class Eviction(NamedTuple):
-    """Device blocks that are leaving the device.
-
-    Attributes:
-        hashes, parents: hashes of the blocks and of those above them, empty in an index without
-            hashes.
-        states: the state bits of each node when it was chosen.
-        freed: blocks of a cleared salt that were freed at once, beside those.
-    """
+    """Device blocks that are leaving the device."""
 
     op: int
     tree: BlockTree
     nodes: NDArray[np.uint32]
-    hashes: bytes
+    hashes: bytes  # empty in an index without hashes, as `parents`
     parents: bytes
     blocks: tuple[int, ...]
-    states: bytes
+    states: bytes  # the state bits of each node when it was chosen
     traits: BlockHints | None = None
-    freed: int = 0
+    freed: int = 0  # blocks of a cleared salt that were freed at once, beside those
 
     @property
     def total(self) -> int:
-        """Blocks concerned."""
         return len(self.blocks)
 
 
 class BlockIndex:
     """Blocks known to this node and the device blocks they are in.
 
-    A cleared tree keeps its unused blocks until `sweep` has returned them to the pool, some at a
-    time. They count as free from the clear on: `take` returns those it lacks.
+    A cleared tree keeps its unused blocks until `sweep` has returned them to the pool. They count
+    as free from the clear on: `take` returns those it lacks.
 
     Args:
         hashes: whether blocks are hashed when they enter the tree, since a sink or another tier
@@ -313,7 +274,6 @@ class BlockIndex:
         return self.take(count)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold so many tokens."""
         return -(-tokens // self.block_size)
 
     def limit_of(self, tokens: int) -> int:
@@ -322,18 +282,15 @@ class BlockIndex:
         return max(tokens - self.recompute_tokens, 0) // self.block_size
 
     def can_fit(self, path: Path, needed: int) -> bool:
-        """Whether `needed` blocks of a path may fit on the device. Changes nothing."""
+        """Whether `needed` blocks of a path may fit on the device."""
         run, states = self.tree.peek(path, self.limit_of(path.num_tokens))
         # Blocks that other requests are loading come with their device blocks.
         shared = sum(1 for state in states if state & LOADING)
         return self.room.free + self.room.unpromised + self.evictable() >= needed - run - shared
 
     def fits(self, path: Path, needed: int, media: Media) -> bool:
-        """Whether a request that holds nothing can have its blocks now. Changes nothing.
-
-        Blocks of its path that other requests use are shared, at most those of a turn. Unused ones
-        are among those that can be evicted.
-        """
+        """Whether a request that holds nothing can have its blocks now. It shares the blocks of its
+        path that others use, at most those of a turn. Unused ones can be evicted."""
         available = self.room.free + self.room.unpromised + self.evictable()
         if available >= needed:
             return True
@@ -349,7 +306,7 @@ class BlockIndex:
 
     def needed_blocks(self, path: Path, chunk: int, *, fetch: int, media: Media) -> int:
         """Table entries that a request gets at most: all, or those of its cached blocks and of a
-        chunk of tokens after them. Changes nothing."""
+        chunk of tokens after them."""
         if not chunk:
             return self.blocks_for(path.num_tokens)
         limit = self.limit_of(path.num_tokens)
@@ -401,10 +358,10 @@ class BlockIndex:
         return msgspec.structs.replace(match, new_blocks=match.new_blocks - later)
 
     def reach(self, path: Path, limit: int, *, fetch: int) -> int:
-        """Leading blocks that a match would find at most. Changes nothing."""
+        """Leading blocks that a match would find at most."""
         run, states = self.tree.peek(path, limit)
         for position, state in enumerate(states, run):
-            if state & DEVICE or not (state & (LOADING | HOST) or position < fetch):
+            if not is_loadable(state, stored=position < fetch):
                 return position
         return max(run + len(states), min(limit, fetch))
 
@@ -414,58 +371,39 @@ class BlockIndex:
         held = path.num_held - len(states)
         more, found = self.tree.pin(path, limit, used)
         run, states = held + more, states + found
-        if not states and run >= min(limit, fetch):
+        fetched = min(limit, fetch)
+        if not states and run >= fetched:
             return Match(run, [], self.blocks_for(path.num_tokens) - run)
-        known = run + len(states)
-        segments: list[Segment] = []
+        known = stop = run + len(states)
+        starts: list[tuple[int, LoadState | None]] = []  # of segments
         joined_blocks = 0
-        position = run
-        while position < known:
-            state = states[position - run]
-            if state & DEVICE or not (state & (LOADING | HOST) or position < fetch):
-                # Still on the device, but leaving after the block above it: it cannot be loaded
-                # until then.
+        for position, state in enumerate(states, run):
+            load = None
+            if not is_loadable(state, stored=position < fetch):
+                stop = position
                 break
-            stop = position + 1
             if state & LOADING:
-                load = self.loading.get(path.blocks(position, stop)[0])
+                load = self.loading.get(path.blocks(position, position + 1)[0])
                 if load is None or load.lost:
                     # This load is past its deadline: its copies may never complete.
+                    stop = position
                     break
-                while (
-                    stop < known
-                    and states[stop - run] & LOADING
-                    and self.loading.get(path.blocks(stop, stop + 1)[0]) is load
-                ):
-                    stop += 1
-                segments.append(Segment(position, stop, load))
-                joined_blocks += stop - position
-            else:
-                end = min(known, fetch) if position < fetch else known
-                while (
-                    stop < end
-                    and not states[stop - run] & (DEVICE | LOADING)
-                    and (states[stop - run] & HOST or stop < fetch)
-                ):
-                    stop += 1
-                segments.append(Segment(position, stop, None))
-            position = stop
-        if position < known:
-            self.tree.trim(path, position)
-        elif position < (limit := min(limit, fetch)):
-            if segments and segments[-1].joined is None:
-                segments[-1] = Segment(segments[-1].start, limit, None)
-            else:
-                segments.append(Segment(position, limit, None))
+                joined_blocks += 1
+            if not starts or starts[-1][1] is not load or (load is None and position == fetch):
+                starts.append((position, load))
+        if stop < known:
+            self.tree.trim(path, stop)
+        elif stop < fetched:
+            if not starts or starts[-1][1] is not None:
+                starts.append((stop, None))
+            stop = fetched
+        stops = [*(start for start, _ in starts[1:]), stop]
+        segments = [Segment(one[0], end, one[1]) for one, end in zip(starts, stops, strict=False)]
         return Match(run, segments, self.blocks_for(path.num_tokens) - run - joined_blocks)
 
     def fill_table(self, path: Path, match: Match, blocks: list[int]) -> None:
         """Enter the request's new blocks wherever there is no shared block."""
         used, position = 0, match.num_device_blocks
-        if not match.segments and len(blocks) == match.new_blocks:
-            if blocks:
-                path.assign(position, blocks)
-            return
         joined_blocks = sum(stop - start for start, stop, joined in match.segments if joined)
         total = position + joined_blocks + match.new_blocks
         for start, stop, joined in [*match.segments, Segment(total, total, None)]:
@@ -478,8 +416,7 @@ class BlockIndex:
             raise RuntimeError(f"{len(blocks)} device blocks for a table that takes {used}")
 
     def release_slices(self, tree: BlockTree, path: Path) -> Iterator[None]:
-        """Drop all references of a path in steps, the deepest blocks first. Blocks that no other
-        path uses are free after the step that drops them."""
+        """Drop all references of a path in steps, the deepest blocks first."""
         self.pool.note_release(path)
         blocks = max(path.num_blocks, path.num_held)
         for keep in range(blocks - self.turn_blocks, 0, -self.turn_blocks):
@@ -488,12 +425,11 @@ class BlockIndex:
         self.pool.give(tree.release(path))
 
     def evictable(self) -> int:
-        """Device blocks that could be evicted now."""
         return self.tree.statistics()["evictable"]
 
     def evict(self, count: int, op: int, salt: int = 0, incoming: int = 0) -> Eviction:
-        """Choose up to `count` device blocks to leave the device, by quotas, hints and the policy,
-        for a request of a salt that takes `incoming` blocks in all."""
+        """Choose up to `count` blocks to leave the device, for a request of a salt that takes
+        `incoming` blocks in all."""
         tree = self.tree
         if not tree.sharing:
             nodes, hashes, parents, blocks, states = tree.evict(count, hashes=self.hashes)
@@ -509,11 +445,11 @@ class BlockIndex:
 
     def finish_evict(self, op: Eviction, on_host: bytes) -> tuple[list[int], list[int]]:
         """Free the blocks of a completed eviction, except those that were matched again or that
-        another eviction still reads. Returns the indices of those that left the device, and of
-        those that stayed."""
+        another eviction still reads. Returns the indices of those that left, and that stayed."""
         freed, stayed = op.tree.finish_offload(op.nodes, on_host)
         self.pool.give(freed)
-        self.pool.note_eviction(freed)
+        if self.pool.ages is not None and freed:
+            self.pool.ages.evicted(freed)
         kept = set(stayed)
         return [j for j in range(op.total) if j not in kept], stayed
 
@@ -521,7 +457,7 @@ class BlockIndex:
 
     def retire(self) -> int:
         """Continue with an empty tree, in the same time for a large one. Returns the number of
-        device blocks that no lease and no copy uses: they count as free from now on."""
+        unused device blocks: they count as free from now on."""
         self.policy.retire(self.tree)
         unused = self.tree.retire()
         self.reclaimable += unused
@@ -543,8 +479,7 @@ class BlockIndex:
         self._renew_tree()
 
     def reclaim(self, count: int) -> None:
-        """Return up to `count` unused blocks of cleared trees to the pool, those of the oldest tree
-        first."""
+        """Return up to `count` unused blocks of cleared trees to the pool, of the oldest first."""
         for tree in self.retired:
             freed = tree.sweep(count) if tree.returning else []
             self.pool.give(freed)
@@ -555,13 +490,11 @@ class BlockIndex:
 
     @property
     def sweeping(self) -> bool:
-        """Whether `sweep` has something to do now. It has not while leases and copies use all
-        blocks that are left."""
+        """Whether `sweep` has something to do: not while leases and copies use all that is left."""
         return self.reclaimable > 0 or any(tree.idle for tree in self.retired)
 
     def sweep(self, count: int = RECLAIMED_BLOCKS) -> None:
-        """A step of the work after a clear: return `count` blocks, or after the last of them a part
-        of a tree's memory."""
+        """A step after a clear: return `count` blocks, or later a part of a tree's memory."""
         if self.reclaimable:
             self.reclaim(count)
             return
@@ -569,16 +502,10 @@ class BlockIndex:
         if tree is not None and tree.dismantle():
             self.retired.remove(tree)
 
-    # -- inspection
-
-    def check(self) -> None:
-        """RuntimeError or AssertionError if the tree or the pool is inconsistent."""
-        deque(self.check_steps(), maxlen=0)
-
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of about a millisecond, between which other calls may come. Each block
-        is checked by itself in any case, sums and orders only if nothing has changed since the
-        check began."""
+        """RuntimeError or AssertionError if the tree or the pool is inconsistent. In steps of about
+        a millisecond, between which other calls may come. Each block is checked by itself in any
+        case, sums and orders only if nothing has changed since the check began."""
         check = TreeCheck(self.tree)
         while not check.step(CHECKED_NODES):
             yield
@@ -592,7 +519,7 @@ class Room:
 
     Attributes:
         reserved: free blocks of requests that wait for more, or take theirs in later turns.
-        coming: blocks that copies in flight will free, at most, without stalled copies.
+        coming: blocks that copies in flight will free at most, without stalled copies.
         promised: blocks that waiting requests lack.
         closing: operations that own blocks and return them when they end: paths that are being
             released in several turns, and copies within the device.
@@ -621,6 +548,12 @@ class Room:
     def available(self) -> int:
         """Device blocks that a new request could have at most."""
         return self.free + self._index.evictable() + max(0, self.unpromised)
+
+
+def is_loadable(state: int, *, stored: bool) -> bool:
+    """Whether a block beyond those on the device may be hit. One that is still there leaves after
+    the block above it, and cannot be loaded until then."""
+    return not state & DEVICE and (stored or bool(state & (LOADING | HOST)))
 
 
 def was_cleared(tree: BlockTree, path: Path) -> bool:

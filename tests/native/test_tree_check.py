@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from kvactors.actor.sliced import finish
 from kvactors.cpu_evictor.slots import HostTier, SlotState
 from kvactors.native import Path, TreeCheck
 from kvactors.prefix_index.tree import BlockIndex, BlockPool
@@ -75,10 +76,10 @@ def test_a_pool_does_not_take_a_block_twice():
             pool.give(wrong)
     with pytest.raises(RuntimeError):
         pool.take(5)
-    pool.check()
+    finish(pool.check_steps())
     pool._free[0] = pool._free[1]
     with pytest.raises(AssertionError, match="free list and marks disagree"):
-        pool.check()
+        finish(pool.check_steps())
 
 
 @pytest.mark.parametrize("damage", ["slot", "pins", "children", "order"])
@@ -121,7 +122,7 @@ def test_a_change_between_the_steps_of_the_pools_check_is_no_damage():
         pool.take(1)
         steps += 1
     assert steps > 2
-    pool.check()
+    finish(pool.check_steps())
 
 
 def test_a_tree_that_several_threads_use_raises_and_does_not_hang():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvactors.actor import PeerRestarted
+from kvactors.actor.sliced import finish
 from kvactors.cpu_evictor.messages import (
     Cancel,
     HostBlocksAdded,
@@ -651,7 +652,7 @@ class IndexMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         if not hasattr(self, "stepper"):
             return
-        self.index.check()
+        finish(self.index.check_steps())
         self.actor.check()
         core = self.actor.core
         waiting = list(core.queue.waiting.values())
@@ -707,7 +708,7 @@ class IndexMachine(RuleBasedStateMachine):
             if owners > 1:
                 assert self.index.pool.is_shared(block), "a device block is given to two requests"
         private = list(owned.elements())
-        assert not set(private) & set(self.index.pool.free_blocks()), "a block in use is free"
+        assert not set(private) & set(self.index.pool._free), "a block in use is free"
         assert self.actor.out.works == sum(isinstance(work, NextSlice) for work in self.works)
         if self.announce and core.announcements.up_to_date:
             assert self.sent == set(split_hashes(self.index.tree.device_hashes())), (

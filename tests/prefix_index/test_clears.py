@@ -45,7 +45,6 @@ def test_a_clear_of_a_salt_waits_for_the_device_and_for_the_store():
     [clear] = effects_of(clears.start, request, 7, storage=True)
     assert clear.salt == 7
     assert effects_of(clears.finish, HostCleared(clear.op, "")) == []
-    clears.host_lost()
     assert effects_of(clears.again) == [], "it has been answered"
     [done] = answers(effects_of(clears.device_cleared, clear.op, request, 6))
     assert done.count == 6
@@ -55,8 +54,7 @@ def test_a_restarted_host_tier_is_sent_the_clears_without_an_answer():
     clears = TreeClears(RecordedIndexEffects(), count(1))
     started(clears)
     clear, _ = started(clears, storage=True, salt=3)
-    clears.host_lost()
-    assert clears.sent == 0
+    assert clears.sent == 2
     [again] = messages(effects_of(clears.again))
     assert (again, clears.sent) == (clear, 1)
     assert answers(effects_of(clears.finish, HostCleared(clear.op, "")))
@@ -77,7 +75,6 @@ def test_a_prompt_is_hidden_by_clears_of_its_salt_and_of_all_that_are_on_their_w
         clears.start(Request(), one, storage=storage)
     pending = [one for one, _ in sent[handled:]]
     if lost:
-        clears.host_lost()
         clears.again()
         pending = [one for one, storage in sent if storage]
         handled = 0

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from kvactors.actor.sliced import finish
 from kvactors.cpu_evictor.messages import Load
 from kvactors.errors import LeaseEnded, NoRoom, NotReady, RankLost
 from kvactors.flush_notifier.messages import PathCached
 from kvactors.hints import Hints
 from kvactors.identity import PLAIN
-from kvactors.native import LifeTables
 from kvactors.prefix_index.actor import IndexCore
 from kvactors.prefix_index.leases import LeaseFault
 from kvactors.prefix_index.messages import (
@@ -131,7 +131,7 @@ def test_the_hints_of_a_request_are_those_of_its_blocks():
     ("added", "output", "learned"), [(0, None, -1), (1, None, 1), (1, 5, 5), (0, 0, 0)]
 )
 def test_the_policy_learns_the_length_and_the_time_of_an_output(added, output, learned):
-    state = alone(policy=TierPolicies(LifeTables(), lambda: 7.0))
+    state = alone(policy=TierPolicies("retain", clock=lambda: 7.0))
     granted(state, 1, 2)
     if added:
         more = path(0)
@@ -240,4 +240,4 @@ def test_a_pool_marks_and_notes_a_single_block():
     assert ages.taken == [[0], [1, 2]]
     pool.ages = None
     pool.take(1)
-    pool.check()
+    finish(pool.check_steps())

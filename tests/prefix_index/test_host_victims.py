@@ -6,14 +6,14 @@ from typing import Any
 
 from kvactors.cpu_evictor.messages import EvictFirst, Offload, PrefetchToHost, Save
 from kvactors.prefix_index.messages import Finish, Prefetch
-from kvactors.prefix_index.settings import policies_of
+from kvactors.prefix_index.settings import TierPolicies
 from kvactors.types import split_hashes
 from tests.prefix_index.objects import BLOCK, Request, acquire, core, effects_of
 
 
 def with_host(blocks: int, host: tuple[int, int], **settings: Any) -> Any:
     return core(
-        blocks, host_blocks=host, policy=policies_of("lru", "retain", lambda: 0.0), **settings
+        blocks, host_blocks=host, policy=TierPolicies("lru", "retain", lambda: 0.0), **settings
     )
 
 

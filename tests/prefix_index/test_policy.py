@@ -10,7 +10,7 @@ import pytest
 from kvactors.hints import Hints
 from kvactors.native import LifeTables, Path
 from kvactors.prefix_index.messages import Abandon, Extend, Finish, Preempt
-from kvactors.prefix_index.settings import TierPolicies, policies_of
+from kvactors.prefix_index.settings import TierPolicies
 from tests.prefix_index.objects import BLOCK, Request, acquire, core
 
 
@@ -26,7 +26,8 @@ class Recorder(TierPolicies):
     """Records the ends of requests."""
 
     def __init__(self) -> None:
-        super().__init__(LifeTables(), Clock())
+        super().__init__("retain", clock=Clock())
+        self.tables = LifeTables()
         self.ended: list[tuple[int, int]] = []
         self.hints: list[Hints | None] = []
 
@@ -102,7 +103,7 @@ def test_hints_reach_the_policy_and_those_of_the_end_replace_the_first():
 )
 def test_hints_of_a_return_reach_the_tree(hints, passed):
     calls = Times()
-    policies_of("retain", clock=lambda: 1.0).end(calls, "path", 3, hints)
+    TierPolicies("retain", clock=lambda: 1.0).end(calls, "path", 3, hints)
     assert calls.calls == [1.0, ("path", 3, *passed)]
 
 
@@ -121,12 +122,12 @@ class Times:
 
 def test_the_tree_is_given_the_time_before_a_match_and_before_an_end():
     clock, tree, none = Clock(), Times(), Times()
-    policy, lru = policies_of("retain", clock=clock), policies_of("lru", clock=clock)
+    policy, lru = TierPolicies("retain", clock=clock), TierPolicies("lru", clock=clock)
     clock.at = 5.0
     for one, calls in ((policy, tree), (lru, none)):
         one.advance(calls)
         clock.at = 7.0
-        one.end(calls, "path", 3)
+        one.end(calls, "path", 3, None)
         clock.at = 5.0
     assert tree.calls == [5.0, 7.0, ("path", 3)]
     assert none.calls == []
@@ -145,7 +146,7 @@ def test_ages_are_those_of_the_given_clock():
     """Ten prompts of two blocks in turns, 5 s apart, and 16 device blocks: LRU hits nothing."""
     clock = Clock()
     state = core(16, host_tier=False)
-    state.index.policy = policies_of("retain", clock=clock)
+    state.index.policy = TierPolicies("retain", clock=clock)
     state.index.tree = state.index.policy.tree(BLOCK, 64, hashes=True)
     hits = 0
     for number in range(200):
@@ -169,5 +170,5 @@ def test_a_clear_keeps_what_was_learned():
 
 
 def test_lru_has_no_statistics():
-    assert policies_of("lru").tables is None
+    assert TierPolicies("lru").tables is None
     assert core().index.tree.retention() is None

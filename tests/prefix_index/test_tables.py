@@ -15,6 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvactors.actor.sliced import finish
 from kvactors.checks import added_media, request_path
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, NotReady, RankLost, TokensCommitted
 from kvactors.identity import PLAIN
@@ -234,8 +235,8 @@ class TablesMachine(RuleBasedStateMachine):
         blocks = path.blocks()
         assert -1 not in blocks
         assert len(set(blocks)) == len(blocks)
-        assert not set(blocks) & set(self.state.index.pool.free_blocks())
-        self.state.index.check()
+        assert not set(blocks) & set(self.state.index.pool._free)
+        finish(self.state.index.check_steps())
 
     def teardown(self) -> None:
         if hasattr(self, "lease"):

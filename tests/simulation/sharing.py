@@ -126,16 +126,18 @@ def check_sharing(world: World) -> None:
             pinned.update(split_hashes(pin.hashes))
     resident = {key for nodes in listing(system) for key, state in nodes if state & DEVICE}
     world.seen["pins compared"] += len(pinned)
+    counted, limit = core.index.tree.pinned, core.settings.pin_share * core.index.pool.total
     if pinned - resident:
         world.violated(f"{len(pinned - resident)} pinned blocks are not on the device")
-    if len(pinned) != core.pins.blocks or len(pinned) > core.pins.limit:
-        world.violated(
-            f"{len(pinned)} blocks of pins, {core.pins.blocks} counted, limit {core.pins.limit}"
-        )
+    if len(pinned) != counted or len(pinned) > limit:
+        world.violated(f"{len(pinned)} blocks of pins, {counted} counted, limit {limit}")
     for store in world.stores:
         store.catalog.check()
+    size = core.index.turn_blocks * HASH_BYTES
     wanted = Counter(
-        run[-HASH_BYTES:] for pin in core.pins._pins.values() for run in core.pins._runs(pin)
+        pin.hashes[start : start + size][-HASH_BYTES:]
+        for pin in core.pins._pins.values()
+        for start in range(0, len(pin.hashes), size)
     )
     if host.shares._pins - wanted:
         world.violated("host blocks are pinned that the index has not pinned")
