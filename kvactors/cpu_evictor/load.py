@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
+from functools import partial
 from typing import ClassVar
 
-from kvactors.cpu_evictor.memory import HostMemory
+from kvactors.cpu_evictor.memory import HostJob, HostMemory, Placed
 from kvactors.cpu_evictor.messages import FetchDeadline, LayersLoaded, Load, Loaded, LoadStalled
-from kvactors.cpu_evictor.requests import HostJob
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.data_plane.base import Direction
 from kvactors.storage.messages import Outcome
@@ -19,10 +19,10 @@ NOT_READ = dict.fromkeys(Outcome, "failed") | {
     Outcome.CORRUPT: "gone",
     Outcome.LATE: "late",
 }
-"""The reason why a read with this outcome brought no block, see `HostStatistics`."""
+"""Why a read with this outcome brought no block, see `HostStatistics`."""
 
 DEVICE_STORE = 0
-"""The window that stands for a device store's read."""
+"""The copy that stands for a device store's read."""
 
 
 class LoadJob(HostJob):
@@ -54,8 +54,8 @@ class LoadJob(HostJob):
         self._device_blocks = message.blocks or None  # None: not placed yet
         self._sources: dict[int, HostBlock] = {}  # pinned blocks that stay there, by position
         self._stored: list[int] = []  # positions that storage has
-        self._staged: list[tuple[int, HostBlock]] = []  # pinned until there are targets
-        self._copies: dict[int, Sequence[tuple[int, HostBlock]]] = {}  # `moving` has the reads
+        self._staged = Placed()  # pinned until there are targets
+        self._copies: dict[int, Placed] = {}  # `moving` has the reads
         self._arrived: set[int] = set()  # positions whose bytes are on the device
         self._layers: dict[int, int] = {}  # arrived layers of each copy
 
@@ -74,7 +74,7 @@ class LoadJob(HostJob):
             if requests.may_read:
                 self._probing = True
                 self.timer = self.out.after(seconds, FetchDeadline(message.op))
-                requests.probe(self, missing, message.deadline)
+                requests.probe(missing, message.deadline, self._on_probed)
             elif requests.peers.device_store is not None:
                 self._probing = True
                 self._fetch_from_device_store()
@@ -128,7 +128,7 @@ class LoadJob(HostJob):
 
     # -- storage
 
-    def on_probed(self, found: int) -> None:
+    def _on_probed(self, found: int) -> None:
         """Read the first `found` missing blocks, in windows."""
         self._probing = False
         if self._late or self._over:
@@ -137,7 +137,7 @@ class LoadJob(HostJob):
         if found < memory.storage.min_fetch_blocks:
             memory.counts["not_fetched_few"] += found
             found = 0  # not worth a read
-        on_host: list[tuple[int, HostBlock]] = []
+        on_host = Placed()
         for position in range(self._stop, len(self._wanted)):
             block = self.host.readable(self._wanted[position])
             if block is not None:
@@ -176,8 +176,7 @@ class LoadJob(HostJob):
         if not memory.exclusive:
             staying = most - memory.over_quota(message.salt, most)
             memory.make_space(staying, 0, self._protected, {message.salt: staying})
-        found: list[tuple[int, HostBlock]] = []
-        reads: list[tuple[int, HostBlock]] = []
+        found, reads = Placed(), Placed()
         while waiting and len(reads) < most:
             position = waiting[-1]
             if (block := host.blocks.get(self._wanted[position])) is not None:
@@ -195,13 +194,13 @@ class LoadJob(HostJob):
             host.touch(reversed(self.hashes))
         if reads:
             blocks = [block for _, block in reads]
-            self.requests.read(self, self.new_window(reads), blocks, message.deadline)
+            self.requests.read(blocks, message.deadline, self.window(reads, self._on_read))
         self._bring(found)
         self._answer_if_complete()
 
-    def on_read(self, window: int, outcomes: bytes) -> None:
+    def _on_read(self, reads: Placed, outcomes: bytes) -> None:
         """Copy the blocks read to the device."""
-        memory, host, reads = self.memory, self.host, self.moving.pop(window)
+        memory, host = self.memory, self.host
         failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
         landed = host.land([block for _, block in reads], failed)
         memory.counts["fetched"] += len(landed)
@@ -226,14 +225,14 @@ class LoadJob(HostJob):
         return not self._late and bool(self._probing or self.waiting or self.moving)
 
     def _stop_fetching(self, reason: str) -> None:
-        """Storage is not waited for any longer. reason: name of the count."""
+        """Storage is not waited for any longer. reason: of `not_fetched_`."""
         if self._is_fetching():
             reading = [position for reads in self.moving.values() for position, _ in reads]
             self._cut(min([*self.waiting[-1:], *reading], default=self._stop), reason)
             self._late = True
 
     def _cut(self, position: int, reason: str) -> None:
-        """The blocks from this position on do not come. reason: name of the count."""
+        """The blocks from this position on do not come."""
         if position < self._stop:
             self._stop, self._reason = position, reason
         self.waiting = [one for one in self.waiting if one < position]
@@ -249,10 +248,10 @@ class LoadJob(HostJob):
             return
         self._copies[DEVICE_STORE] = []
         start, deadline = self.message.start + first, self.message.deadline
-        self.requests.fetch(self, first, start, blocks[first:], deadline)
+        then = partial(self._on_fetched, first)
+        self.requests.fetch(self.message.tokens, start, blocks[first:], deadline, then)
 
-    def on_fetched(self, first: int, fetched: int) -> None:
-        """The device store has read blocks into the device blocks."""
+    def _on_fetched(self, first: int, fetched: int) -> None:
         self._probing = False
         del self._copies[DEVICE_STORE]
         positions = range(first, first + fetched)
@@ -263,9 +262,9 @@ class LoadJob(HostJob):
 
     # -- copies
 
-    def _bring(self, found: Sequence[tuple[int, HostBlock]]) -> None:
-        """Pin blocks of the host, given with their positions, and copy them once there are device
-        blocks. Those in transit leave as soon as they are copied, as those that are read do."""
+    def _bring(self, found: Placed) -> None:
+        """Pin blocks of the host, and copy them once there are device blocks. As those that are
+        read, blocks in transit leave as soon as they are copied."""
         host, exclusive = self.host, self.memory.exclusive
         for position, block in found:
             host.pin(block)
@@ -278,42 +277,41 @@ class LoadJob(HostJob):
             self._sources[position] = block
         self._copy(found)
 
-    def _copy(self, blocks: Sequence[tuple[int, HostBlock]]) -> None:
-        """Copy pinned blocks to the device, given with their positions."""
+    def _copy(self, blocks: Placed) -> None:
+        """Copy pinned blocks to the device."""
         targets = self._device_blocks
         if not blocks or targets is None:
             return
         self.windows += 1
-        self._copies[self.windows] = blocks
+        number, progress = self.windows, None
+        self._copies[number] = blocks
         if self._layerwise:
-            self._layers[self.windows] = 0
+            self._layers[number] = 0
+            progress = partial(self._on_layers, number)
         self.requests.copy(
-            self,
             Direction.TO_DEVICE,
             [targets[position] for position, _ in blocks],
             [block for _, block in blocks],
-            self.windows,
-            layerwise=self._layerwise,
+            partial(self._on_copied, number),
+            progress,
         )
 
-    def on_layers(self, window: int, layers: int) -> None:
-        """Report them, if every copy has them."""
-        if window in self._layers:
-            self._layers[window] = layers
-            self._report_layers()
+    def _on_layers(self, number: int, layers: int) -> None:
+        self._layers[number] = layers
+        self._report_layers()
 
     def _report_layers(self) -> None:
+        """Report the layers that every copy has."""
         reached = min(self._layers.values(), default=0)
         if reached <= self._reached or self._is_fetching() or self._over:
             return
         self._reached = reached
         self.out.send(self.memory.index, LayersLoaded(self.message.op, reached, self._stop))
 
-    def on_copied(self, window: int, failed: frozenset[int]) -> None:
-        """Answer with the last copy."""
-        blocks = self._copies.pop(window)
+    def _on_copied(self, number: int, failed: frozenset[int]) -> None:
+        blocks = self._copies.pop(number)
         self._arrived.update(at for i, (at, _) in enumerate(blocks) if i not in failed)
-        self._layers.pop(window, None)
+        self._layers.pop(number, None)
         self._release([block for at, block in blocks if at not in self._sources])
         self._answer_if_complete()
         self._report_layers()
@@ -361,12 +359,7 @@ class LoadJob(HostJob):
         """Unpin the sources from position `first` on. Those that were leaving stay as far as the
         capacity allows."""
         released = [self._sources.pop(p) for p in sorted(self._sources, reverse=True) if p >= first]
-        self.memory.keep_if_space(
-            [
-                block
-                for block in released
-                if block.pins == 1 and block.state is SlotState.PROMOTING and not block.on_device
-            ]
-        )
+        leaving = [b for b in released if b.state is SlotState.PROMOTING and not b.on_device]
+        self.memory.keep_if_space([block for block in leaving if block.pins == 1])
         for block in released:
             self.host.unpin(block)

@@ -4,10 +4,14 @@ to indexes about them."""
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
+from kvactors.actor import Timer
 from kvactors.cpu_evictor.messages import (
     ClearHost,
     HostBlocksAdded,
@@ -15,20 +19,11 @@ from kvactors.cpu_evictor.messages import (
     HostCleared,
     SaveUnanswered,
 )
-from kvactors.cpu_evictor.requests import (
-    ClearRequest,
-    CopyRequest,
-    FetchRequest,
-    HostJob,
-    ProbeRequest,
-    ReadRequest,
-    RequestTable,
-    SaveRequest,
-    WriteRequest,
-)
-from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState
+from kvactors.cpu_evictor.requests import READ_PROBE, Request, RequestTable
+from kvactors.cpu_evictor.slots import NOTHING, BlockTraits, HostBlock, HostTier, SlotState
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.gpu_swapper.messages import Copied, CopyProgress
+from kvactors.identity import lineage
 from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import (
     DeviceFetched,
@@ -124,7 +119,7 @@ NOT_STORED_BY_OUTCOME = dict.fromkeys(Outcome, "not_stored_unavailable") | {
 }
 
 
-# -- Movements through host memory that wait for slots: who gets the next ones.
+# -- Movements through host memory, and who gets the next slots.
 
 
 WINDOW = 64
@@ -133,6 +128,86 @@ can be in flight."""
 
 URGENT_TURNS = 4
 """Of so many turns one is for the jobs that no request waits for."""
+
+Placed = list[tuple[int, HostBlock]]
+"""Blocks of a job with their positions in its message."""
+
+
+class HostJob(ABC):
+    """One movement of blocks through host memory, from its message to its answer. It takes slots in
+    turns and makes requests, which continue it when they end.
+
+    Attributes:
+        op: number in its `SlotDeadline`, 0 for a job without one.
+        generation: of the host tier at the start.
+        waiting: positions that have no slot yet, the next one last.
+        passing: positions of blocks that only pass through, on their way to storage.
+        to_write: positions of blocks that take a slot although they do not stay.
+        windows: copies and reads so far.
+        moving: blocks of those in flight, by their number.
+    """
+
+    URGENT: ClassVar[bool] = False  # whether a request waits for it
+    message: Any
+    op = windows = 0
+    passing: frozenset[int] = frozenset()
+    to_write: frozenset[int] = frozenset()
+    timer: Timer | None = None
+
+    def __init__(self, memory: HostMemory, message: Any) -> None:
+        self.memory = memory
+        self.host, self.requests, self.out = memory.host, memory.requests, memory.out
+        self.message = message
+        self.hashes = split_hashes(message.hashes)
+        self.generation = memory.host.generation
+        self.waiting: list[int] = []
+        self.moving: dict[int, Placed] = {}
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def window(self, blocks: Placed, then: Callable[[Placed, Any], None]) -> Callable[[Any], None]:
+        """What a request for these blocks continues with: `then`, with the blocks and the report,
+        once they are not `moving` any longer."""
+        self.windows += 1
+        number = self.windows
+        self.moving[number] = blocks
+        return lambda report: then(self.moving.pop(number), report)
+
+    @abstractmethod
+    def take(self, most: int) -> None:
+        """Take up to `most` slots, as far as there are free ones, and fill them."""
+
+    def give_up(self) -> None:
+        """No slot will come: end without the blocks that lack one."""
+        self.waiting.clear()
+
+    def fill(self, most: int) -> Placed:
+        """Put up to `most` waiting blocks into free slots, without those that are in the tier by
+        now."""
+        host, blocks = self.host, Placed()
+        while self.waiting and len(blocks) < most and host.free:
+            position = self.waiting.pop()
+            stays = position not in self.passing and host.resident < host.capacity
+            if self.hashes[position] not in host.blocks and (stays or position in self.to_write):
+                blocks.append((position, self.add(position, stays=stays)))
+        return blocks
+
+    def add(self, position: int, *, stays: bool) -> HostBlock:
+        """Put a block into a free slot. stays: whether it becomes resident."""
+        parent, lineages = self.parent(position), self.message.lineages
+        state = SlotState.RESIDENT if stays else SlotState.TRANSIT
+        origin = lineage(lineages, position, len(self.hashes), parent)
+        return self.host.add(self.hashes[position], parent, state, origin, self.traits(position))
+
+    def parent(self, position: int) -> bytes:
+        """Hash of the block before."""
+        root: bytes = self.message.root
+        return self.hashes[position - 1] if position else root
+
+    def traits(self, position: int) -> BlockTraits:
+        return self.message.salt, 0, inf
 
 
 class Movements:
@@ -159,12 +234,11 @@ class Movements:
         return len(self._urgent) + len(self._others)
 
     def enter(self, job: HostJob) -> None:
-        """A job takes the slots that are free, and waits for more."""
+        """The job takes the slots that are free, and waits for more."""
         self._queue_of(job).append(job)
         self.serve()
 
     def leave(self, job: HostJob) -> None:
-        """A job needs no more slots."""
         queue = self._queue_of(job)
         if job in queue:
             queue.remove(job)
@@ -179,8 +253,7 @@ class Movements:
                 return
 
     def serve(self) -> bool:
-        """Hand out free slots. Returns whether something has changed, so that there may be more to
-        hand out."""
+        """Hand out free slots. Returns whether something has changed: there may be more then."""
         memory, before = self._memory, self._state()
         self._hand_out()
         for find_slots in (self._evict, memory.let_go, self._give_up):
@@ -249,7 +322,9 @@ class HostMemory:
     """Eviction, write-back and reports, for all jobs of the host tier.
 
     Attributes:
+        loads: in flight, by operation.
         counts: by field of `HostStatistics`.
+        exclusive: whether a block leaves the host tier when the device has it.
         clears: `ClearHost` messages handled. Sent with hints, so that the index can tell those from
             before a clear.
     """
@@ -257,19 +332,15 @@ class HostMemory:
     def __init__(
         self, host: HostTier, requests: RequestTable, config: HostConfig, storage: StorageConfig
     ) -> None:
-        self.host = host
-        self.requests = requests
-        self.out = requests.out
-        self.index = requests.peers.index
+        self.host, self.requests, self.out = host, requests, requests.out
+        self.config, self.storage = config, storage
+        self.index, self._notifier = requests.peers.index, requests.peers.notifier
         self.movements = Movements(self)
         self.loads: dict[int, LoadJob] = {}
-        self.config = config
-        self.storage = storage
         self.counts: dict[str, int] = dict(HostStatistics._field_defaults)
         self.exclusive = config.mode == "exclusive" or not config.slots
         self.write_back = storage.saves == "write_back" and bool(requests.peers.writers)
         self.clears = 0
-        self._notifier = requests.peers.notifier
         self._held: list[HostBlock] = []  # evicted, and pinned, while no write may begin
 
     def slots_come_back(self) -> bool:
@@ -292,36 +363,42 @@ class HostMemory:
         not fit its batch counts as a failure of all of it. So wrong lengths, types and values cost
         a miss or a write, never a wrong byte.
         """
-        op, take = message.op, self.requests.take
+        if isinstance(message, CopyProgress):
+            copy = self.requests.get(message.op, Copied)
+            if copy is not None and copy.progress is not None:
+                copy.progress(message.layers)
+            return
+        answer = Probed if isinstance(message, SaveUnanswered) else type(message)
+        request = self.requests.take(message.op, answer)
+        if request is None:
+            return
+        size, then = request.size, request.then
         match message:
-            case Copied() if (copy := take(op, CopyRequest)) is not None:
-                failed = indices_of(message.failed, copy.size)
+            case Copied():
+                failed = indices_of(message.failed, size)
                 self.counts["copy_failures"] += len(failed)
-                copy.job.on_copied(copy.window, failed)
-            case CopyProgress() if (copy := self.requests.get(op, CopyRequest)) is not None:
-                copy.job.on_layers(copy.window, message.layers)
-            case Probed() if (probe := take(op, ProbeRequest)) is not None:
-                self._probed(probe, count_of(message.found, probe.size))
-            case SaveUnanswered() if (probe := take(op, ProbeRequest)) is not None:
+                then(failed)
+            case Probed():
+                self._probed(request, count_of(message.found, size))
+            case SaveUnanswered():
                 # Every block counts as stored, so that nothing is written and the device blocks of
                 # a finished request are not held. The next finish offers them again.
-                probe.job.on_probed(probe.size)
-            case ReadDone() if (read := take(op, ReadRequest)) is not None:
-                read.job.on_read(read.window, outcomes_of(message.outcomes, read.size))
+                then(size)
+            case ReadDone():
+                then(outcomes_of(message.outcomes, size))
                 self.write_held()
-            case Written() if (write := take(op, WriteRequest)) is not None:
-                self._written(write.blocks, outcomes_of(message.outcomes, write.size))
-            case StoreCleared() if (clear := take(op, ClearRequest)) is not None:
-                cleared = HostCleared(clear.op, message.error, message.unknown)
-                self.out.send(self.index, cleared)
-            case DeviceFetched() if (fetch := take(op, FetchRequest)) is not None:
-                fetch.job.on_fetched(fetch.first, count_of(message.num_blocks, fetch.size))
-            case DeviceSaved() if (save := take(op, SaveRequest)) is not None:
-                saved = count_of(message.num_blocks, save.size)
+            case Written():
+                then(outcomes_of(message.outcomes, size))
+            case StoreCleared():
+                then(message)
+            case DeviceFetched():
+                then(count_of(message.num_blocks, size))
+            case DeviceSaved():
+                saved = count_of(message.num_blocks, size)
                 self.counts["written"] += saved
-                self.counts["write_failures"] += save.size - saved
-                self.counts["not_stored_unavailable"] += save.size - saved
-                save.job.on_saved()
+                self.counts["write_failures"] += size - saved
+                self.counts["not_stored_unavailable"] += size - saved
+                then(saved)
 
     def peer_failed(self, peer: str) -> None:
         """An actor failed. Requests to it will not be answered: a clear is sent again, the others
@@ -330,36 +407,29 @@ class HostMemory:
             self.host.shares.unpin(b"")  # pins end with its state
         for op, request in self.requests.open_at(peer):
             failed = bytes([Outcome.UNAVAILABLE]) * request.size
-            match request:
-                case ClearRequest():
-                    self.requests.take(op, ClearRequest)
-                    self.clear_store(request.op, request.salt)
-                case ProbeRequest():
-                    self.completed(Probed(op, 0))
-                case ReadRequest():
-                    self.completed(ReadDone(op, failed))
-                case WriteRequest():
-                    self.completed(Written(op, failed))
-                case FetchRequest():
-                    self.completed(DeviceFetched(op, 0))
-                case SaveRequest():
-                    self.completed(DeviceSaved(op, 0))
+            answer = request.kind.answer
+            if answer is StoreCleared:
+                self.requests.take(op, StoreCleared)
+                request.then(None)
+            elif answer is ReadDone or answer is Written:
+                self.completed(answer(op, failed))
+            elif answer is not Copied:
+                self.completed(answer(op, 0))
 
-    def _probed(self, probe: ProbeRequest, found: int) -> None:
+    def _probed(self, probe: Request, found: int) -> None:
         """Reads that follow from a probe are sent before the writes that were held back for it, and
         before those of the eviction that makes space for them."""
         requests = self.requests
-        if not probe.HOLDS_WRITES:
-            probe.job.on_probed(found)
+        if probe.kind is not READ_PROBE:
+            probe.then(found)
             return
         requests.holding += 1
         # During a clear, blocks from before it may have been found.
-        probe.job.on_probed(found if requests.may_read else 0)
+        probe.then(found if requests.may_read else 0)
         requests.holding -= 1
         self.write_held()
 
     def _written(self, batch: Sequence[HostBlock], outcomes: bytes) -> None:
-        """The writer has reported the blocks that are stored now."""
         self.remove([block for block in batch if block.state is SlotState.TRANSIT])
         for block, outcome in zip(batch, outcomes, strict=True):
             if outcome in (Outcome.OK, Outcome.EXISTS):
@@ -387,14 +457,14 @@ class HostMemory:
 
     @property
     def may_wait(self) -> bool:
-        """Whether a job that writes to the store waits for slots, or sheds what finds none now."""
+        """Whether a job that writes to the store waits for slots. If not, blocks are shed."""
         host, movements = self.host, self.movements
         if movements.behind:
             movements.behind = host.free * 2 < host.num_slots - host.capacity
         return self.storage.on_full == "wait" and not movements.behind
 
     def over_quota(self, salt: int, incoming: int) -> int:
-        """Incoming blocks of a salt that do not stay, see `HostShares.over_quota`."""
+        """Incoming blocks of a salt that do not stay."""
         host = self.host
         over = host.resident + incoming - host.capacity
         return host.shares.over_quota(salt, incoming, over)
@@ -409,11 +479,8 @@ class HostMemory:
 
     def evict(self, victims: Sequence[HostBlock], slots: int = 0) -> None:
         """Evict blocks, least recently used first: written back if that is the policy and there are
-        slots to spare, else dropped.
-
-        Indexes are sent that a block left the host when its write is over: until then a load finds
-        it in its slot.
-        """
+        slots to spare, else dropped. Indexes are sent that a block left the host when its write is
+        over: until then a load finds it in its slot."""
         if not victims:
             return
         host = self.host
@@ -434,8 +501,7 @@ class HostMemory:
     # -- writes to storage
 
     def write_held(self) -> None:
-        """Write evicted blocks that were held back, unless a probe is in flight: a store of limited
-        size must not evict for them what is about to be read."""
+        """Write evicted blocks that were held back, unless a request in flight holds writes."""
         if not self._held or self.requests.holding:
             return
         held, self._held = self._held, []
@@ -450,7 +516,7 @@ class HostMemory:
             batch = blocks[start : start + WRITE_BATCH]
             for block in batch:
                 self.host.pin(block)
-            self.requests.write(batch)
+            self.requests.write(batch, partial(self._written, batch))
 
     # -- blocks that leave
 
@@ -511,7 +577,6 @@ class HostMemory:
             self.clear_store(message.op, message.salt)
 
     def clear(self) -> None:
-        """Drop every block."""
         self.host.clear()
         self.host.shares.unpin(b"")
         self.clears += 1
@@ -529,8 +594,15 @@ class HostMemory:
     def clear_store(self, op: int, salt: int | None) -> None:
         """Clear the store, or remove the objects of a salt. `HostCleared` with this op is sent when
         that is done."""
+
+        def ended(message: StoreCleared | None) -> None:
+            if message is None:  # the writer has failed
+                self.clear_store(op, salt)
+            else:
+                self.out.send(self.index, HostCleared(op, message.error, message.unknown))
+
         if self.requests.peers.writers:
-            self.requests.clear_store(op, salt)
+            self.requests.clear_store(salt, ended)
         else:
             self.out.send(self.index, HostCleared(op, ""))
 
@@ -554,7 +626,7 @@ class HostMemory:
         self.out.send(self._notifier, added)
 
     def announce_fetched(self, blocks: Sequence[HostBlock]) -> None:
-        """Report blocks that have come from storage to stay, to indexes and to the prefix index."""
+        """The same for blocks from storage, with a hint for the prefix index."""
         if not blocks:
             return
         hashes = [block.hash for block in blocks]
@@ -572,9 +644,7 @@ KNOWN = frozenset(int(outcome) for outcome in Outcome)
 def outcomes_of(report: Any, keys: int) -> bytes:
     """One `Outcome` for each key: UNAVAILABLE for an unknown value, and for every key if the report
     has another type or length."""
-    if not isinstance(report, bytes | bytearray | memoryview):
-        return bytes([Outcome.UNAVAILABLE]) * keys
-    outcomes = bytes(report)
+    outcomes = bytes(report) if isinstance(report, bytes | bytearray | memoryview) else b""
     if len(outcomes) != keys:
         return bytes([Outcome.UNAVAILABLE]) * keys
     return bytes(value if value in KNOWN else Outcome.UNAVAILABLE for value in outcomes)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from kvactors.cpu_evictor.memory import HostMemory
+from kvactors.cpu_evictor.memory import HostJob, HostMemory, Placed
 from kvactors.cpu_evictor.messages import Offload, Offloaded, Save, SlotDeadline
-from kvactors.cpu_evictor.requests import HostJob
 from kvactors.cpu_evictor.slots import PLAIN_BLOCK, BlockTraits, HostBlock, SlotState
 from kvactors.data_plane.base import Direction
 from kvactors.types import hash_at
 
 
-class JobToHost(HostJob, ABC):
+class JobToHost(HostJob):
     """A job that copies device blocks into host slots, in windows of slots."""
 
     message: Offload | Save
@@ -50,7 +49,8 @@ class JobToHost(HostJob, ABC):
             return
         device_blocks = [self.message.blocks[position] for position, _ in blocks]
         slots = [block for _, block in blocks]
-        self.requests.copy(self, Direction.TO_HOST, device_blocks, slots, self.new_window(blocks))
+        then = self.window(blocks, self.on_copied)
+        self.requests.copy(Direction.TO_HOST, device_blocks, slots, then)
 
     def give_up(self) -> None:
         """End without the blocks that lack a slot, and count those that are not written."""
@@ -63,6 +63,10 @@ class JobToHost(HostJob, ABC):
         """The blocks that the host holds now: others may have evicted some since."""
         found = map(self.host.readable, self.hashes)
         return [one if one and one.state is SlotState.RESIDENT else None for one in found]
+
+    @abstractmethod
+    def on_copied(self, blocks: Placed, failed: frozenset[int]) -> None:
+        """A copy has ended. failed: indices of the blocks whose bytes did not arrive."""
 
     @abstractmethod
     def end_if_complete(self) -> None:
@@ -140,20 +144,18 @@ class OffloadJob(JobToHost):
         return [*above, *rest], len(rest), salts
 
     def parent(self, position: int) -> bytes:
-        """The message names the parent of each block."""
         return hash_at(self.message.parents, position)
 
     def traits(self, position: int) -> BlockTraits:
-        """The message has them for each block."""
         if self.message.traits is None:
             return PLAIN_BLOCK
         salts, priorities, expiries = self.message.traits
         return salts[position], priorities[position], expiries[position]
 
-    def on_copied(self, window: int, failed: frozenset[int]) -> None:
+    def on_copied(self, blocks: Placed, failed: frozenset[int]) -> None:
         """Announce the blocks, and write those that pass through."""
         memory = self.memory
-        landed = self.host.land([block for _, block in self.moving.pop(window)], failed)
+        landed = self.host.land([block for _, block in blocks], failed)
         # Blocks in transit are announced as well, until they are written: otherwise indexes would
         # find them nowhere between device and storage.
         memory.announce([block.hash for block in landed])
@@ -162,7 +164,6 @@ class OffloadJob(JobToHost):
         self.end_if_complete()
 
     def end_if_complete(self) -> None:
-        """Answer with the blocks that the host holds now."""
         if self.waiting or self.moving:
             return
         kept = self.kept()

@@ -6,36 +6,35 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import inf
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
-from kvactors.actor import ActorRef, Timer
+from kvactors.actor import ActorRef
 from kvactors.actor.effects import Effects
-from kvactors.actor.message import Message
+from kvactors.actor.message import Control, Message
 from kvactors.cpu_evictor.messages import HostReply
-from kvactors.cpu_evictor.slots import BlockTraits, HostBlock, SlotState
+from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.data_plane.base import Direction
 from kvactors.flush_notifier.messages import Report
-from kvactors.gpu_swapper.messages import Copy
-from kvactors.identity import lineage
+from kvactors.gpu_swapper.messages import Copied, Copy
 from kvactors.settings import StorageConfig
 from kvactors.storage.messages import (
     ClearStore,
+    DeviceFetched,
+    DeviceSaved,
     DeviceStoreMessage,
     FetchDevice,
+    Probed,
     ProbeStore,
     Read,
+    ReadDone,
     ReaderMessage,
     SaveDevice,
+    StoreCleared,
     Write,
     WriterMessage,
+    Written,
 )
-from kvactors.types import join_hashes, split_hashes
-
-if TYPE_CHECKING:
-    from kvactors.cpu_evictor.memory import HostMemory
+from kvactors.types import join_hashes
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,209 +49,57 @@ class Peers:
     device_store: ActorRef[DeviceStoreMessage] | None = None
 
 
-class HostJob:
-    """One movement of blocks through host memory, from its message to its answer.
-
-    It takes slots in turns (`Movements`) and makes requests, which continue it when they end. A job
-    overrides what it takes part in.
+class Kind(NamedTuple):
+    """A kind of request.
 
     Attributes:
-        op: number in its `SlotDeadline`, 0 for a job without one.
-        generation: of the host tier at the start.
-        waiting: positions that have no slot yet, the next one last.
-        passing: positions of blocks that only pass through, on their way to storage.
-        to_write: positions of blocks that take a slot although they do not stay.
-        moving: positions and blocks of those in flight, by their number.
+        order: in which the requests to a failed peer are ended.
+        answer: the message that ends it.
+        holds_slots: whether host slots can be in use for it.
+        holds_writes: whether writes are held back until it is answered: a store of limited size
+            must not evict for them what is about to be read.
+        loads_peer: whether its blocks count when a peer of a pool is chosen.
     """
 
-    URGENT: ClassVar[bool] = False
-    message: Any
-    op = windows = 0
-    passing: frozenset[int] = frozenset()
-    to_write: frozenset[int] = frozenset()
-    timer: Timer | None = None
-
-    def __init__(self, memory: HostMemory, message: Any) -> None:
-        self.memory = memory
-        self.host, self.requests, self.out = memory.host, memory.requests, memory.out
-        self.message = message
-        self.hashes = split_hashes(message.hashes)
-        self.generation = memory.host.generation
-        self.waiting: list[int] = []
-        self.moving: dict[int, list[tuple[int, HostBlock]]] = {}
-
-    def stop_timer(self) -> None:
-        """The deadline does not matter any longer."""
-        if self.timer is not None:
-            self.timer.cancel()
-
-    def new_window(self, blocks: list[tuple[int, HostBlock]]) -> int:
-        """The number of a copy or read of these blocks that is about to begin."""
-        self.windows += 1
-        self.moving[self.windows] = blocks
-        return self.windows
-
-    # -- slots
-
-    def take(self, most: int) -> None:
-        """Take up to `most` slots, as far as there are free ones, and fill them."""
-
-    def give_up(self) -> None:
-        """No slot will come: end without the blocks that lack one."""
-        self.waiting.clear()
-
-    def fill(self, most: int) -> list[tuple[int, HostBlock]]:
-        """Put up to `most` waiting blocks into free slots, without those that are in the tier by
-        now. Returns their positions and the blocks."""
-        host, blocks = self.host, list[tuple[int, HostBlock]]()
-        while self.waiting and len(blocks) < most and host.free:
-            position = self.waiting.pop()
-            stays = position not in self.passing and host.resident < host.capacity
-            if self.hashes[position] not in host.blocks and (stays or position in self.to_write):
-                blocks.append((position, self.add(position, stays=stays)))
-        return blocks
-
-    def add(self, position: int, *, stays: bool) -> HostBlock:
-        """Put a block into a free slot. stays: whether it becomes resident."""
-        parent, lineages = self.parent(position), self.message.lineages
-        state = SlotState.RESIDENT if stays else SlotState.TRANSIT
-        origin = lineage(lineages, position, len(self.hashes), parent)
-        return self.host.add(self.hashes[position], parent, state, origin, self.traits(position))
-
-    def parent(self, position: int) -> bytes:
-        """Hash of the block before."""
-        root: bytes = self.message.root
-        return self.hashes[position - 1] if position else root
-
-    def traits(self, position: int) -> BlockTraits:
-        """Salt and hints of a block."""
-        return self.message.salt, 0, inf
-
-    # -- requests that have ended
-
-    def on_copied(self, window: int, failed: frozenset[int]) -> None:
-        """A copy has ended. failed: indices of the blocks whose bytes did not arrive."""
-
-    def on_layers(self, window: int, layers: int) -> None:
-        """The first `layers` layers of a copy have arrived."""
-
-    def on_probed(self, found: int) -> None:
-        """The store has the first `found` blocks."""
-
-    def on_read(self, window: int, outcomes: bytes) -> None:
-        """A read has ended, with one `Outcome` for each block."""
-
-    def on_fetched(self, first: int, fetched: int) -> None:
-        """The first `fetched` blocks from position `first` on have arrived in device blocks."""
-
-    def on_saved(self) -> None:
-        """The device store does not read the device blocks any longer."""
+    order: int
+    answer: type[Control]
+    holds_slots: bool = False
+    holds_writes: bool = False
+    loads_peer: bool = False
 
 
-class Request(msgspec.Struct, frozen=True, eq=False):
+COPY = Kind(0, Copied, holds_slots=True)
+FETCH = Kind(1, DeviceFetched)
+SAVE = Kind(2, DeviceSaved)
+CLEAR = Kind(3, StoreCleared)
+READ_PROBE = Kind(4, Probed, holds_slots=True, holds_writes=True, loads_peer=True)
+WRITE_PROBE = Kind(5, Probed, holds_slots=True)
+READ = Kind(6, ReadDone, holds_slots=True, loads_peer=True)
+WRITE = Kind(7, Written, holds_slots=True, loads_peer=True)
+
+
+class Request(NamedTuple):
     """A request in flight.
 
     Attributes:
-        ORDER: in which order the requests to a failed peer are ended.
-        HOLDS_SLOTS: whether host slots can be in use for it.
-        HOLDS_WRITES: whether writes are held back until it is answered.
-        LOADS_PEER: whether its blocks count when a peer of a pool is chosen.
+        size: blocks that it is about.
+        then: called with the checked report of its answer.
+        progress: called with the layers of a copy that have arrived.
     """
 
-    ORDER: ClassVar[int] = 0
-    HOLDS_SLOTS: ClassVar[bool] = True
-    HOLDS_WRITES: ClassVar[bool] = False
-    LOADS_PEER: ClassVar[bool] = False
-
+    kind: Kind
     peer: ActorRef
     size: int
+    then: Callable[[Any], None]
+    progress: Callable[[int], None] | None = None
 
 
-class CopyRequest(Request, frozen=True, eq=False):
-    """A copy between device blocks and host slots."""
-
-    job: HostJob
-    window: int
-
-
-class FetchRequest(Request, frozen=True, eq=False):
-    """A read by a device store. first: position of its first block."""
-
-    HOLDS_SLOTS: ClassVar[bool] = False
-    ORDER: ClassVar[int] = 1
-
-    job: HostJob
-    first: int
-
-
-class SaveRequest(Request, frozen=True, eq=False):
-    """A write by a device store."""
-
-    HOLDS_SLOTS: ClassVar[bool] = False
-    ORDER: ClassVar[int] = 2
-
-    job: HostJob
-
-
-class ClearRequest(Request, frozen=True, eq=False):
-    """A clear of the store. No read may begin until it is answered.
-
-    Attributes:
-        op: of the `ClearHost` that is answered when it ends.
-    """
-
-    ORDER: ClassVar[int] = 3
-    HOLDS_SLOTS: ClassVar[bool] = False
-
-    op: int
-    salt: int | None
-
-
-class ProbeRequest(Request, frozen=True, eq=False):
-    """A probe before a read. Writes are held back until it is answered: a store of limited size
-    must not evict for them what is about to be read."""
-
-    ORDER: ClassVar[int] = 4
-    HOLDS_WRITES: ClassVar[bool] = True
-    LOADS_PEER: ClassVar[bool] = True
-
-    job: HostJob
-
-
-class StoredRequest(ProbeRequest, frozen=True, eq=False):
-    """A probe before a write. It holds no writes back."""
-
-    ORDER: ClassVar[int] = 5
-    HOLDS_WRITES: ClassVar[bool] = False
-    LOADS_PEER: ClassVar[bool] = False
-
-
-class ReadRequest(Request, frozen=True, eq=False):
-    """A read from storage into host slots."""
-
-    ORDER: ClassVar[int] = 6
-    LOADS_PEER: ClassVar[bool] = True
-
-    job: HostJob
-    window: int
-
-
-class WriteRequest(Request, frozen=True, eq=False):
-    """A write of host slots to storage."""
-
-    ORDER: ClassVar[int] = 7
-    LOADS_PEER: ClassVar[bool] = True
-
-    blocks: Sequence[HostBlock]
-
-
-R = TypeVar("R", bound=Request)
 M = TypeVar("M", bound=Message)
 
 
 class RequestTable:
     """The table of requests in flight. Each method that begins one enters it and sends its message.
-    `take` removes it when its completion arrives.
+    `take` removes it when its answer arrives.
 
     Attributes:
         holding: requests in flight that hold writes back, and a probe whose reads begin now.
@@ -266,11 +113,8 @@ class RequestTable:
         clock: Callable[[], float],
         out: Effects,
     ) -> None:
-        self.peers = peers
-        self.storage = storage
-        self.generation = generation
-        self.clock = clock
-        self.out = out
+        self.peers, self.storage, self.clock, self.out = peers, storage, clock, out
+        self.generation = generation  # of the memory
         self.holding = 0
         self._ops = count(1)
         self._table: dict[int, Request] = {}
@@ -292,57 +136,53 @@ class RequestTable:
     @property
     def holds_slots(self) -> bool:
         """Whether host slots can be in use for a request in flight."""
-        return any(request.HOLDS_SLOTS for request in self._table.values())
+        return any(request.kind.holds_slots for request in self._table.values())
 
-    # -- begin
+    # -- begin. Callers hold the pins of blocks
 
     def copy(
         self,
-        job: HostJob,
         direction: Direction,
         device_blocks: Sequence[int],
         blocks: Sequence[HostBlock],
-        window: int,
-        *,
-        layerwise: bool = False,
+        then: Callable[[frozenset[int]], None],
+        progress: Callable[[int], None] | None = None,
     ) -> None:
-        """Copy between device blocks and slots. The caller holds the pins."""
+        """Copy between device blocks and slots. `then` gets the indices that failed."""
         swapper = self.peers.swapper
-        op = self._enter(CopyRequest(swapper, len(blocks), job, window))
-        slots = tuple([block.slot for block in blocks])
-        targets = tuple(device_blocks)
-        self.out.send(swapper, Copy(op, direction, targets, slots, layerwise, self.generation))
+        op = self._enter(Request(COPY, swapper, len(blocks), then, progress))
+        pairs = (tuple(device_blocks), tuple([block.slot for block in blocks]))
+        layerwise = progress is not None
+        self.out.send(swapper, Copy(op, direction, *pairs, layerwise, self.generation))
 
     def probe(
         self,
-        job: HostJob,
         hashes: Sequence[bytes],
         deadline: float,
-        kind: type[ProbeRequest] = ProbeRequest,
+        then: Callable[[int], None],
+        kind: Kind = READ_PROBE,
     ) -> int:
-        """Ask how many leading blocks storage has. Returns the number of the request.
-
-        Args:
-            kind: `StoredRequest` in order to write the others, not to read these.
-        """
+        """Ask how many leading blocks storage has. Returns the number of the request."""
         reader = self._least_loaded(self.peers.readers)
-        op = self._enter(kind(reader, len(hashes), job))
+        op = self._enter(Request(kind, reader, len(hashes), then))
         self.out.send(reader, ProbeStore(op, join_hashes(hashes), deadline))
         return op
 
-    def read(self, job: HostJob, window: int, blocks: Sequence[HostBlock], deadline: float) -> None:
-        """Fill slots from storage. The caller holds the pins."""
+    def read(
+        self, blocks: Sequence[HostBlock], deadline: float, then: Callable[[bytes], None]
+    ) -> None:
+        """Fill slots from storage. `then` gets one `Outcome` for each."""
         reader = self._least_loaded(self.peers.readers)
-        op = self._enter(ReadRequest(reader, len(blocks), job, window))
+        op = self._enter(Request(READ, reader, len(blocks), then))
         hashes = join_hashes(block.hash for block in blocks)
         slots = tuple([block.slot for block in blocks])
         exclusive = self.storage.exclusive
         self.out.send(reader, Read(op, hashes, slots, deadline, exclusive, self.generation))
 
-    def write(self, blocks: Sequence[HostBlock]) -> None:
-        """Write slots to storage, least recently used first. The caller holds the pins."""
+    def write(self, blocks: Sequence[HostBlock], then: Callable[[bytes], None]) -> None:
+        """Write slots to storage, least recently used first. `then` gets one `Outcome` for each."""
         writer = self._least_loaded(self.peers.writers)
-        op = self._enter(WriteRequest(writer, len(blocks), blocks))
+        op = self._enter(Request(WRITE, writer, len(blocks), then))
         hashes = join_hashes(block.hash for block in blocks)
         slots = tuple([block.slot for block in blocks])
         lineages = tuple([block.lineage for block in blocks])
@@ -351,41 +191,44 @@ class RequestTable:
         salts = tuple([block.salt for block in blocks])
         self.out.send(writer, Write(op, hashes, slots, deadline, self.generation, given, salts))
 
-    def clear_store(self, asked: int, salt: int | None) -> None:
-        """Clear the store, or remove the objects of a salt. asked: op of the `ClearHost` that is
-        answered when it ends."""
+    def clear_store(self, salt: int | None, then: Callable[[StoreCleared | None], None]) -> None:
+        """Clear the store, or remove the objects of a salt. No read may begin until the answer.
+        `then` gets None if the writer fails."""
         writer = self.peers.writers[0]
-        op = self._enter(ClearRequest(writer, 0, asked, salt))
-        self.out.send(writer, ClearStore(op, salt))
+        self.out.send(writer, ClearStore(self._enter(Request(CLEAR, writer, 0, then)), salt))
 
     def fetch(
-        self, job: HostJob, first: int, start: int, blocks: tuple[int, ...], deadline: float
+        self,
+        tokens: bytes,
+        start: int,
+        blocks: tuple[int, ...],
+        deadline: float,
+        then: Callable[[int], None],
     ) -> None:
-        """Have the device store read blocks `start`.. of the job's path into device blocks."""
-        device_store = self._device_store()
-        op = self._enter(FetchRequest(device_store, len(blocks), job, first))
-        tokens = job.message.tokens
-        message = FetchDevice(op, tokens, start, blocks, deadline, self.generation)
-        self.out.send(device_store, message)
+        """Have the device store read blocks `start`.. of a path into device blocks. `then` gets the
+        number of leading blocks that have come."""
+        store = self._device_store()
+        op = self._enter(Request(FETCH, store, len(blocks), then))
+        self.out.send(store, FetchDevice(op, tokens, start, blocks, deadline, self.generation))
 
-    def save(self, job: HostJob, start: int, blocks: tuple[int, ...]) -> None:
-        """Have the device store write blocks `start`.. of the job's path from device blocks."""
-        device_store = self._device_store()
-        op = self._enter(SaveRequest(device_store, len(blocks), job))
-        tokens, deadline = job.message.tokens, self.clock() + self.storage.timeout_s
-        message = SaveDevice(op, tokens, start, blocks, deadline, self.generation)
-        self.out.send(device_store, message)
+    def save(
+        self, tokens: bytes, start: int, blocks: tuple[int, ...], then: Callable[[int], None]
+    ) -> None:
+        """Have the device store write blocks `start`.. of a path from device blocks."""
+        store, deadline = self._device_store(), self.clock() + self.storage.timeout_s
+        op = self._enter(Request(SAVE, store, len(blocks), then))
+        self.out.send(store, SaveDevice(op, tokens, start, blocks, deadline, self.generation))
 
     # -- end
 
-    def get(self, op: int, kind: type[R]) -> R | None:
-        """The request of that kind with this number; None if there is none."""
+    def get(self, op: int, answer: type[Control]) -> Request | None:
+        """The request with this number that this message answers; None if there is none."""
         request = self._table.get(op)
-        return request if isinstance(request, kind) else None
+        return request if request is not None and request.kind.answer is answer else None
 
-    def take(self, op: int, kind: type[R]) -> R | None:
-        """Remove a request that has ended; None if there is none of that kind with this number."""
-        request = self.get(op, kind)
+    def take(self, op: int, answer: type[Control]) -> Request | None:
+        """Remove a request that has ended, as found by `get`."""
+        request = self.get(op, answer)
         if request is not None:
             del self._table[op]
             self._count(request, -1)
@@ -395,7 +238,7 @@ class RequestTable:
         """Requests that an actor has not answered, with their numbers, in the order in which they
         are ended if it fails."""
         found = [one for one in self._table.items() if one[1].peer.name == peer]
-        return sorted(found, key=lambda one: one[1].ORDER)
+        return sorted(found, key=lambda one: one[1].kind.order)
 
     def _enter(self, request: Request) -> int:
         op = next(self._ops)
@@ -404,11 +247,12 @@ class RequestTable:
         return op
 
     def _count(self, request: Request, change: int) -> None:
-        self._clears += change * isinstance(request, ClearRequest)
+        kind = request.kind
+        self._clears += change * (kind is CLEAR)
         # The objects that an exclusive store hands out give space to the writes.
-        taken = self.storage.exclusive and isinstance(request, ReadRequest)
-        self.holding += change * (request.HOLDS_WRITES or taken)
-        if request.LOADS_PEER:
+        taken = self.storage.exclusive and kind is READ
+        self.holding += change * (kind.holds_writes or taken)
+        if kind.loads_peer:
             self._load[request.peer.name] += change * (request.size + 1)
 
     def _device_store(self) -> ActorRef[DeviceStoreMessage]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from kvactors.cpu_evictor.memory import HostJob, Placed
 from kvactors.cpu_evictor.messages import PrefetchToHost, Save, Saved, SaveUnanswered
 from kvactors.cpu_evictor.offload import JobToHost
-from kvactors.cpu_evictor.requests import HostJob, StoredRequest
-from kvactors.cpu_evictor.slots import BlockTraits, HostBlock, SlotState
+from kvactors.cpu_evictor.requests import WRITE_PROBE
+from kvactors.cpu_evictor.slots import BlockTraits, SlotState
 from kvactors.storage.messages import Outcome
 
 ASK_TIMEOUT_S = 1.0
@@ -37,11 +38,10 @@ class SaveJob(JobToHost):
             return
         limit = min(ASK_TIMEOUT_S, self.memory.storage.timeout_s)
         hashes, deadline = self.hashes[: message.save[-1] + 1], requests.clock() + limit
-        op = requests.probe(self, hashes, deadline, StoredRequest)
+        op = requests.probe(hashes, deadline, self._on_probed, WRITE_PROBE)
         self.timer = self.out.after(limit, SaveUnanswered(op))
 
-    def on_probed(self, found: int) -> None:
-        """Write the blocks beyond `found`."""
+    def _on_probed(self, found: int) -> None:
         self.stop_timer()
         if self.generation == self.host.generation:
             self._copy(found)
@@ -77,7 +77,7 @@ class SaveJob(JobToHost):
             del self.waiting[host.free :]
         self.start(memory.storage.timeout_s if wait else None)
 
-    def fill(self, most: int) -> list[tuple[int, HostBlock]]:
+    def fill(self, most: int) -> Placed:
         """With the last block of the path all of it was used."""
         blocks = super().fill(most)
         if not self.waiting:
@@ -85,12 +85,11 @@ class SaveJob(JobToHost):
         return blocks
 
     def traits(self, position: int) -> BlockTraits:
-        """The message has them for the path."""
         return self.message.salt, self.message.priority, self.message.expiry
 
-    def on_copied(self, window: int, failed: frozenset[int]) -> None:
+    def on_copied(self, blocks: Placed, failed: frozenset[int]) -> None:
         """Announce the blocks that stay, and write to storage."""
-        memory, blocks = self.memory, self.moving.pop(window)
+        memory = self.memory
         landed = self.host.land([block for _, block in blocks], failed)
         if self.message.keep:
             staying = [block for block in landed if block.state is SlotState.RESIDENT]
@@ -119,12 +118,13 @@ class SaveJob(JobToHost):
         self.memory.write([block for block in found if block is not None])
         if self.requests.peers.device_store is not None and message.save:
             first, last = message.save[0], message.save[-1]
-            self.requests.save(self, first, message.blocks[first : last + 1])
+            blocks = message.blocks[first : last + 1]
+            self.requests.save(message.tokens, first, blocks, self._on_saved)
         else:
-            self.on_saved()
+            self._on_saved()
         self.memory.keep_watermarks()
 
-    def on_saved(self) -> None:
+    def _on_saved(self, _saved: int = 0) -> None:
         """Answer with the blocks that the host holds now: a save to a device store takes long, and
         copies may have been evicted since."""
         keep = self.message.keep
@@ -147,7 +147,7 @@ class PrefetchJob(HostJob):
         lacking = self._lacking(message.start, len(self.hashes))
         if lacking and requests.may_read and self.host.capacity and not self._is_late():
             self._first = lacking[0]
-            requests.probe(self, self.hashes[self._first :], message.deadline)
+            requests.probe(self.hashes[self._first :], message.deadline, self._on_probed)
 
     def _is_late(self) -> bool:
         return self.message.deadline <= self.requests.clock()
@@ -156,7 +156,7 @@ class PrefetchJob(HostJob):
         blocks = self.host.blocks
         return [position for position in range(start, stop) if self.hashes[position] not in blocks]
 
-    def on_probed(self, found: int) -> None:
+    def _on_probed(self, found: int) -> None:
         """Read as many blocks as the tier keeps."""
         memory = self.memory
         lacking = self._lacking(self._first, self._first + found)
@@ -177,13 +177,13 @@ class PrefetchJob(HostJob):
         self.memory.make_space(most, 0, frozenset(self.hashes), {salt: most})
         if blocks := self.fill(most):
             slots = [block for _, block in blocks]
-            requests.read(self, self.new_window(blocks), slots, self.message.deadline)
+            requests.read(slots, self.message.deadline, self.window(blocks, self._on_read))
 
-    def on_read(self, window: int, outcomes: bytes) -> None:
+    def _on_read(self, blocks: Placed, outcomes: bytes) -> None:
         """Announce the blocks that have come."""
         memory = self.memory
         failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
-        landed = self.host.land([block for _, block in self.moving.pop(window)], failed)
+        landed = self.host.land([block for _, block in blocks], failed)
         memory.counts["fetched"] += len(landed)
         for block in landed:
             block.prefetched = True

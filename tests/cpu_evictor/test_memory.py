@@ -102,7 +102,7 @@ def test_writes_of_the_eviction_for_a_read_come_after_it(prefetch):
 def test_a_held_block_that_was_dropped_is_not_written():
     host, keys = Host(policy="write_back"), path(1)
     host.fill(keys)
-    host.requests.probe(PrefetchJob(host.memory, PrefetchToHost(ROOT, b"", 0, 5.0)), path(1), 5.0)
+    host.requests.probe(path(1), 5.0, lambda found: None)
     host.run(host.memory.make_space, 4, 0)
     host.run(host.memory.clear)
     (_, request) = host.requests.open_at("storage_reader-0")[0]
