@@ -8,6 +8,7 @@ from typing import ClassVar
 from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.actor.clock import now
 from kvactors.actor.effects import Effects
+from kvactors.actor.sliced import finish
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import Completion, HostMemory, HostStatistics
 from kvactors.cpu_evictor.messages import (
@@ -70,11 +71,9 @@ from kvactors.types import split_hashes
 
 
 class CpuEvictor(Actor):
-    """Owns the host slots. It alone hands them out, so it leads every movement through host memory.
-
-    Handlers call a job for each offload, load, prefetch and finished request, and `HostMemory`,
-    their shared state. `RequestTable` has the requests in flight.
-    """
+    """Owns the host slots. It alone hands them out, so it leads every movement through host memory:
+    a job for each offload, load, prefetch and finished request. `HostMemory` is their shared state,
+    and `RequestTable` has the requests in flight."""
 
     ROLE: ClassVar[str] = "cpu_evictor"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
@@ -144,13 +143,11 @@ class CpuEvictor(Actor):
 
     @on(Offload)
     def offload(self, message: Offload) -> None:
-        """Copy evicted device blocks to the host."""
         OffloadJob(self.memory, message).begin()
         self._end_turn()
 
     @on(Load)
     def load(self, message: Load) -> None:
-        """Bring blocks back to the device."""
         LoadJob(self.memory, message, layerwise=self.layerwise).begin()
         self._end_turn()
 
@@ -158,8 +155,6 @@ class CpuEvictor(Actor):
     @on(Cancel)
     @on(FetchDeadline)
     def continue_load(self, message: SetTargets | Cancel | FetchDeadline) -> None:
-        """A load that began without device blocks gets them or is cancelled, or the deadline of one
-        that waits for storage."""
         if (job := self.memory.loads.get(message.op)) is None:
             return
         if isinstance(message, SetTargets):
@@ -172,37 +167,31 @@ class CpuEvictor(Actor):
 
     @on(SlotDeadline)
     def slot_deadline(self, message: SlotDeadline) -> None:
-        """An offload or a save has waited long enough for slots."""
         self.memory.movements.overdue(message.op)
         self._end_turn()
 
     @on(PrefetchToHost)
     def prefetch(self, message: PrefetchToHost) -> None:
-        """Bring blocks that storage has to the host."""
         PrefetchJob(self.memory, message).begin()
         self._end_turn()
 
     @on(Save)
     def save(self, message: Save) -> None:
-        """Keep and save the path of a finished request."""
         SaveJob(self.memory, message).begin()
         self._end_turn()
 
     @on(DropHostCopies)
     def drop_host_copies(self, message: DropHostCopies) -> None:
-        """The device holds these blocks."""
         self.memory.drop_host_copies(message.hashes)
         self._end_turn()
 
     @on(KeepHostCopies)
     def keep_host_copies(self, message: KeepHostCopies) -> None:
-        """The device did not take these blocks."""
         self.memory.keep_host_copies(message.hashes)
         self._end_turn()
 
     @on(ClearHost)
     def clear(self, message: ClearHost) -> None:
-        """Drop every block, or those of a salt, on request those in storage too."""
         self.memory.on_clear(message)
         self._end_turn()
 
@@ -226,7 +215,6 @@ class CpuEvictor(Actor):
 
     @on(EmptyHost)
     def empty(self, message: EmptyHost, envelope: Envelope[int]) -> None:
-        """Evict the next blocks before a sleep, written back if that is the policy."""
         host, self._emptying = self.host, envelope
         if message.count:
             self.memory.evict(host.victims(message.count))
@@ -246,7 +234,6 @@ class CpuEvictor(Actor):
     @on(DeviceSaved)
     @on(SaveUnanswered)
     def completed(self, message: Completion) -> None:
-        """A request to the swapper or to storage has ended, or made progress."""
         self.memory.completed(message)
         self._end_turn()
 
@@ -279,24 +266,20 @@ class CpuEvictor(Actor):
     # -- observation
 
     def host_hashes(self) -> list[bytes]:
-        """Hashes of the blocks that a load finds on the host: see `HostTier.hashes`."""
         return self.host.hashes()
 
     def check(self) -> None:
-        """AssertionError if the tier's state is wrong, or a slot is pinned although nothing is in
-        flight."""
-        for _ in self.check_steps():
-            pass
+        finish(self.check_steps())
 
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of about a millisecond, between which turns may be taken."""
+        """AssertionError if the tier's state is wrong, or a slot is pinned although nothing is in
+        flight."""
         if not (self.memory.loads or self.requests.holds_slots):
             ensure(not self.host.pinned, f"{self.host.pinned} slots pinned at rest")
             ensure(not self.host.in_transit, f"{self.host.in_transit} slots in transit at rest")
         yield from self.host.check_steps()
 
     def host_statistics(self) -> HostStatistics:
-        """The host tier at this moment."""
         host, shares = self.host, self.host.shares
         counts = self.memory.counts | {
             "quota_evictions": shares.quota_evictions,

@@ -413,7 +413,7 @@ class HostMemory:
                 request.then(None)
             elif answer is ReadDone or answer is Written:
                 self.completed(answer(op, failed))
-            elif answer is not Copied:
+            elif answer is Probed or answer is DeviceFetched or answer is DeviceSaved:
                 self.completed(answer(op, 0))
 
     def _probed(self, probe: Request, found: int) -> None:

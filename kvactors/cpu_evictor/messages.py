@@ -12,31 +12,22 @@ from kvactors.identity import Lineages
 
 class Offload(Message, frozen=True, eq=False):
     """The device evicts blocks: the host tier keeps as many as its capacity allows. Answered with
-    Offloaded.
-
-    Attributes:
-        hashes: n block hashes of 32 bytes, least recently used first (deeper first on ties).
-        memory_generation: that the device blocks are in. Blocks of another one are not kept.
-    """
+    Offloaded."""
 
     op: int
-    hashes: bytes
+    hashes: bytes  # least recently used first, deeper first on ties
     parents: bytes
     blocks: tuple[int, ...]
-    memory_generation: int = 0
+    memory_generation: int = 0  # of the device blocks. Blocks of another one are not kept
     lineages: Lineages | None = None
     traits: BlockHints | None = None
 
 
 class Offloaded(Control, frozen=True, eq=False):
-    """Answer to Offload: the device blocks are free.
-
-    Attributes:
-        kept_mask: one byte a block, non-zero if the host tier holds it.
-    """
+    """Answer to Offload: the device blocks are free."""
 
     op: int
-    kept_mask: bytes
+    kept_mask: bytes  # one byte a block, non-zero if the host tier holds it
 
 
 class Load(Message, frozen=True, eq=False):
@@ -44,11 +35,12 @@ class Load(Message, frozen=True, eq=False):
     Loaded.
 
     Attributes:
-        hashes: block hashes of the path from its first block on, up to the last one to load.
+        hashes: of the path from its first block on, up to the last one to load.
         start: position of the first block to load. It goes to blocks[0], the next to blocks[1].
         blocks: device blocks. If empty, they follow in a SetTargets. The sources are pinned and
             fetched before that, so that an eviction for the device blocks cannot evict the sources.
         deadline: absolute loop time after which storage is not waited for.
+        fetch: whether blocks that the host tier lacks may come from storage.
         tokens: token ids of the path (little-endian uint32), for a store addressed by tokens.
     """
 
@@ -66,12 +58,8 @@ class Load(Message, frozen=True, eq=False):
 
 
 class LayersLoaded(Control, frozen=True, eq=False):
-    """Progress of a load: the first layers of its blocks have arrived. No more blocks will come
-    from storage.
-
-    Attributes:
-        blocks: leading blocks of the load that these layers are of.
-    """
+    """The first layers of the first blocks of a load have arrived. No more blocks will come from
+    storage."""
 
     op: int
     layers: int
@@ -79,11 +67,8 @@ class LayersLoaded(Control, frozen=True, eq=False):
 
 
 class Loaded(Control, frozen=True, eq=False):
-    """Answer to Load.
-
-    Attributes:
-        from_host: how many of them came from the host tier, the others from storage.
-    """
+    """Answer to Load: leading blocks have their bytes, some from the host tier, the others from
+    storage."""
 
     op: int
     num_loaded: int
@@ -98,10 +83,7 @@ class LoadStalled(Control, frozen=True, eq=False):
 
 class PrefetchToHost(Message, frozen=True, eq=False):
     """A request for this path is expected: read the blocks that storage has, from `start` on, into
-    the host tier. Not answered.
-
-    The fields are those of Load.
-    """
+    the host tier. Not answered. The fields are those of Load."""
 
     root: bytes
     hashes: bytes
@@ -127,20 +109,14 @@ class Cancel(Message, frozen=True, eq=False):
 
 class Save(Message, frozen=True, eq=False):
     """Save the path of a finished request, which the device holds until the answer. Answered with
-    Saved.
-
-    Attributes:
-        save: positions of the blocks to write to storage.
-
-    The other fields are those of Load.
-    """
+    Saved. Fields that are not explained are those of Load."""
 
     op: int
     root: bytes
     hashes: bytes
     blocks: tuple[int, ...]
-    keep: bool
-    save: tuple[int, ...]
+    keep: bool  # the host tier keeps a copy (inclusive tiers)
+    save: tuple[int, ...]  # positions of the blocks to write to storage
     tokens: bytes = b""
     memory_generation: int = 0
     lineages: Lineages | None = None
@@ -150,14 +126,10 @@ class Save(Message, frozen=True, eq=False):
 
 
 class Saved(Control, frozen=True, eq=False):
-    """Answer to Save: the device blocks are no longer read.
-
-    Attributes:
-        kept_mask: one byte a block, non-zero if the host tier holds it.
-    """
+    """Answer to Save: the device blocks are no longer read."""
 
     op: int
-    kept_mask: bytes
+    kept_mask: bytes  # as in Offloaded
 
 
 class DropHostCopies(Message, frozen=True, eq=False):
@@ -176,9 +148,8 @@ class KeepHostCopies(Message, frozen=True, eq=False):
 
 
 class EvictFirst(Message, frozen=True, eq=False):
-    """The victims of the next evictions, chosen by the host tier's policy. Without this message
-    the least recently used blocks are evicted.
-    """
+    """The victims of the next evictions, in this order, chosen by the host tier's policy. Without
+    this message the least recently used blocks are evicted."""
 
     hashes: bytes
 
@@ -197,52 +168,35 @@ class UnpinHostBlocks(Message, frozen=True, eq=False):
 
 
 class ClearHost(Message, frozen=True, eq=False):
-    """Drop every block, or those of a salt, those being copied when their copy ends.
-
-    Attributes:
-        storage: whether to clear the store as well, and to answer with HostCleared.
-        salt: see `kvactors.quotas.salt_id`. None: every block.
-    """
+    """Drop every block, or those of a salt, those being copied when their copy ends. With `storage`
+    the store is cleared as well, and HostCleared answers."""
 
     storage: bool
     op: int = 0
-    salt: int | None = None
+    salt: int | None = None  # None: every block
 
 
 class EmptyHost(Ask[int], frozen=True, eq=False):
     """Evict blocks, written back if that is the policy, as before a sleep. Answered with the blocks
-    that are left once no request is in flight.
+    that are left once no request is in flight."""
 
-    Attributes:
-        count: blocks to evict. 0: drop all that can be dropped.
-    """
-
-    count: int
+    count: int  # 0: drop all that can be dropped
 
 
 class SetHostQuota(Message, frozen=True, eq=False):
-    """Change the quota of a salt in the host tier.
-
-    Attributes:
-        blocks: the most resident blocks, None for no limit.
-        named: without it the default applies again.
-    """
+    """Change the quota of a salt in the host tier."""
 
     salt: int
-    blocks: int | None
-    named: bool
+    blocks: int | None  # the most resident blocks, None for no limit
+    named: bool  # without it the default applies again
 
 
 class HostCleared(Control, frozen=True, eq=False):
-    """Answer to a ClearHost that includes the store.
-
-    Attributes:
-        error: why objects from before may still be found, empty if none can.
-    """
+    """Answer to a ClearHost that includes the store."""
 
     op: int
-    error: str
-    unknown: int = 0
+    error: str  # why objects from before may still be found, empty if none can
+    unknown: int = 0  # as in StoreCleared
 
 
 class HostBlocksRemoved(Control, frozen=True, eq=False):
@@ -253,14 +207,10 @@ class HostBlocksRemoved(Control, frozen=True, eq=False):
 
 class HostBlocksAdded(Control, frozen=True, eq=False):
     """A hint: the host tier holds these blocks. The index ignores hints from before its last clear
-    or loss of memory.
-
-    Attributes:
-        clears: ClearHost messages that the host tier had handled.
-    """
+    or loss of memory."""
 
     hashes: bytes
-    clears: int = 0
+    clears: int = 0  # ClearHost messages that the host tier had handled
     memory_generation: int = 0
 
 

@@ -5,7 +5,7 @@ Nothing here needs an event loop: the thread that owns a `HostTier` calls it dir
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from itertools import count
@@ -93,11 +93,10 @@ class Lru:
         return self._order.get(block.hash) is block
 
     def add(self, block: HostBlock) -> None:
-        """A block has become resident: it is the most recently used one."""
+        """A block has become resident, as the most recently used."""
         self._order[block.hash] = block
 
     def remove(self, block: HostBlock) -> None:
-        """A block is not resident any longer. KeyError for a block that was not added."""
         del self._order[block.hash]
 
     def touch(self, hashes: Iterable[bytes]) -> None:
@@ -108,28 +107,22 @@ class Lru:
                 order.move_to_end(block_hash)
 
     def evict_first(self, hashes: Iterable[bytes]) -> None:
-        """The index has chosen the next victims. Hashes of other blocks are ignored. Here the order
-        of last use is kept."""
+        """The index has chosen the next victims. Here the order of last use is kept."""
 
     def candidates(self) -> Iterable[HostBlock]:
-        """Resident blocks, the first to evict first. Nothing else may change the policy until the
-        iteration ends."""
+        """Resident blocks, the first to evict first. Nothing may change the policy meanwhile."""
         return self._order.values()
 
 
 class Retain(Lru):
-    """The host's part of RETAIN: the victims that the index has chosen, then the least recently
-    used blocks. The index has the statistics, and sends victims ahead of need.
-
-    Without them, as after a restart of the index, the order is that of last use.
-    """
+    """The host's part of RETAIN: the victims that the index has chosen and sent ahead of need, then
+    the least recently used blocks."""
 
     def __init__(self) -> None:
         super().__init__()
         self._chosen: OrderedDict[bytes, HostBlock] = OrderedDict()
 
     def remove(self, block: HostBlock) -> None:
-        """The block is not a victim any longer."""
         super().remove(block)
         self._chosen.pop(block.hash, None)
 
@@ -142,10 +135,8 @@ class Retain(Lru):
                 self._chosen.pop(block_hash, None)
 
     def evict_first(self, hashes: Iterable[bytes]) -> None:
-        """These victims come before the others."""
-        order = self._order
         for block_hash in hashes:
-            if (block := order.get(block_hash)) is not None:
+            if (block := self._order.get(block_hash)) is not None:
                 self._chosen[block_hash] = block
 
     def candidates(self) -> Iterator[HostBlock]:
@@ -179,13 +170,11 @@ COUNTED_SALTS = 4096
 
 
 class HostShares:
-    """Resident blocks by salt, priority and time to live, and the pinned ones.
+    """Resident blocks by salt, priority and time to live, and the pinned ones. Blocks are followed
+    by salt only while there is a quota.
 
-    Blocks are followed by salt only while there is a quota.
-
-    Attributes:
-        evicted: victims chosen because of a quota, by salt, of the first COUNTED_SALTS salts and of
-            those that are named.
+    Args:
+        default: the quota of salts that are not named, None for no limit.
     """
 
     def __init__(
@@ -196,7 +185,7 @@ class HostShares:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.quota_evictions = self.pins_refused = 0
-        self.evicted: dict[int, int] = {}
+        self.evicted: dict[int, int] = {}  # because of a quota, by salt, of COUNTED_SALTS
         self._default = default
         self._named = dict(named or {})
         self._clock = clock
@@ -214,7 +203,6 @@ class HostShares:
 
     @property
     def in_use(self) -> bool:
-        """Whether `touch` has something to do."""
         return self.limited or bool(self._levels)
 
     def check(self, resident: int) -> None:
@@ -252,12 +240,8 @@ class HostShares:
         self._settle(salt)
 
     def over_quota(self, salt: int, incoming: int, over: int) -> int:
-        """Incoming blocks of a salt that do not stay: those beyond its quota, if blocks must be
-        evicted for them.
-
-        Args:
-            over: blocks that must be evicted for all incoming ones.
-        """
+        """Incoming blocks of a salt that do not stay: those beyond its quota, if `over` blocks must
+        be evicted for all incoming ones."""
         if over <= 0 or not self.limited:
             return 0
         return int(min(over, max(0, incoming - self.quota(salt))))
@@ -276,7 +260,6 @@ class HostShares:
         return len(self._pinned)
 
     def is_pinned(self, block_hash: bytes) -> bool:
-        """Whether a block may not be evicted."""
         return block_hash in self._pinned
 
     def pin(self, hashes: bytes) -> None:
@@ -291,18 +274,14 @@ class HostShares:
 
     def unpin(self, hashes: bytes) -> None:
         """Unpin a run of blocks that was pinned, all of them without hashes."""
-        if not hashes:
+        each = split_hashes(hashes)
+        if not each:
             self._pins.clear()
             self._pinned.clear()
-        elif hashes[-32:] in self._pins:
-            last = hashes[-32:]
-            self._pins[last] -= 1
-            if not self._pins[last]:
-                del self._pins[last]
-            for one in split_hashes(hashes):
-                self._pinned[one] -= 1
-                if not self._pinned[one]:
-                    del self._pinned[one]
+        elif each[-1] in self._pins:
+            _decrement(self._pins, each[-1])
+            for one in each:
+                _decrement(self._pinned, one)
 
     # -- resident blocks
 
@@ -360,11 +339,8 @@ class HostShares:
         taken: Mapping[int, int],
     ) -> Iterator[tuple[HostBlock, float]]:
         """Resident blocks, the first to evict first, some of them twice, each with the most blocks
-        to evict by it.
-
-        Args:
-            taken: blocks chosen so far, by salt. Changed by the caller between two candidates.
-        """
+        to evict by it. taken: blocks chosen so far, by salt, changed by the caller between two
+        candidates."""
         yield from ((block, inf) for block in self._expired())
         for salt in [*incoming, *(self._above - incoming.keys())]:
             if salt not in self._salts:
@@ -411,6 +387,12 @@ class HostShares:
 # -- The table.
 
 
+def _decrement(counts: Counter[bytes], key: bytes) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
+
+
 class HostTier:
     """The table of host slots: at most `capacity` resident blocks in `num_slots` slots.
 
@@ -433,8 +415,7 @@ class HostTier:
     ) -> None:
         if not 0 <= capacity <= num_slots:
             raise ValueError(f"a capacity of {capacity} blocks in {num_slots} slots")
-        self.capacity = capacity
-        self.num_slots = num_slots
+        self.capacity, self.num_slots = capacity, num_slots
         self.resident = 0  # blocks that count against the capacity
         self.pinned = 0  # slots in use by a copy, a read or a write
         self.on_device = 0  # slots whose blocks the device holds, until the index discards them
@@ -506,10 +487,8 @@ class HostTier:
         lineage: Lineage | None = None,
         traits: BlockTraits = PLAIN_BLOCK,
     ) -> HostBlock:
-        """Put a new block into a free slot, as most recently used, arriving and pinned.
-
-        The caller has checked `free`, and that the block has no slot.
-        """
+        """Put a new block into a free slot, as most recently used, arriving and pinned. The caller
+        has checked `free`, and that the block has no slot."""
         if block_hash in self.blocks:
             raise RuntimeError("a block is given a second slot")
         self.changes += 1
@@ -524,14 +503,8 @@ class HostTier:
         return block
 
     def land(self, blocks: Sequence[HostBlock], failed: frozenset[int]) -> list[HostBlock]:
-        """A copy or read into slots has ended: unpin its blocks and drop the failed ones.
-
-        Args:
-            failed: indices of those whose bytes did not arrive.
-
-        Returns:
-            The blocks that arrived and were not dropped since.
-        """
+        """A copy or read into slots has ended: unpin its blocks and drop the failed ones, given by
+        their indices. Returns the blocks that arrived and were not dropped since."""
         landed = []
         for i, block in enumerate(blocks):
             block.arriving = False
@@ -550,8 +523,7 @@ class HostTier:
     ) -> list[HostBlock]:
         """Choose up to `count` blocks to evict: not in use, not protected, not pinned, without
         resident children that stay. First those whose time is over, then those of salts above their
-        quota, then by priority, and among these blocks in the policy's order. No block changes.
-        """
+        quota, then by priority, and among these blocks in the policy's order. No block changes."""
         if count <= 0:
             return []
         shares, taken = self.shares, Counter[int]()
@@ -650,7 +622,6 @@ class HostTier:
             self._give(block.slot)
 
     def clear(self) -> None:
-        """Drop every block."""
         self.generation += 1
         for block in list(self.blocks.values()):
             self.drop(block)
@@ -675,13 +646,12 @@ class HostTier:
         block.on_device = False
 
     def check(self) -> None:
-        """AssertionError if slots, order and counts disagree."""
-        for _ in self.check_steps():
-            pass
+        deque(self.check_steps(), maxlen=0)
 
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of about a millisecond, between which the tier may change. Facts about
-        one block are always checked, sums only if nothing has changed since the check began."""
+        """AssertionError if slots, order and counts disagree. In steps of about a millisecond,
+        between which the tier may change. Facts about one block are always checked, sums only if
+        nothing has changed since the check began."""
         changes, used, pinned, on_device = self.changes, bytearray(self.num_slots), 0, 0
         children: Counter[bytes] = Counter()
         blocks = [*self.blocks.values(), *self._dropped]
@@ -697,33 +667,28 @@ class HostTier:
                 used[block.slot] += used[block.slot] < 2
                 pinned += block.pins > 0
                 on_device += block.on_device
-                if current and block.state is SlotState.RESIDENT:
+                if resident:
                     children[block.parent] += 1
             yield
         ensure(len(self.policy) == self.resident, "order and blocks disagree")
         ensure(self.resident <= self.capacity, "more residents than capacity")
         self.shares.check(self.resident)
-        if changes != self.changes:
-            return
-        unused = self._free + self._withheld
-        for start in range(0, len(unused), STEP):
+        unused, parents = self._free + self._withheld, list(children)
+        for start in range(0, max(len(unused), len(parents)), STEP):
+            if changes != self.changes:
+                return
             for slot in unused[start : start + STEP]:
                 used[slot] += used[slot] < 2
-            yield
-            if changes != self.changes:
-                return
-        ensure(used.count(1) == self.num_slots, "slots lost or given twice")
-        same = (pinned, on_device) == (self.pinned, self.on_device)
-        ensure(same, "counts of slots in use disagree")
-        ensure(len(children) == len(self._children), "child counts disagree")
-        parents = list(children)
-        for start in range(0, len(parents), STEP):
-            if changes != self.changes:
-                return
             some = parents[start : start + STEP]
             same = all(children[parent] == self._children[parent] for parent in some)
             ensure(same, "child counts disagree")
             yield
+        if changes != self.changes:
+            return
+        ensure(used.count(1) == self.num_slots, "slots lost or given twice")
+        same = (pinned, on_device) == (self.pinned, self.on_device)
+        ensure(same, "counts of slots in use disagree")
+        ensure(len(children) == len(self._children), "child counts disagree")
 
     def _enter(self, block: HostBlock) -> None:
         self.resident += 1
@@ -737,6 +702,4 @@ class HostTier:
         self.policy.remove(block)
         block.listed = False
         self.shares.remove(block)
-        self._children[block.parent] -= 1
-        if not self._children[block.parent]:
-            del self._children[block.parent]
+        _decrement(self._children, block.parent)

@@ -8,24 +8,20 @@ from kvactors.data_plane.base import Direction
 
 
 class Copy(Message, frozen=True, eq=False):
-    """Copy pairs (blocks[j], slots[j]) between the device and the arena. Copied answers it.
-
-    Attributes:
-        memory_generation: that the blocks and slots are in. A copy of another one moves nothing.
-    """
+    """Copy pairs (blocks[j], slots[j]) between the device and the arena. Copied answers it, after
+    CopyProgress messages if it is layerwise."""
 
     op: int
     direction: Direction
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
     layerwise: bool = False
-    memory_generation: int = 0
+    memory_generation: int = 0  # of blocks and slots. A copy of another one moves nothing
 
 
 class CopyWithin(Message, frozen=True, eq=False):
     """Copy device block sources[j] to targets[j], of which none is a source. CopiedWithin answers
-    it.
-    """
+    it."""
 
     op: int
     sources: tuple[int, ...]
@@ -34,14 +30,10 @@ class CopyWithin(Message, frozen=True, eq=False):
 
 
 class CopiedWithin(Control, frozen=True, eq=False):
-    """Answer to CopyWithin.
-
-    Attributes:
-        failed: indices of pairs whose bytes did not arrive.
-    """
+    """Answer to CopyWithin."""
 
     op: int
-    failed: tuple[int, ...]
+    failed: tuple[int, ...]  # indices of pairs whose bytes did not arrive
 
 
 class CopyProgress(Control, frozen=True, eq=False):
@@ -52,23 +44,18 @@ class CopyProgress(Control, frozen=True, eq=False):
 
 
 class Copied(Control, frozen=True, eq=False):
-    """Answer to Copy.
-
-    Attributes:
-        failed: indices of pairs whose bytes did not arrive.
-    """
+    """Answer to Copy."""
 
     op: int
-    failed: tuple[int, ...]
+    failed: tuple[int, ...]  # indices of pairs whose bytes did not arrive
 
 
 class DataPlaneStatus(Control, frozen=True, eq=False):
-    """The data plane's status has changed.
+    """The data plane's status has changed: whether copies can be made, whether the bytes in device
+    blocks and host slots may be lost, and the memory generation from here on. While copies cannot
+    be made, those in flight may never complete.
 
     GpuSwapper sends it to itself, and forwards it to the evictor and the index.
-
-    Attributes:
-        available: whether copies can be made. While not, copies in flight may never complete.
     """
 
     available: bool
@@ -87,7 +74,7 @@ class CopyFinished(Control, frozen=True, eq=False):
 
 
 class CopyWithinFinished(Control, frozen=True, eq=False):
-    """To itself: the child job of a CopyWithin has ended. Attributes as in CopyFinished."""
+    """To itself: the child job of a CopyWithin has ended."""
 
     op: int
     failed: tuple[int, ...]

@@ -154,14 +154,14 @@ async def test_a_pin_of_finish_is_of_the_output_too():
         await lease.finish(4 * BLOCK, hints=Hints(pin=True))
         assert lease.pinned_blocks == 4
         assert await cache.unpin([*tokens_of(1), *tokens_of(2)]) == 4
-        assert cache.system.index_actor.core.pins.blocks == 2
+        assert cache.system.index_actor.index.tree.pinned == 2
 
 
 async def test_a_clear_ends_pins():
     async with opened(device=8, host={"slots": 4}) as cache:
         await use(cache, 1, hints=Hints(pin=True))
         await cache.clear()
-        assert cache.system.index_actor.core.pins.blocks == 0
+        assert cache.system.index_actor.index.tree.pinned == 0
         await use(cache, 2, blocks=8)
         await settle(cache)
 

@@ -134,7 +134,7 @@ async def serves_again(world: World) -> None:
         try:
             await _serve(world, engine, f"after {family}", tokens)
         except NoRoom as error:
-            pinned = world.system.index_actor.core.pins.blocks  # no request can have them
+            pinned = world.system.index_actor.index.tree.pinned  # no request can have them
             if drawn.longest <= drawn.config.device.num_blocks - pinned:
                 world.violated(f"no room after all faults, with nobody else there: {error}")
         except KVActorsError as error:
