@@ -82,7 +82,6 @@ class LoadJob(HostJob):
         self._answer_if_complete()
 
     def set_targets(self, device_blocks: tuple[int, ...]) -> None:
-        """The device blocks of a load that began without."""
         self._device_blocks = device_blocks
         staged, self._staged = self._staged, []
         found = [*self._sources.items(), *staged]
@@ -93,7 +92,6 @@ class LoadJob(HostJob):
         self._answer_if_complete()
 
     def cancel(self) -> None:
-        """The load is cancelled before it has targets."""
         self._end()
         self._release([block for _, block in self._staged])
         self._release_from(0)
@@ -108,12 +106,10 @@ class LoadJob(HostJob):
         self._release([block for _, block in staged])
 
     def on_deadline(self) -> None:
-        """Blocks that have not come from storage are misses."""
         self._stop_fetching("late")
         self._answer_if_complete()
 
     def give_up(self) -> None:
-        """Blocks that lack a slot are misses."""
         self._stop_fetching("no_slot")
         self._answer_if_complete()
 
@@ -199,7 +195,6 @@ class LoadJob(HostJob):
         self._answer_if_complete()
 
     def _on_read(self, reads: Placed, outcomes: bytes) -> None:
-        """Copy the blocks read to the device."""
         memory, host = self.memory, self.host
         failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
         landed = host.land([block for _, block in reads], failed)
@@ -232,7 +227,6 @@ class LoadJob(HostJob):
             self._late = True
 
     def _cut(self, position: int, reason: str) -> None:
-        """The blocks from this position on do not come."""
         if position < self._stop:
             self._stop, self._reason = position, reason
         self.waiting = [one for one in self.waiting if one < position]
@@ -278,7 +272,6 @@ class LoadJob(HostJob):
         self._copy(found)
 
     def _copy(self, blocks: Placed) -> None:
-        """Copy pinned blocks to the device."""
         targets = self._device_blocks
         if not blocks or targets is None:
             return

@@ -202,7 +202,6 @@ class HostJob(ABC):
         return self.host.add(self.hashes[position], parent, state, origin, self.traits(position))
 
     def parent(self, position: int) -> bytes:
-        """Hash of the block before."""
         root: bytes = self.message.root
         return self.hashes[position - 1] if position else root
 
@@ -464,7 +463,6 @@ class HostMemory:
         return self.storage.on_full == "wait" and not movements.behind
 
     def over_quota(self, salt: int, incoming: int) -> int:
-        """Incoming blocks of a salt that do not stay."""
         host = self.host
         over = host.resident + incoming - host.capacity
         return host.shares.over_quota(salt, incoming, over)
@@ -583,12 +581,10 @@ class HostMemory:
         self.out.send(self._notifier, TierCleared(Tier.HOST, Reason.CLEAR))
 
     def lose(self) -> None:
-        """The bytes in the slots may be lost."""
         self.host.clear()
         self.announce_restart()
 
     def announce_restart(self) -> None:
-        """No block of before is in the host tier."""
         self.out.send(self._notifier, TierCleared(Tier.HOST, Reason.RESTART))
 
     def clear_store(self, op: int, salt: int | None) -> None:

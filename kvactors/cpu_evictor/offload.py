@@ -39,7 +39,6 @@ class JobToHost(HostJob):
             self.timer = self.out.after(wait_s, SlotDeadline(self.op))
 
     def take(self, most: int) -> None:
-        """Copy the next blocks off the device."""
         if self.generation != self.host.generation or not self.is_current:
             # Blocks from before a clear, or of a lost memory, may not enter the host tier.
             self.waiting.clear()
@@ -85,7 +84,6 @@ class OffloadJob(JobToHost):
     message: Offload
 
     def begin(self) -> None:
-        """Keep the blocks that the host has already, and copy the rest."""
         memory, host = self.memory, self.host
         if not self.is_current:
             self._answer(bytes(len(self.hashes)))
@@ -153,7 +151,6 @@ class OffloadJob(JobToHost):
         return salts[position], priorities[position], expiries[position]
 
     def on_copied(self, blocks: Placed, failed: frozenset[int]) -> None:
-        """Announce the blocks, and write those that pass through."""
         memory = self.memory
         landed = self.host.land([block for _, block in blocks], failed)
         # Blocks in transit are announced as well, until they are written: otherwise indexes would

@@ -125,7 +125,6 @@ class RequestTable:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is in flight."""
         return not self._table
 
     @property
@@ -135,7 +134,6 @@ class RequestTable:
 
     @property
     def holds_slots(self) -> bool:
-        """Whether host slots can be in use for a request in flight."""
         return any(request.kind.holds_slots for request in self._table.values())
 
     # -- begin. Callers hold the pins of blocks

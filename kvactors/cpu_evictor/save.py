@@ -31,7 +31,6 @@ class SaveJob(JobToHost):
     _offered: frozenset[int] = frozenset()  # positions that were written
 
     def begin(self) -> None:
-        """Look up the path in the store, if there is something to save."""
         message, requests = self.message, self.requests
         if not message.save or requests.peers.device_store is not None or not requests.may_read:
             self._copy(0)
@@ -88,7 +87,6 @@ class SaveJob(JobToHost):
         return self.message.salt, self.message.priority, self.message.expiry
 
     def on_copied(self, blocks: Placed, failed: frozenset[int]) -> None:
-        """Announce the blocks that stay, and write to storage."""
         memory = self.memory
         landed = self.host.land([block for _, block in blocks], failed)
         if self.message.keep:
@@ -142,7 +140,6 @@ class PrefetchJob(HostJob):
     _first = 0  # position of the first block that the host lacks
 
     def begin(self) -> None:
-        """Look up in storage the blocks that the host lacks."""
         message, requests = self.message, self.requests
         lacking = self._lacking(message.start, len(self.hashes))
         if lacking and requests.may_read and self.host.capacity and not self._is_late():
@@ -157,7 +154,6 @@ class PrefetchJob(HostJob):
         return [position for position in range(start, stop) if self.hashes[position] not in blocks]
 
     def _on_probed(self, found: int) -> None:
-        """Read as many blocks as the tier keeps."""
         memory = self.memory
         lacking = self._lacking(self._first, self._first + found)
         if found < memory.storage.min_fetch_blocks or not lacking:
@@ -180,7 +176,6 @@ class PrefetchJob(HostJob):
             requests.read(slots, self.message.deadline, self.window(blocks, self._on_read))
 
     def _on_read(self, blocks: Placed, outcomes: bytes) -> None:
-        """Announce the blocks that have come."""
         memory = self.memory
         failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
         landed = self.host.land([block for _, block in blocks], failed)

@@ -217,7 +217,6 @@ class HostShares:
     # -- quotas
 
     def quota(self, salt: int) -> float:
-        """The most resident blocks of a salt."""
         quota = self._named.get(salt, self._default)
         return inf if quota is None else quota
 
@@ -256,7 +255,6 @@ class HostShares:
 
     @property
     def pinned(self) -> int:
-        """Blocks that are pinned, resident or not."""
         return len(self._pinned)
 
     def is_pinned(self, block_hash: bytes) -> bool:
@@ -299,7 +297,6 @@ class HostShares:
                 heapq.heapify(self._expiring)
 
     def remove(self, block: HostBlock) -> None:
-        """A block is not resident any longer."""
         if self.limited:
             levels = self._salts[block.salt]
             del levels[block.priority][block.hash]
@@ -314,7 +311,6 @@ class HostShares:
         self._expires -= block.expiry != inf
 
     def touch(self, block: HostBlock) -> None:
-        """A resident block was used."""
         if self.limited:
             self._salts[block.salt][block.priority].move_to_end(block.hash)
         if block.priority:
@@ -434,7 +430,6 @@ class HostTier:
 
     @property
     def free(self) -> int:
-        """Slots that can be handed out."""
         if self._withheld:
             ended = [slot for slot in self._withheld if slot not in self._in_use]
             self._withheld = [slot for slot in self._withheld if slot in self._in_use]
@@ -555,7 +550,6 @@ class HostTier:
         return chosen
 
     def set_traits(self, block: HostBlock, traits: BlockTraits) -> None:
-        """A block was used with these hints."""
         if traits == (block.salt, block.priority, block.expiry):
             return
         self.changes += 1
@@ -588,7 +582,6 @@ class HostTier:
         block.state = state
 
     def pin(self, block: HostBlock) -> None:
-        """One more copy or write uses the slot."""
         self.changes += 1
         self.pinned += not block.pins
         block.pins += 1

@@ -91,7 +91,6 @@ class GpuSwapper(Actor):
 
     @on(Copy)
     def copy(self, message: Copy) -> None:
-        """Start a copy."""
 
         def progress(layers: int) -> None:
             self.to_self(CopyLayers(message.op, layers))
@@ -101,7 +100,6 @@ class GpuSwapper(Actor):
 
     @on(CopyWithin)
     def copy_within(self, message: CopyWithin) -> None:
-        """Start copies within the device."""
         self._start(message, Direction.WITHIN, message.sources, message.targets)
 
     def _start(
@@ -126,19 +124,16 @@ class GpuSwapper(Actor):
 
     @on(CopyLayers)
     def copy_layers(self, message: CopyLayers) -> None:
-        """Report more arrived layers of a copy to the evictor."""
         self.tell(self._evictor, CopyProgress(message.op, message.layers))
 
     @on(CopyFinished)
     def copy_finished(self, message: CopyFinished) -> None:
-        """Count a completed copy and report it to the evictor."""
         self._count(message, message.direction)
         self._seconds[message.direction] += message.seconds
         self.tell(self._evictor, Copied(message.op, message.failed))
 
     @on(CopyWithinFinished)
     def copy_within_finished(self, message: CopyWithinFinished) -> None:
-        """Count completed copies within the device and report them to the index."""
         self._count(message, Direction.WITHIN)
         self.tell(self._index, CopiedWithin(message.op, message.failed))
 
@@ -160,7 +155,6 @@ class GpuSwapper(Actor):
             )
 
     def swapper_statistics(self) -> SwapperStatistics:
-        """The statistics as of now."""
         size = self._plane.device.layout.block_bytes
         to_host, to_device = self._blocks[Direction.TO_HOST], self._blocks[Direction.TO_DEVICE]
         return SwapperStatistics(

@@ -67,12 +67,7 @@ class Evictions:
         self._stalled: set[int] = set()
 
     def __len__(self) -> int:
-        """Evictions whose copies are in flight."""
         return len(self._in_flight)
-
-    @property
-    def blocks_in_flight(self) -> int:
-        return sum(op.total for op in self._in_flight.values())
 
     def evict(self, wanted: int, salt: int = 0, incoming: int = 0) -> int:
         """Begin to free `wanted` device blocks, at most those of a turn, for a request of a salt
@@ -136,8 +131,8 @@ class Evictions:
             self.name_host_victims(self._index.tree.host_lacks(path, start, stop))
 
     def finish(self, op: int, on_host: bytes) -> bool:
-        """The copies of an eviction are complete: only now are its blocks free. False for an
-        unknown operation. on_host: one byte a block, not 0 if the host tier has it."""
+        """The copies of an eviction are complete: only now are its blocks free. False if it is
+        unknown. on_host: one byte a block, not 0 if the host tier has it."""
         eviction = self._remove(op)
         if eviction is not None:
             self._complete(eviction, on_host)
@@ -232,7 +227,6 @@ class SaveTable:
         return len(self.in_flight)
 
     def paths(self) -> list[SavedPath]:
-        """The paths that are held."""
         return list(dict.fromkeys(whole for whole, _ in self.in_flight.values()))
 
     def ranges(self, blocks: int) -> Iterator[tuple[int, int]]:
@@ -316,8 +310,8 @@ class TreeClears:
         self._recent: deque[int | None] = deque(maxlen=RECENT_CLEARS)  # salts, None for all
 
     def reaches(self, salt: int, handled: int) -> bool:
-        """Whether a clear of this salt's blocks, or of all, is on its way to the host tier.
-        handled: clears that the host tier has handled."""
+        """Whether a clear of this salt's blocks, or of all, is on its way to the host tier, which
+        has handled `handled` clears."""
         pending = self.sent - handled
         newest = islice(self._recent, max(0, pending))
         return pending > RECENT_CLEARS or any(one is None or one == salt for one in newest)
@@ -337,7 +331,6 @@ class TreeClears:
         self._out.to_evictor(message)
 
     def device_cleared(self, op: int, envelope: Envelope[Ack], freed: int) -> None:
-        """The device part of a clear is done. freed: device blocks, for the answer."""
         waiting = self._waiting.get(op)
         if waiting is None:
             self._out.reply(envelope, Ack(freed))
@@ -363,7 +356,6 @@ class TreeClears:
             self._out.reply(waiting.envelope, Ack(freed, unknown=cleared.unknown))
 
     def again(self) -> None:
-        """Send the clears without an answer to a restarted host tier."""
         self.sent = 0
         for message in [one.message for one in self._waiting.values() if one.cleared is None]:
             self._send(message)

@@ -160,7 +160,6 @@ class LoadTable:
         return True
 
     def layers_loaded(self, message: LayersLoaded) -> None:
-        """The first layers of the first blocks of a load have arrived."""
         load = self._loads.get(message.op)
         if load is not None and load.result is None:
             load.layers, load.arriving = message.layers, message.blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
@@ -131,13 +131,8 @@ class Pins:
             self._release(pin)
 
     def again(self) -> None:
-        """Pin the blocks in a restarted host tier."""
         for pin in self._pins.values():
             self._tell_host(pin, PinHostBlocks)
-
-    def hashes(self) -> Iterator[bytes]:
-        """The joined hashes of each pinned path."""
-        return (pin.hashes for pin in self._pins.values())
 
     def _start_timer(self, pin: Pin, least: float = 0.0) -> None:
         """Timers run on the loop's clock, and a time to live on the cache's."""

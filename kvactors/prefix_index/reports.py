@@ -46,11 +46,6 @@ class Announcements:
         self._walk: TreeWalk | None = None
         self._delayed: deque[Report] = deque()  # changes since the walk began
 
-    @property
-    def up_to_date(self) -> bool:
-        """Whether the notifier has been sent every change."""
-        return self._walk is None
-
     def remember(self, root: bytes, scope: RequestScope) -> None:
         """Record the inputs of a root hash. The number of an adapter is the last one given. Blocks
         below a root that was dropped are reported by their hashes only: an index that has such a
@@ -84,7 +79,6 @@ class Announcements:
         self.cached(path, start if self._whole else first, stop, Reason.REQUEST_FINISH)
 
     def removed(self, hashes: bytes, reason: Reason) -> None:
-        """Blocks left the device."""
         if hashes and self.enabled:
             self._report(BlocksRemoved(hashes, Tier.DEVICE, reason))
 
@@ -94,7 +88,6 @@ class Announcements:
             self._report(TierCleared(Tier.DEVICE, reason))
 
     def namespace_changed(self, namespace: str) -> None:
-        """Requests are admitted under another namespace."""
         if self.enabled:
             self._report(NamespaceChanged(namespace))
 

@@ -43,7 +43,6 @@ class IndexSettings(NamedTuple):
 
     @property
     def save_after(self) -> int:
-        """Hits after which a finish writes a block to the store; 0 for never."""
         return {"write_through": 1, "write_through_selective": self.min_hits}.get(self.save, 0)
 
     def storable(self, path: Path) -> int:
@@ -94,7 +93,6 @@ class Roots:
         self._versions[lora] = token_hex(16)
 
     def root(self, scope: RequestScope) -> bytes:
-        """The root hash of requests with this adapter and salt that are admitted now."""
         return self.plain if scope is PLAIN else self.of(self._namespace, scope)
 
     def of(self, namespace: str, scope: RequestScope) -> bytes:
@@ -161,7 +159,6 @@ class TierPolicies:
         return tree
 
     def retire(self, tree: BlockTree) -> None:
-        """A tree is cleared: keep its counts."""
         self.quota_evictions += tree.quota_evictions
         self.keep_counts(tree)
 

@@ -33,7 +33,6 @@ class BlockAges:
         self._taken, self._used = np.empty(0), np.empty(0)
 
     def took(self, blocks: Sequence[int]) -> None:
-        """A request has taken free blocks."""
         lacking = max(blocks) + 1 - len(self._taken)
         if lacking > 0:
             more = np.full(max(lacking, len(self._taken)), -1.0)
@@ -42,7 +41,6 @@ class BlockAges:
         self._taken[blocks] = self._used[blocks] = now()
 
     def matched(self, blocks: Sequence[int]) -> None:
-        """A request has found these blocks on the device."""
         at, known = now(), self._known(blocks)
         self._gap.observe_all(at - self._used[known])
         self._used[known] = at
@@ -52,7 +50,6 @@ class BlockAges:
         self._used[self._known(blocks)] = now()
 
     def evicted(self, blocks: Sequence[int]) -> None:
-        """These blocks have left the device."""
         at, known = now(), self._known(blocks)
         self._lifetime.observe_all(at - self._taken[known])
         self._idle.observe_all(at - self._used[known])
@@ -114,7 +111,6 @@ class BlockPool:
 
     @property
     def num_shared(self) -> int:
-        """Blocks with more than one owner."""
         return len(self._owners)
 
     def is_shared(self, block: int) -> bool:
@@ -129,7 +125,6 @@ class BlockPool:
             self._owners[block] = self._owners.get(block, 0) + 1
 
     def note_release(self, path: Path) -> None:
-        """The request of a path has ended."""
         if self.ages is not None:
             self.ages.released(path.blocks())
 
@@ -282,7 +277,6 @@ class BlockIndex:
         return max(tokens - self.recompute_tokens, 0) // self.block_size
 
     def can_fit(self, path: Path, needed: int) -> bool:
-        """Whether `needed` blocks of a path may fit on the device."""
         run, states = self.tree.peek(path, self.limit_of(path.num_tokens))
         # Blocks that other requests are loading come with their device blocks.
         shared = sum(1 for state in states if state & LOADING)
@@ -471,7 +465,6 @@ class BlockIndex:
         self.tree = make(self.block_size, self.capacity, hashes=self.hashes, touch=False)
 
     def set_num_blocks(self, num_blocks: int) -> None:
-        """Give device blocks to an index that was made without any, and that is empty."""
         if self.pool.total or self.tree.statistics()["nodes"]:
             raise RuntimeError("the number of device blocks is set once, in an empty index")
         self.capacity += num_blocks
@@ -546,7 +539,6 @@ class Room:
 
     @property
     def available(self) -> int:
-        """Device blocks that a new request could have at most."""
         return self.free + self._index.evictable() + max(0, self.unpromised)
 
 

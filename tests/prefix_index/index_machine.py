@@ -256,7 +256,9 @@ class IndexMachine(RuleBasedStateMachine):
             if not message.start:
                 assert message.parent == message.root
             elif message.parent not in self.sent:
-                assert not self.actor.core.announcements.up_to_date, "announced before its parent"
+                assert self.actor.core.announcements._walk is not None, (
+                    "announced before its parent"
+                )
                 return
             self.sent.update(keys[: message.count])
         elif isinstance(message, BlocksAdded):
@@ -660,7 +662,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert core.queue._sweeping or not self.index.sweeping, (
             "nothing brings back what a clear left"
         )
-        assert 0 <= self.index.room.coming <= core.evictions.blocks_in_flight
+        leaving = sum(op.total for op in core.evictions._in_flight.values())
+        assert 0 <= self.index.room.coming <= leaving
         space = core.queue.acquires
         for held in space.waits.values():
             path = held.message.path
@@ -710,7 +713,7 @@ class IndexMachine(RuleBasedStateMachine):
         private = list(owned.elements())
         assert not set(private) & set(self.index.pool._free), "a block in use is free"
         assert self.actor.out.works == sum(isinstance(work, NextSlice) for work in self.works)
-        if self.announce and core.announcements.up_to_date:
+        if self.announce and core.announcements._walk is None:
             assert self.sent == set(split_hashes(self.index.tree.device_hashes())), (
                 "the notifier was not sent what is true"
             )

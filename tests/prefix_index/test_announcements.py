@@ -117,7 +117,7 @@ def test_a_walk_announces_every_block_once_below_its_parent(index):
         assert isinstance(each, PathCached)
         assert each.parent in known
         known |= {each.hashes[i : i + 32] for i in range(0, len(each.hashes), 32)}
-    assert news.up_to_date
+    assert news._walk is None
 
 
 def test_a_walk_does_not_announce_blocks_of_a_forgotten_root_as_others(index):
@@ -134,7 +134,7 @@ def test_changes_during_a_walk_are_sent_after_it(index):
     news.remember(ROOT, PLAIN)
     one = cached(index, 5)
     begun = effects_of(news.announce_all)
-    assert not news.up_to_date
+    assert news._walk is not None
     late = cached(index, 2, first=100)
     assert effects_of(news.cached, late, 0, 2, Reason.COMMIT) == []
     assert effects_of(news.removed, one.hashes(4, 5), Reason.DEVICE_DROP) == []
@@ -155,4 +155,4 @@ def test_a_walk_ends_where_the_notifier_restarts_again(index):
     assert not any(isinstance(each, TierCleared) for each in whole_walk(news, second)), (
         "the second walk has what changed before it"
     )
-    assert news.up_to_date
+    assert news._walk is None
