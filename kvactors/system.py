@@ -528,7 +528,6 @@ class System:
         return CpuEvictor(
             ref,
             config=config.host,
-            policy=config.host.policy_below(config.device),
             storage=self.storage,
             arena=self.plane.slots,
             index=self.index,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, get_args
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.actor.clock import now
@@ -18,21 +18,13 @@ from kvactors.cpu_evictor.messages import (
     EmptyHost,
     EvictFirst,
     FetchDeadline,
-    HostBlocksAdded,
-    HostBlocksRemoved,
-    HostCleared,
     HostReply,
     KeepHostCopies,
-    LayersLoaded,
     Load,
-    Loaded,
-    LoadStalled,
     Offload,
-    Offloaded,
     PinHostBlocks,
     PrefetchToHost,
     Save,
-    Saved,
     SaveUnanswered,
     SetHostQuota,
     SetTargets,
@@ -43,27 +35,21 @@ from kvactors.cpu_evictor.messages import (
 from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.cpu_evictor.requests import Peers, RequestTable
 from kvactors.cpu_evictor.save import PrefetchJob, SaveJob
-from kvactors.cpu_evictor.slots import POLICIES, HostShares, HostTier
+from kvactors.cpu_evictor.slots import HostShares, HostTier
 from kvactors.device.arena import HostSlots
 from kvactors.errors import ensure
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, Report, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
 from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import (
-    ClearStore,
     DeviceFetched,
     DeviceSaved,
     DeviceStoreMessage,
-    FetchDevice,
     Probed,
-    ProbeStore,
-    Read,
     ReadDone,
     ReaderMessage,
     ReportLost,
-    SaveDevice,
     StoreCleared,
-    Write,
     WriterMessage,
     Written,
 )
@@ -78,20 +64,11 @@ class CpuEvictor(Actor):
     ROLE: ClassVar[str] = "cpu_evictor"
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
         "gpu_swapper": (Copy,),
-        "storage_reader": (ProbeStore, Read),
-        "storage_writer": (Write, ClearStore, ReportLost),
-        "storage_direct": (FetchDevice, SaveDevice),
+        "storage_reader": get_args(ReaderMessage),
+        "storage_writer": get_args(WriterMessage),
+        "storage_direct": get_args(DeviceStoreMessage),
         "flush_notifier": (BlocksAdded, BlocksRemoved, TierCleared),
-        "prefix_index": (
-            Offloaded,
-            Loaded,
-            Saved,
-            HostBlocksAdded,
-            HostBlocksRemoved,
-            HostCleared,
-            LayersLoaded,
-            LoadStalled,
-        ),
+        "prefix_index": get_args(HostReply),
     }
 
     def __init__(
@@ -110,14 +87,11 @@ class CpuEvictor(Actor):
         layerwise: bool,
         memory_generation: int,
         shares: HostShares | None = None,
-        policy: str = "lru",
     ) -> None:
         super().__init__(ref)
         self.layerwise, self._arena = layerwise, arena
         peers = Peers(index, swapper, readers, writers, notifier, device_store)
-        self.host = HostTier(
-            config.slots, arena.num_slots, arena.in_use, POLICIES[policy](), shares
-        )
+        self.host = HostTier(config.slots, arena.num_slots, arena.in_use, shares)
         out = Effects(self.context)
         self.requests = RequestTable(peers, storage, memory_generation, now, out)
         self.memory = HostMemory(self.host, self.requests, config, storage)
@@ -162,7 +136,7 @@ class CpuEvictor(Actor):
         elif isinstance(message, Cancel):
             job.cancel()
         else:
-            job.on_deadline()
+            job.stop("late")
         self._end_turn()
 
     @on(SlotDeadline)

@@ -105,12 +105,13 @@ class LoadJob(HostJob):
         self.waiting = sorted({*self.waiting, *again}, reverse=True)
         self._release([block for _, block in staged])
 
-    def on_deadline(self) -> None:
-        self._stop_fetching("late")
-        self._answer_if_complete()
-
     def give_up(self) -> None:
-        self._stop_fetching("no_slot")
+        self.stop("no_slot")
+
+    def stop(self, reason: str) -> None:
+        """Storage is not waited for any longer: blocks that have not come are misses. reason: of
+        `not_fetched_`."""
+        self._stop_fetching(reason)
         self._answer_if_complete()
 
     def on_copies_unavailable(self) -> None:
@@ -165,8 +166,7 @@ class LoadJob(HostJob):
         message, memory, host, waiting = self.message, self.memory, self.host, self.waiting
         if self.generation != host.generation or not self.requests.may_read:
             # Blocks from before a clear may not enter the host tier.
-            self._stop_fetching("cleared")
-            self._answer_if_complete()
+            self.stop("cleared")
             return
         most = min(most, len(waiting))
         if not memory.exclusive:
@@ -196,8 +196,7 @@ class LoadJob(HostJob):
 
     def _on_read(self, reads: Placed, outcomes: bytes) -> None:
         memory, host = self.memory, self.host
-        failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
-        landed = host.land([block for _, block in reads], failed)
+        landed = self.land(reads, outcomes)
         memory.counts["fetched"] += len(landed)
         memory.announce_fetched([block for block in landed if block.state is SlotState.RESIDENT])
         lost = next((i for i, (_, block) in enumerate(reads) if block.dropped), None)
@@ -220,7 +219,6 @@ class LoadJob(HostJob):
         return not self._late and bool(self._probing or self.waiting or self.moving)
 
     def _stop_fetching(self, reason: str) -> None:
-        """Storage is not waited for any longer. reason: of `not_fetched_`."""
         if self._is_fetching():
             reading = [position for reads in self.moving.values() for position, _ in reads]
             self._cut(min([*self.waiting[-1:], *reading], default=self._stop), reason)

@@ -201,6 +201,11 @@ class HostJob(ABC):
         origin = lineage(lineages, position, len(self.hashes), parent)
         return self.host.add(self.hashes[position], parent, state, origin, self.traits(position))
 
+    def land(self, blocks: Placed, outcomes: bytes) -> list[HostBlock]:
+        """A read has ended. Returns the blocks that came and were not dropped since."""
+        failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
+        return self.host.land([block for _, block in blocks], failed)
+
     def parent(self, position: int) -> bytes:
         root: bytes = self.message.root
         return self.hashes[position - 1] if position else root
@@ -405,15 +410,12 @@ class HostMemory:
         if peer == "prefix_index":
             self.host.shares.unpin(b"")  # pins end with its state
         for op, request in self.requests.open_at(peer):
-            failed = bytes([Outcome.UNAVAILABLE]) * request.size
             answer = request.kind.answer
             if answer is StoreCleared:
                 self.requests.take(op, StoreCleared)
                 request.then(None)
-            elif answer is ReadDone or answer is Written:
-                self.completed(answer(op, failed))
-            elif answer is Probed or answer is DeviceFetched or answer is DeviceSaved:
-                self.completed(answer(op, 0))
+            elif answer is not Copied:
+                self.completed(answer(op, None))  # what is no report is a failure of the whole
 
     def _probed(self, probe: Request, found: int) -> None:
         """Reads that follow from a probe are sent before the writes that were held back for it, and

@@ -62,7 +62,7 @@ class Kind(NamedTuple):
     """
 
     order: int
-    answer: type[Control]
+    answer: type[Any]
     holds_slots: bool = False
     holds_writes: bool = False
     loads_peer: bool = False

@@ -10,7 +10,6 @@ from kvactors.cpu_evictor.messages import PrefetchToHost, Save, Saved, SaveUnans
 from kvactors.cpu_evictor.offload import JobToHost
 from kvactors.cpu_evictor.requests import WRITE_PROBE
 from kvactors.cpu_evictor.slots import BlockTraits, SlotState
-from kvactors.storage.messages import Outcome
 
 ASK_TIMEOUT_S = 1.0
 """Seconds, `storage.timeout_s` if that is less, that a store may take to answer which blocks of a
@@ -177,8 +176,7 @@ class PrefetchJob(HostJob):
 
     def _on_read(self, blocks: Placed, outcomes: bytes) -> None:
         memory = self.memory
-        failed = frozenset(i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK)
-        landed = self.host.land([block for _, block in blocks], failed)
+        landed = self.land(blocks, outcomes)
         memory.counts["fetched"] += len(landed)
         for block in landed:
             block.prefetched = True

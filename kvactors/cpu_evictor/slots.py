@@ -79,12 +79,18 @@ class HostBlock(msgspec.Struct, eq=False, gc=False):
 # -- The order in which resident blocks leave the host tier, below what `HostShares` puts first.
 
 
-class Lru:
-    """The least recently used block first. `HostTier` skips candidates that are pinned or have
-    resident children."""
+ALONE = ("lru",)
+"""Policies of a host tier that has no index."""
+
+
+class EvictionOrder:
+    """Resident blocks: the victims that the index has chosen under RETAIN and sent ahead of need,
+    then the least recently used ones. `HostTier` skips blocks that are pinned or have resident
+    children."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[bytes, HostBlock] = OrderedDict()
+        self._chosen: OrderedDict[bytes, HostBlock] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._order)
@@ -98,50 +104,26 @@ class Lru:
 
     def remove(self, block: HostBlock) -> None:
         del self._order[block.hash]
-
-    def touch(self, hashes: Iterable[bytes]) -> None:
-        """Blocks were used, in this order. Hashes of other blocks are ignored."""
-        order = self._order
-        for block_hash in hashes:
-            if block_hash in order:
-                order.move_to_end(block_hash)
-
-    def evict_first(self, hashes: Iterable[bytes]) -> None:
-        """The index has chosen the next victims. Here the order of last use is kept."""
-
-    def candidates(self) -> Iterable[HostBlock]:
-        """Resident blocks, the first to evict first. Nothing may change the policy meanwhile."""
-        return self._order.values()
-
-
-class Retain(Lru):
-    """The host's part of RETAIN: the victims that the index has chosen and sent ahead of need, then
-    the least recently used blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._chosen: OrderedDict[bytes, HostBlock] = OrderedDict()
-
-    def remove(self, block: HostBlock) -> None:
-        super().remove(block)
         self._chosen.pop(block.hash, None)
 
     def touch(self, hashes: Iterable[bytes]) -> None:
-        """A block that is used again is not evicted first."""
-        used = list(hashes)
-        super().touch(used)
-        if self._chosen:
-            for block_hash in used:
-                self._chosen.pop(block_hash, None)
+        """Blocks were used, in this order. Hashes of other blocks are ignored."""
+        order, chosen = self._order, self._chosen
+        for block_hash in hashes:
+            if block_hash in order:
+                order.move_to_end(block_hash)
+                chosen.pop(block_hash, None)
 
     def evict_first(self, hashes: Iterable[bytes]) -> None:
+        """The index has chosen the next victims. Hashes of other blocks are ignored."""
         for block_hash in hashes:
             if (block := self._order.get(block_hash)) is not None:
                 self._chosen[block_hash] = block
 
     def candidates(self) -> Iterator[HostBlock]:
-        """A victim of the index that cannot be evicted now is not tried again, except in the order
-        of last use."""
+        """Resident blocks, the first to evict first. Nothing may change the order meanwhile. A
+        victim of the index that cannot be evicted now is not tried again, except in the order of
+        last use."""
         chosen, tried = self._chosen, set[bytes]()
         while chosen:
             block_hash, block = chosen.popitem(last=False)
@@ -150,13 +132,6 @@ class Retain(Lru):
         for block in self._order.values():
             if block.hash not in tried:
                 yield block
-
-
-POLICIES: dict[str, type[Lru]] = {"lru": Lru, "retain": Retain}
-"""How an eviction policy is made, by the name it has in `host.policy`."""
-
-ALONE = ("lru",)
-"""Those that need no index."""
 
 
 # -- Quotas, hints and pins in the host tier: which blocks leave before the policy's choice.
@@ -406,7 +381,6 @@ class HostTier:
         capacity: int,
         num_slots: int,
         in_use: Container[int] = (),
-        policy: Lru | None = None,
         shares: HostShares | None = None,
     ) -> None:
         if not 0 <= capacity <= num_slots:
@@ -416,7 +390,7 @@ class HostTier:
         self.pinned = 0  # slots in use by a copy, a read or a write
         self.on_device = 0  # slots whose blocks the device holds, until the index discards them
         self.blocks: dict[bytes, HostBlock] = {}
-        self.policy = Lru() if policy is None else policy
+        self.policy = EvictionOrder()
         self.shares = HostShares() if shares is None else shares
         self.generation = 0  # calls of `clear`
         self.changes = 0  # calls that changed something

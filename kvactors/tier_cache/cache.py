@@ -9,7 +9,7 @@ from functools import partial
 from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
-from kvactors.cpu_evictor.slots import POLICIES, HostTier
+from kvactors.cpu_evictor.slots import HostTier
 from kvactors.errors import ConfigError
 from kvactors.fork import SYSTEMS
 from kvactors.tier_cache.answers import (
@@ -83,7 +83,7 @@ class TierCache:
             storage = make_storage(config, memory=memory, clock=clock)
         self._background = background = _background(storage, service)
         self._storage = storage
-        self._tier = HostTier(config.num_slots, config.num_slots, policy=POLICIES[config.policy]())
+        self._tier = HostTier(config.num_slots, config.num_slots)
         self._feed = None if service is None else service.feed
         self._events = EventLog([Tier[name.upper()] for name in config.events], self._feed)
         self._counters = TierCounters()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 import kvactors
-from kvactors.cpu_evictor.slots import POLICIES
 from kvactors.prefix_index.settings import OBSERVED_REQUESTS
 from kvactors.settings import CacheConfig, DeviceConfig, HostConfig
 
@@ -25,7 +24,6 @@ async def test_a_host_policy_that_is_not_set_is_that_of_the_device(device, host,
         device=DeviceConfig(num_blocks=8, **device), host=HostConfig(slots=8, **host)
     )
     async with kvactors.open(config) as cache:
-        assert type(cache.system.evictor_actor.host.policy) is POLICIES[expected]
         assert cache.system.index_actor.core.index.policy.host is (expected == "retain")
 
 

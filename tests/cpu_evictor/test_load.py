@@ -186,7 +186,7 @@ def test_blocks_that_come_after_the_deadline_are_misses():
     assert (timer.delay, timer.message.op) == (10.0, 7)
     (read,) = sent(host.end(Probed(probe.op, 2)))
     host.end(Copied(copy.op, ()))
-    (loaded,) = sent(host.run(job.on_deadline))
+    (loaded,) = sent(host.run(job.stop, "late"))
     assert (loaded.num_loaded, loaded.from_host) == (1, 1)
     assert host.memory.loads == {}
     assert host.end(ReadDone(read.op, bytes(2))) == []
@@ -199,7 +199,7 @@ def test_a_probe_after_the_deadline_reads_nothing():
     host = Host()
     job = host.load(path(2))
     _, probe = host.run(job.begin)
-    assert names(host.run(job.on_deadline)) == ["Loaded"]
+    assert names(host.run(job.stop, "late")) == ["Loaded"]
     assert host.end(Probed(probe.op, 2)) == []
     host.idle()
 
@@ -338,7 +338,7 @@ def test_a_load_goes_on_where_another_movement_brings_its_blocks():
 
 def test_stored_blocks_that_do_not_come_are_counted_with_the_reason():
     cases = {
-        "late": lambda moves, job: moves.run(job.on_deadline),
+        "late": lambda moves, job: moves.run(job.stop, "late"),
         "gone": lambda moves, job: moves.complete(0, failed=[1]),
         "cleared": lambda moves, job: moves.run(moves.host.memory.clear),
     }
@@ -488,7 +488,7 @@ def test_any_order_of_completions(steps, mode, policy, on_host, stored, placed, 
         elif step == "cancel" and not placed:
             moves.run(job.cancel)
         elif step == "late":
-            moves.run(job.on_deadline)
+            moves.run(job.stop, "late")
         elif step == "stalled":
             moves.run(job.on_copies_unavailable)
     moves.complete_all()
