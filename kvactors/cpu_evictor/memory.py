@@ -138,7 +138,6 @@ class HostJob(ABC):
     turns and makes requests, which continue it when they end.
 
     Attributes:
-        op: number in its `SlotDeadline`, 0 for a job without one.
         generation: of the host tier at the start.
         waiting: positions that have no slot yet, the next one last.
         passing: positions of blocks that only pass through, on their way to storage.
@@ -149,7 +148,7 @@ class HostJob(ABC):
 
     URGENT: ClassVar[bool] = False  # whether a request waits for it
     message: Any
-    op = windows = 0
+    windows = 0
     passing: frozenset[int] = frozenset()
     to_write: frozenset[int] = frozenset()
     timer: Timer | None = None
@@ -250,7 +249,7 @@ class Movements:
     def overdue(self, op: int) -> None:
         """A job that writes to the store has waited long enough for slots."""
         for job in (*self._urgent, *self._others):
-            if job.op == op:
+            if getattr(job.message, "op", None) == op:
                 self.behind = True
                 self.leave(job)
                 job.give_up()

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
-from kvactors.cpu_evictor.memory import HostJob, HostMemory, Placed
-from kvactors.cpu_evictor.messages import Offload, Offloaded, Save, SlotDeadline
+from kvactors.cpu_evictor.memory import HostJob, Placed
+from kvactors.cpu_evictor.messages import Offload, Offloaded, Save, Saved, SlotDeadline
 from kvactors.cpu_evictor.slots import PLAIN_BLOCK, BlockTraits, HostBlock, SlotState
 from kvactors.data_plane.base import Direction
 from kvactors.types import hash_at
@@ -17,11 +17,8 @@ from kvactors.types import hash_at
 class JobToHost(HostJob):
     """A job that copies device blocks into host slots, in windows of slots."""
 
+    ANSWER: ClassVar[type[Offloaded | Saved]]
     message: Offload | Save
-
-    def __init__(self, memory: HostMemory, message: Offload | Save) -> None:
-        super().__init__(memory, message)
-        self.op = message.op
 
     @property
     def is_current(self) -> bool:
@@ -36,7 +33,7 @@ class JobToHost(HostJob):
             return
         self.memory.movements.enter(self)
         if self.waiting:
-            self.timer = self.out.after(wait_s, SlotDeadline(self.op))
+            self.timer = self.out.after(wait_s, SlotDeadline(self.message.op))
 
     def take(self, most: int) -> None:
         if self.generation != self.host.generation or not self.is_current:
@@ -63,6 +60,11 @@ class JobToHost(HostJob):
         found = map(self.host.readable, self.hashes)
         return [one if one and one.state is SlotState.RESIDENT else None for one in found]
 
+    def answer(self, kept: Sequence[object | None] = ()) -> None:
+        """Answer with the blocks that the host holds, none by default."""
+        mask = bytes(one is not None for one in kept) or bytes(len(self.hashes))
+        self.out.send(self.memory.index, self.ANSWER(self.message.op, mask))
+
     @abstractmethod
     def on_copied(self, blocks: Placed, failed: frozenset[int]) -> None:
         """A copy has ended. failed: indices of the blocks whose bytes did not arrive."""
@@ -81,12 +83,13 @@ class OffloadJob(JobToHost):
     """
 
     URGENT: ClassVar[bool] = True
+    ANSWER = Offloaded
     message: Offload
 
     def begin(self) -> None:
         memory, host = self.memory, self.host
         if not self.is_current:
-            self._answer(bytes(len(self.hashes)))
+            self.answer()
             return
         new: list[int] = []
         for position, block_hash in enumerate(self.hashes):
@@ -168,8 +171,5 @@ class OffloadJob(JobToHost):
         # back).
         self.memory.announce([block.hash for block in kept if block and not block.announced])
         self.stop_timer()
-        self._answer(bytes(block is not None for block in kept))
+        self.answer(kept)
         self.memory.keep_watermarks()
-
-    def _answer(self, kept: bytes) -> None:
-        self.out.send(self.memory.index, Offloaded(self.op, kept))

@@ -26,6 +26,7 @@ class SaveJob(JobToHost):
     since, is written again.
     """
 
+    ANSWER = Saved
     message: Save
     _offered: frozenset[int] = frozenset()  # positions that were written
 
@@ -44,13 +45,13 @@ class SaveJob(JobToHost):
         if self.generation == self.host.generation:
             self._copy(found)
         else:  # the host tier was cleared: blocks of before may not enter it
-            self._answer(bytes(len(self.hashes)))
+            self.answer()
 
     def _copy(self, stored: int) -> None:
         """Copy the blocks that the host lacks. stored: leading blocks that storage has."""
         message, memory, host = self.message, self.memory, self.host
         if not self.is_current:
-            self._answer(bytes(len(self.hashes)))
+            self.answer()
             return
         wait = memory.may_wait
         if self.requests.peers.writers:
@@ -124,11 +125,7 @@ class SaveJob(JobToHost):
     def _on_saved(self, _saved: int = 0) -> None:
         """Answer with the blocks that the host holds now: a save to a device store takes long, and
         copies may have been evicted since."""
-        keep = self.message.keep
-        self._answer(bytes(keep and block is not None for block in self.kept()))
-
-    def _answer(self, kept: bytes) -> None:
-        self.out.send(self.memory.index, Saved(self.op, kept))
+        self.answer(self.kept() if self.message.keep else ())
 
 
 class PrefetchJob(HostJob):
