@@ -427,10 +427,9 @@ class HostTier:
 
     def readable_run(self, hashes: Iterable[bytes]) -> list[HostBlock]:
         """The leading blocks whose bytes are in their slots."""
-        blocks, run = self.blocks, []
+        run = []
         for block_hash in hashes:
-            block = blocks.get(block_hash)
-            if block is None or block.arriving:
+            if (block := self.readable(block_hash)) is None:
                 break
             run.append(block)
         return run
@@ -462,10 +461,9 @@ class HostTier:
             raise RuntimeError("a block is given a second slot")
         self.changes += 1
         self.pinned += 1
-        block = HostBlock(block_hash, parent, self._free.pop(), state, lineage)
-        block.arriving = True
+        slot = self._free.pop()
+        block = HostBlock(block_hash, parent, slot, state, lineage, pins=1, arriving=True)
         block.salt, block.priority, block.expiry = traits
-        block.pins = 1
         self.blocks[block_hash] = block
         if state is SlotState.RESIDENT:
             self._enter(block)
