@@ -304,7 +304,7 @@ class IndexCore:
         """Admit requests under another namespace, those that wait included. Blocks of the previous
         one age out."""
         if message.namespace != self.roots.namespace:
-            self.roots.namespace = message.namespace
+            self.roots.use(message.namespace)
             self.announcements.namespace_changed(message.namespace)
         self.out.reply(envelope, Ack())
 

@@ -79,17 +79,15 @@ class Announcements:
         self.cached(path, start if self._whole else first, stop, Reason.REQUEST_FINISH)
 
     def removed(self, hashes: bytes, reason: Reason) -> None:
-        if hashes and self.enabled:
+        if hashes:
             self._report(BlocksRemoved(hashes, Tier.DEVICE, reason))
 
     def cleared(self, reason: Reason) -> None:
         """No block is on the device any more."""
-        if self.enabled:
-            self._report(TierCleared(Tier.DEVICE, reason))
+        self._report(TierCleared(Tier.DEVICE, reason))
 
     def namespace_changed(self, namespace: str) -> None:
-        if self.enabled:
-            self._report(NamespaceChanged(namespace))
+        self._report(NamespaceChanged(namespace))
 
     def announce_all(self) -> None:
         """Begin to announce every block to a notifier that has restarted."""
@@ -99,10 +97,10 @@ class Announcements:
             self._out.begin(self._announce_tree(self._index.tree, walk))
 
     def _report(self, report: Report) -> None:
-        if self._walk is None:
-            self._out.to_notifier(report)
-        else:
+        if self._walk is not None:
             self._delayed.append(report)
+        elif self.enabled:
+            self._out.to_notifier(report)
 
     def _announce_tree(self, tree: BlockTree, walk: TreeWalk) -> Work:
         over = False

@@ -76,24 +76,18 @@ class Roots:
         self.model, self.fingerprint = model, fingerprint
         self._root = lru_cache(REMEMBERED_ROOTS)(self._hash)
         self._versions: dict[str, str] = {}  # of adapters that were cleared
-        self.namespace = namespace
+        self.use(namespace)
 
-    @property
-    def namespace(self) -> str:
-        """The one that requests are admitted under, changed by PrefixIndex alone."""
-        return self._namespace
-
-    @namespace.setter
-    def namespace(self, namespace: str) -> None:
-        self._namespace = namespace
-        self.plain = self.of(namespace, PLAIN)
+    def use(self, namespace: str) -> None:
+        """Admit requests under a namespace from now on."""
+        self.namespace, self.plain = namespace, self.of(namespace, PLAIN)
 
     def renew(self, lora: str) -> None:
         """Let requests with an adapter start from another root hash, which no process has used."""
         self._versions[lora] = token_hex(16)
 
     def root(self, scope: RequestScope) -> bytes:
-        return self.plain if scope is PLAIN else self.of(self._namespace, scope)
+        return self.plain if scope is PLAIN else self.of(self.namespace, scope)
 
     def of(self, namespace: str, scope: RequestScope) -> bytes:
         version = None if scope.lora is None else self._versions.get(scope.lora)
