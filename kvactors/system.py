@@ -37,6 +37,7 @@ from kvactors.capacity import in_blocks, quotas_of
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED, HostStatistics
 from kvactors.cpu_evictor.messages import EmptyHost, HostReply, HostRequest
+from kvactors.cpu_evictor.requests import Peers
 from kvactors.cpu_evictor.slots import HostShares
 from kvactors.data_plane.local import LocalPlane, make_local_plane
 from kvactors.data_plane.ranks.plane import RanksPlane, make_ranks_plane
@@ -530,12 +531,14 @@ class System:
             config=config.host,
             storage=self.storage,
             arena=self.plane.slots,
-            index=self.index,
-            swapper=self.swapper,
-            readers=self.readers,
-            writers=self.writers,
-            notifier=self.notifier,
-            device_store=next(iter(self.device_stores), None),
+            peers=Peers(
+                self.index,
+                self.swapper,
+                self.readers,
+                self.writers,
+                self.notifier,
+                next(iter(self.device_stores), None),
+            ),
             layerwise=config.device.layerwise,
             memory_generation=self.plane.generation,
             shares=HostShares(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import ClassVar, get_args
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
@@ -38,7 +38,7 @@ from kvactors.cpu_evictor.save import PrefetchJob, SaveJob
 from kvactors.cpu_evictor.slots import HostShares, HostTier
 from kvactors.device.arena import HostSlots
 from kvactors.errors import ensure
-from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, Report, TierCleared
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress, DataPlaneStatus
 from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import (
@@ -78,19 +78,13 @@ class CpuEvictor(Actor):
         config: HostConfig,
         storage: StorageConfig,
         arena: HostSlots,
-        index: ActorRef[HostReply],
-        swapper: ActorRef[Copy],
-        readers: Sequence[ActorRef[ReaderMessage]],
-        writers: Sequence[ActorRef[WriterMessage]],
-        notifier: ActorRef[Report],
-        device_store: ActorRef[DeviceStoreMessage] | None,
+        peers: Peers,
         layerwise: bool,
         memory_generation: int,
         shares: HostShares | None = None,
     ) -> None:
         super().__init__(ref)
         self.layerwise, self._arena = layerwise, arena
-        peers = Peers(index, swapper, readers, writers, notifier, device_store)
         self.host = HostTier(config.slots, arena.num_slots, arena.in_use, shares)
         out = Effects(self.context)
         self.requests = RequestTable(peers, storage, memory_generation, now, out)

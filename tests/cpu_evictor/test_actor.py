@@ -25,6 +25,7 @@ from kvactors.cpu_evictor.messages import (
     SaveUnanswered,
     SetTargets,
 )
+from kvactors.cpu_evictor.requests import Peers
 from kvactors.cpu_evictor.slots import SlotState
 from kvactors.device.arena import HostSlots
 from kvactors.flush_notifier.messages import BlocksAdded, TierCleared
@@ -73,12 +74,14 @@ def stepped(
             config=HostConfig(slots=slots, transit_slots=transit, mode=mode),
             storage=storage,
             arena=HostSlots(slots + transit, 1),
-            index=ProbeRef("prefix_index"),
-            swapper=ProbeRef("gpu_swapper"),
-            readers=[ProbeRef("reader", "storage_reader")] * pool,
-            writers=[ProbeRef("writer", "storage_writer")] * pool,
-            notifier=ProbeRef("flush_notifier"),
-            device_store=ProbeRef("storage_direct") if device_store else None,
+            peers=Peers(
+                ProbeRef("prefix_index"),
+                ProbeRef("gpu_swapper"),
+                [ProbeRef("reader", "storage_reader")] * pool,
+                [ProbeRef("writer", "storage_writer")] * pool,
+                ProbeRef("flush_notifier"),
+                ProbeRef("storage_direct") if device_store else None,
+            ),
             layerwise=layerwise,
             memory_generation=0,
         ),

@@ -10,6 +10,7 @@ from typing import Any
 
 from kvactors.actor import PeerRestarted
 from kvactors.cpu_evictor.actor import CpuEvictor
+from kvactors.cpu_evictor.requests import Peers
 from kvactors.data_plane.base import Direction
 from kvactors.errors import KVActorsError
 from kvactors.gpu_swapper.messages import Copied, Copy, DataPlaneStatus
@@ -113,13 +114,14 @@ class TiersWalk:
                 config=host,
                 storage=self.storage,
                 arena=SimpleNamespace(num_slots=d.slots + d.transit, in_use=()),
-                index=names["prefix_index"],
-                swapper=names["gpu_swapper"],
-                readers=readers,
-                writers=writers,
-                notifier=names["flush_notifier"],
+                peers=Peers(
+                    names["prefix_index"],
+                    names["gpu_swapper"],
+                    readers,
+                    writers,
+                    names["flush_notifier"],
+                ),
                 memory_generation=0,
-                device_store=None,
                 layerwise=False,
             )
         )
