@@ -19,7 +19,6 @@ from kvactors.gpu_swapper.messages import (
     CopyProgress,
     CopyReply,
     CopyWithin,
-    CopyWithinFinished,
     DataPlaneStatus,
 )
 from kvactors.types import indices_of
@@ -113,10 +112,8 @@ class GpuSwapper(Actor):
         began, pairs = now(), len(blocks)
         self._in_flight += 1
 
-        def ended(failed: Any) -> CopyFinished | CopyWithinFinished:
+        def ended(failed: Any) -> CopyFinished:
             checked = tuple(sorted(indices_of(failed, pairs)))
-            if direction is Direction.WITHIN:
-                return CopyWithinFinished(message.op, checked, pairs)
             return CopyFinished(message.op, direction, checked, pairs, now() - began)
 
         work = self._plane.copy(message.memory_generation, direction, blocks, others, progress)
@@ -128,19 +125,15 @@ class GpuSwapper(Actor):
 
     @on(CopyFinished)
     def copy_finished(self, message: CopyFinished) -> None:
-        self._count(message, message.direction)
-        self._seconds[message.direction] += message.seconds
-        self.tell(self._evictor, Copied(message.op, message.failed))
-
-    @on(CopyWithinFinished)
-    def copy_within_finished(self, message: CopyWithinFinished) -> None:
-        self._count(message, Direction.WITHIN)
-        self.tell(self._index, CopiedWithin(message.op, message.failed))
-
-    def _count(self, message: CopyFinished | CopyWithinFinished, direction: Direction) -> None:
+        direction, failed = message.direction, message.failed
         self._in_flight -= 1
-        self._failed += len(message.failed)
-        self._blocks[direction] += message.pairs - len(message.failed)
+        self._failed += len(failed)
+        self._blocks[direction] += message.pairs - len(failed)
+        self._seconds[direction] += message.seconds
+        if direction is Direction.WITHIN:
+            self.tell(self._index, CopiedWithin(message.op, failed))
+        else:
+            self.tell(self._evictor, Copied(message.op, failed))
 
     def job_limit(self, *, failed: bool) -> float:
         """Copies access memory that is handed out again."""

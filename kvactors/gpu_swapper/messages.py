@@ -73,14 +73,6 @@ class CopyFinished(Control, frozen=True, eq=False):
     seconds: float
 
 
-class CopyWithinFinished(Control, frozen=True, eq=False):
-    """To itself: the child job of a CopyWithin has ended."""
-
-    op: int
-    failed: tuple[int, ...]
-    pairs: int
-
-
 class CopyLayers(Control, frozen=True, eq=False):
     """To itself: the first `layers` layers of a copy have arrived."""
 

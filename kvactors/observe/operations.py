@@ -147,7 +147,7 @@ class OperationWatch(Instrument):
             name, counts = BATCH_ANSWERS[kind]
             where = turn.actor.name
             self._end((name, where, message.op), where, message.op, "storage", *counts(message))
-        elif kind is CopyFinished:
+        elif kind is CopyFinished and message.direction is not Direction.WITHIN:
             self._copied(receiver.name, message)
         elif kind is host.Cancel:
             self._open.pop(("load", message.op), None)
