@@ -233,9 +233,6 @@ class CpuEvictor(Actor):
 
     # -- observation
 
-    def host_hashes(self) -> list[bytes]:
-        return self.host.hashes()
-
     def check(self) -> None:
         finish(self.check_steps())
 

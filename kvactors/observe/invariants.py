@@ -224,7 +224,7 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
         where[Tier.DEVICE].update(key for key, state in nodes if state & DEVICE)
         yield
     evictor = system.evictor_actor
-    yield from _gather(evictor.host.iter_hashes, evictor.host_hashes, where[Tier.HOST])
+    yield from _gather(evictor.host.iter_hashes, evictor.host.hashes, where[Tier.HOST])
     if system.store is not None:
         yield from _gather(system.store.iter_keys, system.store.keys, where[Tier.STORAGE])
 

@@ -126,7 +126,7 @@ def residency(system: System) -> dict[Tier, set[bytes]]:
     """The keys that each tier holds, read from the tier's owner."""
     return {
         Tier.DEVICE: set(split_hashes(system.index_actor.index.tree.device_hashes())),
-        Tier.HOST: set(system.evictor_actor.host_hashes()),
+        Tier.HOST: set(system.evictor_actor.host.hashes()),
         Tier.STORAGE: set(system.store.keys()) if system.store is not None else set(),
     }
 

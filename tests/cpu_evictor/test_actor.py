@@ -128,7 +128,7 @@ def test_an_offload_and_a_load():
     evictor, keys = stepped(), path(2)
     effects = offload(evictor, keys)
     assert told(effects) == [("flush_notifier", "BlocksAdded"), ("prefix_index", "Offloaded")]
-    assert set(evictor.actor.host_hashes()) == set(keys)
+    assert set(evictor.actor.host.hashes()) == set(keys)
     effects = evictor.turn(load(keys))
     assert told(effects) == [("gpu_swapper", "Copy")]
     assert evictor.actor.host.pinned == 2
@@ -249,7 +249,7 @@ def test_a_clear_of_every_tier():
     assert told(effects) == [("flush_notifier", "TierCleared"), ("writer", "ClearStore")]
     answer = only(evictor.turn(StoreCleared(only(effects, ClearStore).op, "no")), HostCleared)
     assert (answer.op, answer.error) == (6, "no")
-    assert evictor.actor.host_hashes() == []
+    assert evictor.actor.host.hashes() == []
 
 
 def test_lost_slots_hold_nothing_and_the_store_is_counted_again():
@@ -259,7 +259,7 @@ def test_lost_slots_hold_nothing_and_the_store_is_counted_again():
     assert told(effects) == [("flush_notifier", "TierCleared"), ("writer", "ReportLost")]
     assert isinstance(effects.told[0].message, TierCleared)
     assert isinstance(effects.told[1].message, ReportLost)
-    assert evictor.actor.host_hashes() == []
+    assert evictor.actor.host.hashes() == []
     old = evictor.turn(Offload(8, join_hashes(path(1)), ROOT, (3,), memory_generation=0))
     assert only(old, Offloaded).kept_mask == bytes(1)
     copy = only(
@@ -285,7 +285,7 @@ def test_a_new_notifier_is_sent_the_resident_blocks():
     evictor, keys = stepped(), path(2)
     offload(evictor, keys)
     gained = only(evictor.turn(PeerRestarted("flush_notifier", 1)), BlocksAdded)
-    assert set(evictor.actor.host_hashes()) == set(keys)
+    assert set(evictor.actor.host.hashes()) == set(keys)
     assert sorted([gained.hashes[:32], gained.hashes[32:]]) == sorted(keys)
 
 
