@@ -40,11 +40,7 @@ class FlushNotifier(Actor):
     other fact is taken before its last slice. Each sink has one call in flight.
 
     Args:
-        sinks: with different names.
         epoch: number of this process. Each incarnation of the actor adds one.
-        block_size, idle_limit, token_root: see `Ledger`.
-        root_of: root hash of the requests of a namespace and a scope, None for any root.
-        namespace: of requests now.
     """
 
     ROLE: ClassVar[str] = "flush_notifier"

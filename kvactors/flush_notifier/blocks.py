@@ -31,16 +31,12 @@ class LedgerBlock:
     collector does not visit: there is one of each block in the tiers.
 
     Attributes:
-        tiers: set of tiers that hold it.
         due: per sink, the tiers on which it is to be announced (see `Ledger`).
         views: per sink, the tiers that the sink acknowledged. Above them, shifted by UNSURE, the
             tiers on which an answer was lost: the sink may have them or not.
         pins: references from outside the tree: deliveries in flight, and slices that continue here.
         finished: whether the path of a finished request covers it.
         reasons: numbers in REASONS of the last change, by LAST or by tier.
-        token_addressed: whether tokens alone identify it, in the scope the cache was opened with.
-        child, left, right: the children of a block are a linked list.
-        number, before, after: its place in a `BlockOrder`.
     """
 
     __slots__ = (
@@ -170,10 +166,8 @@ class LedgerTree:
     one tier may be about to appear on another.
 
     Attributes:
-        blocks: by block hash.
         order: the same blocks, parents before children.
         idle: idle blocks, the longest idle first.
-        step: blocks processed in one slice.
         version: rises with every slice that may have changed something.
         changing: changes that have slices left, between which differences and the number of idle
             blocks may be inconsistent.

@@ -85,18 +85,12 @@ class SinkDelivery:
     """Calls to one sink.
 
     Attributes:
-        sink, view: the sink, and its side of the ledger.
         begun: it acknowledged this incarnation's epoch.
         in_flight: a batch or an epoch is with the sink, or the ledger's part of its end is not
             done.
-        batch: the batch in flight.
         number: of the last call. A report with another number is late.
-        timer: the deadline of the call in flight.
-        backing_off: a failed call was not long enough ago.
         stuck: a call that missed its deadline has not ended.
         since: when something became pending, None if nothing is.
-        resync_due: the complete state is sent again after the call in flight.
-        resync_asks: asks for a resync that has not begun.
         repeat, repeat_due: the slices left of a slow repetition, and whether one is due.
     """
 
@@ -201,11 +195,7 @@ class SinkDelivery:
             yield from self.view.refused(rest)
 
     def call_ended(self) -> bool:
-        """The ledger's part of the end is done: the next call may start.
-
-        Returns:
-            Whether the call removed everything.
-        """
+        """The ledger's part of the end is done: the next call may start."""
         cleared = bool(self.batch.cleared)
         self.in_flight = False
         if not self.failed:
@@ -413,10 +403,6 @@ class SinkSet:
 
         Not announceable are blocks whose path was never announced, blocks whose path is interrupted
         (see `Ledger`), and gains that are due to a sink when the request finishes.
-
-        Args:
-            tiers: the blocks that each tier holds.
-            names: sinks to compare, all if None.
         """
         chosen = {
             i: one

@@ -127,11 +127,7 @@ class Orphans:
                 yield
 
     def take_tiers(self, block_hash: bytes) -> int:
-        """Remove a block that is added to the tree. Orphans that wait for it become attachable.
-
-        Returns:
-            The tiers that hold it.
-        """
+        """Remove a block that is added to the tree. Orphans that wait for it become attachable."""
         if self.waiting:
             self.drop(block_hash)
             if block_hash in self._below:
@@ -192,19 +188,9 @@ class Ledger:
     """Facts in, differences out. Facts run in slices. No other fact may come between the slices.
 
     Args:
-        block_size: tokens of a block.
-        filters: one per sink.
-        idle_limit: idle blocks kept.
-        step: blocks processed in one slice.
         token_root: root hash of the only scope whose blocks go to sinks that address blocks by
             tokens alone.
         root_of: None if requests begin at every root.
-        namespace: of the requests of now.
-
-    Attributes:
-        tree: the blocks whose paths are known.
-        sinks: the view of each sink.
-        orphans: resident blocks whose paths are not known.
     """
 
     def __init__(
@@ -437,7 +423,6 @@ class Ledger:
         nothing changes.
 
         Args:
-            top: the block.
             looked: blocks processed in this slice so far. The result is the same at the end.
         """
         tree = self.tree
@@ -617,10 +602,8 @@ class Ledger:
         allows. A change between two slices may or may not count: compare at rest.
 
         Args:
-            sinks: indices of the sinks.
             mirrors: by sink that keeps its own account of its view, that account. The ledger's
                 account stands for the others.
-            tiers: the blocks that each tier holds.
         """
         differing: set[bytes] = set()
         looked, step = 0, self._check_step
@@ -652,8 +635,6 @@ class Ledger:
         be announced to a sink with this filter if `tiers` held these blocks.
 
         Args:
-            sink: the sink's filter.
-            tiers: the blocks that each tier holds.
             expected: empty. Filled with the announced tiers by block hash, for the caller to free
                 in slices.
         """

@@ -26,8 +26,6 @@ class PathCached(Message, frozen=True, eq=False):
             only named.
         parent: hash of the block before them, the root hash if `start` is 0. It is resident on
             `tier` and was announced before.
-        root: the root hash of the chain.
-        scope: its scope.
         extra_keys: of these blocks. With Reason.REQUEST_FINISH, gains that a sink wants only at the
             finish are due now.
     """
@@ -57,8 +55,6 @@ class PathPart(NamedTuple):
 
     Attributes:
         parent: hash of the block before them, or the root hash.
-        hashes: 32 bytes each.
-        tokens: their own (little-endian uint32).
         extra_keys: (index, extra key) of those that have one.
     """
 
@@ -122,7 +118,6 @@ class WaitFlushed(Ask[bool], frozen=True, eq=False):
     asker's deadline bounds it.
 
     Attributes:
-        sinks: by name, all if None.
         healthy: leave out those whose last call failed.
     """
 
@@ -157,7 +152,6 @@ class FlushTask(Message, frozen=True, eq=False):
             are gone.
         parent: name of the block before them (the root hash if start_block_idx is 0).
         epoch: grows with each start of the notifier. Tasks of an earlier epoch are void.
-        extra_keys: of the blocks in `tokens`.
     """
 
     tokens: bytes

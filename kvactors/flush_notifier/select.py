@@ -169,7 +169,6 @@ class Selection:
         """The differences as runs, in the order in which they are sent.
 
         Args:
-            node: the sink is sent one fact for all tiers.
             max_blocks: the blocks of a batch, for a sink that is sent paths: only the first runs,
                 whose paths are not much longer. None for a sink that is sent no paths.
         """
@@ -221,10 +220,6 @@ class Selection:
         MAX_RUN_BLOCKS.
 
         Args:
-            blocks: the blocks to join.
-            bit: the tier.
-            resident: whether the change is a gain.
-            index: into `LedgerBlock.reasons`.
             alike: further blocks, each with a value. A branch among them all ends a run, and so
                 does another value.
         """

@@ -27,15 +27,10 @@ class SinkFilter(NamedTuple):
     """The changes that one sink is sent. The ledger asks nothing else about a sink.
 
     Attributes:
-        tiers: set of tiers that are reported.
         node: report one fact for all tiers, as Tier.DEVICE: resident while any of them holds the
             block.
         at_finish: gains are due when a request that covers the block finishes, losses immediately.
             Otherwise both are due immediately.
-        by_tokens: only blocks that tokens alone identify, see `Sink.by_tokens`.
-        by_name: no path tokens, see `Sink.by_name`.
-        takes_clear: the removal of everything as one task, see `Sink.takes_clear`.
-        announces_full: all blocks of a request at its finish, see `Sink.announces_full`.
     """
 
     tiers: int
@@ -87,11 +82,9 @@ class SinkView:
 
     Attributes:
         index: position of this sink in `LedgerBlock.due` and `LedgerBlock.views`.
-        table, closed: see `SinkFilter`.
         conditional: whether the filter excludes some blocks altogether.
         dirty: blocks whose view differs from the due state, with the clock at which each began to
             differ, in that order.
-        clock: counts the differences that began.
         coalesced: differences that ended before they were sent.
         clear_due: everything in the view was removed at once, and the sink was not sent that.
     """

@@ -29,11 +29,7 @@ Event = dict[str, Any]
 
 
 class ChromeTrace(Instrument):
-    """Records the messages and operations of the systems that it observes.
-
-    Attributes:
-        left_out: events beyond MOST_EVENTS.
-    """
+    """Records the messages and operations of the systems that it observes."""
 
     def __init__(self, limit: int = MOST_EVENTS) -> None:
         self.left_out = 0

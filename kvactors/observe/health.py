@@ -23,8 +23,6 @@ class HealthReason(NamedTuple):
     """A reason why a cache is not healthy.
 
     Attributes:
-        component: the affected part.
-        why: the fault.
         since: Unix time in seconds at which the fault began, to within the loop's clock. Without
             a record of the beginning it is the first call of `health` that found the fault.
     """

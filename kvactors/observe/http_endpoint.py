@@ -69,11 +69,7 @@ class HttpAnswer(NamedTuple):
 
 
 class Rendering:
-    """An answer that many requests share, while it is made and while it is fresh.
-
-    Args:
-        make: makes it.
-    """
+    """An answer that many requests share, while it is made and while it is fresh."""
 
     def __init__(self, make: Callable[[], Awaitable[HttpAnswer]]) -> None:
         self._make = make
@@ -102,14 +98,7 @@ class Rendering:
 
 
 class HttpEndpoint:
-    """Answers for the cache that was opened last, of those that are open.
-
-    Args:
-        fastdeploy_names: expose the metrics of FastDeploy's names as well.
-
-    Attributes:
-        port: that it listens on, once it serves.
-    """
+    """Answers for the cache that was opened last, of those that are open."""
 
     def __init__(self, *, fastdeploy_names: bool = False) -> None:
         self.port = 0
@@ -156,11 +145,7 @@ class HttpEndpoint:
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[HttpEndpoint]:
-        """Listen while the block runs.
-
-        Raises:
-            ConfigError: the address cannot be bound.
-        """
+        """Listen while the block runs."""
         if not host:  # asyncio would listen on every interface
             raise ConfigError(f"the metrics endpoint needs a host, for instance {LOOPBACK}")
         if not 0 <= port <= 65535:
@@ -285,14 +270,9 @@ async def serve_metrics(
     extra `metrics`.
 
     Args:
-        cache: an open cache.
         port: 0 for any free one (see `HttpEndpoint.port`).
         host: the address to listen on. There is no authentication: give another address than the
             loopback's only on a network that you trust.
-        fastdeploy_names: expose the metrics of FastDeploy's names as well.
-
-    Raises:
-        ConfigError: the address cannot be bound.
     """
     endpoint = HttpEndpoint(fastdeploy_names=fastdeploy_names)
     async with endpoint.observing(cache), endpoint.serving(host, port):

@@ -38,7 +38,6 @@ class Lags(NamedTuple):
     """The loop's lag, and the parts of it that tell a slow loop from a busy machine.
 
     Attributes:
-        wall: the lag.
         own: the lag without the time in which the loop's thread was runnable and no core was free.
             None where the system does not count that time.
         cpu: the processor time of the loop's thread within the lag.
@@ -58,8 +57,6 @@ class Tick(NamedTuple):
     """One late tick, in seconds.
 
     Attributes:
-        lag: how late it was.
-        cpu: processor time of the thread since the tick before.
         waited: time since the tick before in which the thread was runnable without a core.
     """
 
@@ -75,10 +72,6 @@ class Tick(NamedTuple):
 
 class LagMonitor:
     """Collects lags while `running`.
-
-    Attributes:
-        ticks: so far.
-        sees_waits: whether the system counts the time that threads wait for a core.
 
     Args:
         clock: seconds, None for the loop's clock. A loop may keep the time of its last pass.
@@ -161,7 +154,6 @@ class LagTimer:
 
     Args:
         lags: receives the seconds by which each callback is late.
-        wanted: whether another timer is set after a callback.
     """
 
     def __init__(self, lags: Histogram, wanted: Callable[[], bool]) -> None:

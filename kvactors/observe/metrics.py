@@ -51,12 +51,7 @@ class Histograms:
 class MetricsWatch:
     """Fills the histograms of one system.
 
-    Args:
-        block_bytes: of the cache's layout.
-        sinks: names of the sinks.
-
     Attributes:
-        operations: finds the operations.
         refused: acquires that ended without a lease.
         hit: requests whose blocks are ready, and some of them were cached.
     """
@@ -125,9 +120,7 @@ class Snapshot(NamedTuple):
     """Everything that metrics show, as of one moment.
 
     Attributes:
-        leaked: leases that were garbage-collected before their end.
         opened_at: Unix time at which the cache was opened.
-        tenants: statistics of the salts with a named quota.
     """
 
     statistics: CacheStatistics
@@ -181,9 +174,6 @@ class Family(NamedTuple):
     Attributes:
         kind: `counter` (grows while the cache is open), `gauge` (a value of now), `histogram`, or
             `info` (labels that describe the cache, with the value 1).
-        labels: names of the labels.
-        text: the explanation.
-        read: the samples of a snapshot.
     """
 
     name: str

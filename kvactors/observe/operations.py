@@ -39,9 +39,7 @@ class Operation(NamedTuple):
         number: of the lease, the operation or the call.
         tier: of acquire: `none`, `device`, or `pending` while blocks are being loaded. Of ready and
             load: the lowest tier that blocks came from. Of copy: `host` or `device`, the target.
-        blocks: that were cached, moved or delivered.
         ok: it was not refused and did not fail as a whole.
-        request: the request's id, of acquire and request.
     """
 
     kind: str
@@ -101,7 +99,6 @@ class OperationWatch(Instrument):
     """Finds the operations of one system.
 
     Args:
-        operation: called with each operation that has ended.
         index_started: called with each incarnation of PrefixIndex, the present one included.
     """
 

@@ -60,10 +60,6 @@ class CacheMetrics(Collector):
     `collect` may be called in any thread: the values are read on the cache's loop, in slices unless
     it is called there. If the loop does not respond within SCRAPE_LIMIT_S seconds, and once the
     cache is closed, there is only `kvactors:up 0`.
-
-    Args:
-        cache: an open cache.
-        fastdeploy_names: expose the metrics of FastDeploy's names as well.
     """
 
     def __init__(self, cache: OpenCache, *, fastdeploy_names: bool = False) -> None:
@@ -130,9 +126,6 @@ class TierMetrics(Collector):
     Names are those of `CacheMetrics` where the meaning is the same, and those of vLLM's tiers. A
     registry takes one cache: names of two would be the same. Once the cache is shut down, there is
     only `kvactors:up 0`.
-
-    Args:
-        cache: not shut down.
     """
 
     def __init__(self, cache: TierCache) -> None:

@@ -154,20 +154,10 @@ class TenantStatistics(msgspec.Struct, frozen=True):
     Attributes:
         requests: requests that got their device blocks. Forks, and requests that come again after
             they were preempted, are not counted again.
-        blocks_looked_up: full blocks of their prompts.
-        device_hits: blocks found on the device.
-        host_hits: blocks found in host memory.
-        storage_hits: blocks found in storage.
-        device_blocks: resident device blocks.
         host_blocks: resident blocks of the host tier, None without a quota of the host tier: it
             does not follow blocks by salt then.
         storage_blocks: blocks in the store that are known to be of the salt, None without a quota
             of the store: it does not follow blocks by salt then.
-        device_quota: the most resident device blocks, None for no limit.
-        host_quota: the same in the host tier.
-        storage_quota: the same in the store.
-        device_quota_evictions: device blocks evicted because of the quota.
-        host_quota_evictions: the same in the host tier.
         storage_quota_evictions: the same in the store, with the blocks that it did not take.
     """
 

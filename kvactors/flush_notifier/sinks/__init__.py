@@ -37,12 +37,7 @@ def make_sink(
 
 
 def make_plain_sink(settings: SinkConfig, model: str, block_size: int) -> Sink:
-    """A sink of any kind but AttentionStore's, which alone needs more of a cache.
-
-    Raises:
-        ConfigError: there is no such class, or it cannot be made from these settings.
-        SinkError: it lacks something to work.
-    """
+    """A sink of any kind but AttentionStore's, which alone needs more of a cache."""
     if isinstance(settings, MemorySinkConfig):
         return MemorySink(settings, block_size)
     if isinstance(settings, JsonLinesSinkConfig):
@@ -63,11 +58,7 @@ def make_plain_sink(settings: SinkConfig, model: str, block_size: int) -> Sink:
 
 
 def class_of_sink(settings: ClassSinkConfig) -> type[Sink]:
-    """The class of a sink of another package.
-
-    Raises:
-        ConfigError: there is no such class.
-    """
+    """The class of a sink of another package."""
     known = ("memory", "jsonl", "attention_store", "kv_events")
     where = f"flush.sinks {settings.label!r}: kind"
     found: type[Sink] = class_at(settings.class_path, Sink, where, known, ConfigError)

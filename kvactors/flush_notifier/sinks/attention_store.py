@@ -43,12 +43,7 @@ class AttentionStoreSink(Sink):
             raise SinkError(f"sink {self.name!r}: {self._journal.path.parent} is not a folder")
 
     async def open(self) -> None:
-        """Read the journal, connect, and wait until the index is ready.
-
-        Raises:
-            SinkError: the journal or the SDK does not work.
-            DeadlineExceeded: the index is not ready in time.
-        """
+        """Read the journal, connect, and wait until the index is ready."""
         if self._journal is not None:
             await self._journal.read(self._published)
         try:
@@ -79,11 +74,7 @@ class AttentionStoreSink(Sink):
         self._answers = True
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        """Send tasks to the index, in order.
-
-        Raises:
-            SinkError: a call failed. `num_acknowledged` counts the tasks before it.
-        """
+        """Send tasks to the index, in order."""
         self.num_acknowledged = 0
         gains = [
             task
@@ -113,9 +104,6 @@ class AttentionStoreSink(Sink):
     async def _retract_all(self) -> None:
         """Retract everything. A path whose retraction fails does not keep the others from theirs,
         and is tried again a few times.
-
-        Raises:
-            SdkError: some retractions failed each time.
         """
         for pause in RETRY_AT_CLOSE:
             await asyncio.sleep(pause)

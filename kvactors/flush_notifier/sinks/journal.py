@@ -61,7 +61,6 @@ class Retraction(NamedTuple):
     """A path to be removed from `start` on.
 
     Attributes:
-        hashes: of its blocks.
         tokens: from the root.
     """
 

@@ -35,13 +35,7 @@ class KvEventsStatistics(NamedTuple):
     """Counters as of now.
 
     Attributes:
-        sequence: number of the next batch.
-        published: batches of this process.
-        detail_sequence: number of the next record of the second stream.
-        kept_bytes: bytes kept for replay.
-        requests, malformed: to the replay socket.
         given_up: requests of readers that disconnected or were too slow.
-        states: states made for replays and snapshots.
     """
 
     sequence: int
@@ -78,9 +72,6 @@ class KvEventsSink(Sink):
 
     Attributes:
         endpoint, replay_endpoint, detail_endpoint: the real ones, once open.
-        events: the stream of events.
-        details: the second stream.
-        server: answers replay requests, None without a replay endpoint.
     """
 
     takes_clear = True
@@ -101,11 +92,7 @@ class KvEventsSink(Sink):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Open the sockets.
-
-        Raises:
-            SinkError: an endpoint is not available.
-        """
+        """Open the sockets."""
         self._sockets = sockets = Sockets(self.name)
         config = self.config
         try:

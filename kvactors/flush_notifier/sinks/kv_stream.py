@@ -133,9 +133,6 @@ class Window:
 class StreamChanges:
     """How the ledger's view of the sink differs from the stream up to a number.
 
-    Args:
-        last: tasks published before that number that the ledger may not have in the view yet.
-
     Attributes:
         empty: the last task before the number removed everything.
         cleared: a later task removed everything, so the ledger no longer has the blocks of the
@@ -212,10 +209,6 @@ class EventStream:
         sequence: number of the next batch.
         first: number of this process's first batch.
         fill: whether readers insist on every number.
-        window: the last batches.
-        source: of the sink's view.
-        sender: sends a message to the readers. Set when the socket is open.
-        states_made: states made for readers.
         state_number: of the last state, END if no reader needs it.
     """
 
@@ -390,9 +383,6 @@ class EventStream:
 class DetailStream:
     """The second stream: epochs, reasons and snapshots, for readers of kvactors. Off without a
     topic.
-
-    Attributes:
-        sender: sends a message to the readers. Set when the socket is open.
     """
 
     def __init__(self, config: KvEventsSinkConfig, first: int) -> None:
@@ -432,7 +422,6 @@ class ReplayAnswer:
     """One reader's answer.
 
     Attributes:
-        began: when.
         blocked: since when its queue has been full (0: it is not).
     """
 

@@ -41,14 +41,7 @@ class Event(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaul
 
 
 class BlockStored(Event, frozen=True):
-    """Blocks of one path, each the parent of the next, are on `medium`.
-
-    Attributes:
-        parent_block_hash: None at the start of a sequence.
-        token_ids: of all these blocks.
-        extra_keys, block_mm_infos, cache_salt: what beside tokens identifies the blocks
-            (`identity_fields`).
-    """
+    """Blocks of one path, each the parent of the next, are on `medium`."""
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
@@ -238,7 +231,6 @@ class Form(NamedTuple):
         array: in arrays, where a field without a value is nil. Otherwise in maps, where it is left
             out.
         num_fields: how many of the fields of `Fields` are sent.
-        tagged: see `identity_fields`.
     """
 
     array: bool
@@ -262,14 +254,6 @@ Identity = tuple[bytes, bytes, int, bytes]
 class KvEventEncoder:
     """Encodes events of one sink. Its result is that of MessagePack encoders that write numbers in
     their shortest form, bit for bit.
-
-    Args:
-        config: the form of the events.
-        block_size: tokens of a block.
-
-    Attributes:
-        cleared: an AllBlocksCleared event.
-        batch: encodes a batch: `batch(timestamp, events)`.
     """
 
     __slots__ = ("_form", "_max_blocks", "_native", "batch", "cleared")
@@ -303,12 +287,8 @@ class KvEventEncoder:
         """Encode a BlockStored event.
 
         Args:
-            hashes: block hashes.
-            parent: hash of the block before them.
             tokens: of these blocks alone.
-            tier: where the blocks are.
             position: of the first of them in its path. At 0 there is no parent.
-            scope: their scope.
             extra_keys: of the path.
         """
         if not position:

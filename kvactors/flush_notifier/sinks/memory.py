@@ -18,14 +18,7 @@ KEPT_TASKS = 10_000
 
 
 class MemorySink(Sink):
-    """Checks every task against the earlier ones, and applies it.
-
-    Attributes:
-        tasks: the last ones.
-        counts: tasks by residency.
-        epochs: in the order in which they began.
-        calls: number of calls.
-    """
+    """Checks every task against the earlier ones, and applies it."""
 
     def __init__(self, config: MemorySinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)
@@ -42,11 +35,7 @@ class MemorySink(Sink):
         self.lose_state()
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        """See `Sink.deliver`.
-
-        Raises:
-            SinkError: a task is malformed or contradicts an earlier one. No task was applied.
-        """
+        """See `Sink.deliver`."""
         self.calls += 1
         for task in tasks:
             self._validate(task)
