@@ -87,8 +87,8 @@ class FlushNotifier(Actor):
         self._deliver_soon()
 
     async def stopped(self) -> None:
-        """Cancel the calls in flight. The next incarnation waits for their end, or the close of the
-        sink."""
+        """Cancel the calls in flight. The next incarnation, or the close of the sink, waits for
+        their end."""
         for delivery in self.sinks.deliveries:
             if delivery.timer is not None:
                 delivery.timer.cancel()
@@ -104,18 +104,15 @@ class FlushNotifier(Actor):
     @on(PathsFound)
     @on(NamespaceChanged)
     def fact(self, fact: Report) -> None:
-        """Blocks are resident, left a tier, or have a path, or other blocks are due."""
         if self.sinks.deliveries:
             self._work(self.ledger.apply(fact))
 
     @on(SetIdleLimit)
     def set_idle_limit(self, message: SetIdleLimit) -> None:
-        """The device blocks of the cache are set."""
         self.ledger.tree.idle_limit = message.limit
 
     @on(Continue)
     def continue_work(self, message: Continue) -> None:
-        """The next slice of a large fact or delivery."""
         self._unfinished -= 1
         self._work(message.work)
 
@@ -138,12 +135,11 @@ class FlushNotifier(Actor):
                 self._woken = True  # after the turns that are due: one batch for them all
                 asyncio.get_running_loop().call_soon(self.to_self, Deliver())
         if self.sinks.waiters:
-            for envelope in self.sinks.waiters.take_done():
+            for envelope in self.sinks.take_done():
                 self.answer(envelope, True)
 
     @on(Deliver)
     def deliver(self, message: Deliver) -> None:
-        """Send each sink that can be called the differences from its view."""
         self._woken = False
         if not self._unfinished:
             ready = [delivery for delivery in self.sinks.deliveries if delivery.ready()]
@@ -153,7 +149,7 @@ class FlushNotifier(Actor):
                 self._work(self._call(delivery))
 
     def _call(self, delivery: SinkDelivery) -> Iterator[None]:
-        """Call a sink with its next batch, or with the epoch. Slices."""
+        """Call a sink with its next batch, or with the epoch."""
         yield from delivery.take(self.epoch)
         name, number = delivery.sink.name, delivery.number
         self._report_end(name, delivery.start(self.epoch), number)
@@ -164,8 +160,7 @@ class FlushNotifier(Actor):
 
     @on(CallLate)
     def call_late(self, message: CallLate) -> None:
-        """A call missed its deadline: continue without its answer. The next call comes after its
-        end."""
+        """Continue without the answer. The next call comes after the end of this one."""
         delivery = self.sinks[message.sink]
         if delivery.is_current(message.number):
             delivery.stuck = True
@@ -195,17 +190,12 @@ class FlushNotifier(Actor):
                 self.log.warning("sink fails", sink=name, error=error, again_in=delay)
             self.after(delay, RetryDue(name))
         elif (failed_for := delivery.call_succeeded()) is not None:
-            self.log.info(
-                "sink works again",
-                sink=name,
-                failed_for=round(failed_for, 3),
-                last_error=delivery.last_error,
-            )
+            seconds, error = round(failed_for, 3), delivery.last_error
+            self.log.info("sink works again", sink=name, failed_for=seconds, last_error=error)
         self._work(self.sinks.finish_call(delivery))
 
     @on(RetryDue)
     def retry_due(self, message: RetryDue) -> None:
-        """A back-off ended."""
         self.sinks[message.sink].backing_off = False
         self._deliver_soon()
 
@@ -213,8 +203,6 @@ class FlushNotifier(Actor):
 
     @on(Resync)
     def resync(self, message: Resync, envelope: Envelope[bool]) -> None:
-        """Send a sink the complete state again. The answer follows when the sink has acknowledged
-        it."""
         self._drop_abandoned()
         delivery = self.sinks[message.sink]
         delivery.resync_asks.append(envelope)
@@ -243,21 +231,18 @@ class FlushNotifier(Actor):
 
     @on(WaitFlushed)
     def wait_flushed(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
-        """Answer when the sinks have acknowledged all changes due now."""
         self._drop_abandoned()
-        self.sinks.wait(message, envelope)
+        self.sinks.wait_for(message, envelope)
         self._deliver_soon()
 
     def _drop_abandoned(self) -> None:
-        for envelope in self.sinks.waiters.take_abandoned():
+        for envelope in self.sinks.take_abandoned():
             self.answer(envelope, False)
 
     # -- inspection
 
     def check_steps(self) -> Iterator[None]:
-        """AssertionError if the ledger is inconsistent. It may change between the slices."""
         return self.ledger.check_steps()
 
     def check(self) -> None:
-        """All steps of `check_steps`."""
         self.ledger.check()

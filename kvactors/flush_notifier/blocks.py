@@ -10,25 +10,26 @@ from kvactors.identity import RequestScope
 from kvactors.redact import redacted_repr
 from kvactors.types import ALL_TIERS, Reason, Tier
 
-UNSURE = 3
-"""Bits by which `LedgerBlock.views` shifts the tiers on which an answer was lost."""
+UNSURE = 3  # bits by which `LedgerBlock.views` shifts the tiers on which an answer was lost
 
 BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL_TIERS + 1))
 """By set of tiers: its members as numbers (plain ints: arithmetic on flags is slow)."""
 
 LAST = 0
-"""Index of `LedgerBlock.reasons` for the last change on any tier. The index of the last change on
-one tier is the tier's bit."""
+"""Index of `LedgerBlock.reasons` for the last change on any tier. Otherwise it is a tier's bit."""
 
-REASONS = tuple(Reason)
-"""By the numbers in `LedgerBlock.reasons`."""
+REASONS = tuple(Reason)  # by the numbers in `LedgerBlock.reasons`
 
 REASON_NUMBERS = {reason: number for number, reason in enumerate(REASONS)}
 
 
+HashInputs = tuple[bytes, bytes, bytes, RequestScope]
+"""The inputs of a block's hash: parent hash, tokens, extra key and scope."""
+
+
 class LedgerBlock:
     """One block whose path is known. Small numbers are in bytearrays, which the cyclic garbage
-    collector does not visit: there is one of each block in the tiers.
+    collector does not visit.
 
     Attributes:
         due: per sink, the tiers on which it is to be announced (see `Ledger`).
@@ -49,18 +50,12 @@ class LedgerBlock:
         self,
         block_hash: bytes,
         parent: LedgerBlock | None,
-        parent_hash: bytes,
-        tokens: bytes,
-        scope: RequestScope,
+        inputs: HashInputs,
         sinks: int,
-        extra_key: bytes = b"",
     ) -> None:
         self.hash = block_hash
-        self.scope = scope
-        self.extra_key = extra_key
         self.parent = parent
-        self.parent_hash = parent_hash
-        self.tokens = tokens
+        self.parent_hash, self.tokens, self.extra_key, self.scope = inputs
         self.depth: int = parent.depth + 1 if parent is not None else 1
         self.children = self.tiers = self.pins = 0
         self.views = bytearray(sinks)
@@ -78,20 +73,6 @@ class LedgerBlock:
         """Whether no tier, no sink's view and no delivery has it. Blocks below it may remain."""
         return not (self.tiers or self.pins or any(self.views))
 
-    def unlink(self) -> None:
-        """Remove it from the children of its parent. `right` stays, so that a scan that has stopped
-        here continues there."""
-        above, left, right = self.parent, self.left, self.right
-        if above is not None:
-            above.children -= 1
-            if left is not None:
-                left.right = right
-            else:
-                above.child = right
-            if right is not None:
-                right.left = left
-            self.left = None
-
 
 class HeldBlock(NamedTuple):
     """One block in a sink's view, for snapshots: `tokens` are its own, `tiers` is a set."""
@@ -108,19 +89,36 @@ class HeldBlock(NamedTuple):
         return redacted_repr(self)
 
 
-class BlockOrder:
-    """Blocks in the order they were added: a linked list that can be scanned in slices while blocks
-    come and go. Numbers rise from 1. A removed block has number 0."""
+class LedgerTree:
+    """Blocks whose paths are known.
 
-    __slots__ = ("_first", "_last", "last_number")
+    They are also a linked list in the order in which they were added, so parents before children,
+    which can be scanned in slices while blocks come and go. Numbers rise from 1, and a removed
+    block has number 0.
 
-    def __init__(self) -> None:
+    A block is idle when no tier, no sink's view and no delivery has it. Idle blocks are kept for a
+    while, since facts about one block arrive from several actors in any order: a block that left
+    one tier may be about to appear on another.
+
+    Attributes:
+        idle: idle blocks, the longest idle first.
+        version: rises with every slice that may have changed something.
+        changing: changes that have slices left, between which differences and the number of idle
+            blocks may be inconsistent.
+    """
+
+    def __init__(self, idle_limit: int, step: int) -> None:
+        self.blocks: dict[bytes, LedgerBlock] = {}
+        self.idle: dict[LedgerBlock, None] = {}
+        self.idle_limit = max(1, idle_limit)
+        self.step = step
+        self.version = self.changing = self.last_number = 0
         self._first: LedgerBlock | None = None
         self._last: LedgerBlock | None = None
-        self.last_number = 0  # given so far
 
     def add(self, block: LedgerBlock) -> None:
-        """Append a new block."""
+        """Add a new block below its parent."""
+        self.blocks[block.hash] = block
         self.last_number += 1
         block.number = self.last_number
         block.before = self._last
@@ -129,9 +127,17 @@ class BlockOrder:
         else:
             self._last.after = block
         self._last = block
+        above = block.parent
+        if above is not None:
+            above.children += 1
+            block.right = above.child
+            if above.child is not None:
+                above.child.left = block
+            above.child = block
 
-    def remove(self, block: LedgerBlock) -> None:
-        """Remove a block. `after` stays, so that a scan that has stopped here continues there."""
+    def _remove(self, block: LedgerBlock) -> None:
+        """`after` and `right` stay, so that a scan that has stopped here continues there."""
+        del self.blocks[block.hash]
         before, after = block.before, block.after
         if before is None:
             self._first = after
@@ -141,57 +147,27 @@ class BlockOrder:
             self._last = before
         else:
             after.before = before
-        block.before = None
+        above, left, right = block.parent, block.left, block.right
+        if above is not None:
+            above.children -= 1
+            if left is not None:
+                left.right = right
+            else:
+                above.child = right
+            if right is not None:
+                right.left = left
+        block.before = block.left = None
         block.number = 0
 
-    def up_to(self, number: int) -> Iterator[LedgerBlock]:
-        """Blocks with a number of at most `number`, in order. Blocks may be added and removed
-        between two of them. A block that is there all the time is yielded once."""
+    def scan(self, up_to: int | None = None) -> Iterator[LedgerBlock]:
+        """The blocks that are there now, or those numbered up to `up_to`. Blocks may be added and
+        removed between two of them. A block that is there all the time is yielded once."""
+        last = self.last_number if up_to is None else up_to
         block = self._first
-        while block is not None and block.number <= number:
+        while block is not None and block.number <= last:
             if block.number:
                 yield block
             block = block.after
-
-    def __iter__(self) -> Iterator[LedgerBlock]:
-        """All blocks that are there when the scan begins."""
-        return self.up_to(self.last_number)
-
-
-class LedgerTree:
-    """Blocks whose paths are known.
-
-    A block is idle when no tier, no sink's view and no delivery has it. Idle blocks are kept for a
-    while, since facts about one block arrive from several actors in any order: a block that left
-    one tier may be about to appear on another.
-
-    Attributes:
-        order: the same blocks, parents before children.
-        idle: idle blocks, the longest idle first.
-        version: rises with every slice that may have changed something.
-        changing: changes that have slices left, between which differences and the number of idle
-            blocks may be inconsistent.
-    """
-
-    def __init__(self, idle_limit: int, step: int) -> None:
-        self.blocks: dict[bytes, LedgerBlock] = {}
-        self.order = BlockOrder()
-        self.idle: dict[LedgerBlock, None] = {}
-        self.idle_limit = max(1, idle_limit)
-        self.step = step
-        self.version = self.changing = 0
-
-    def add(self, block: LedgerBlock) -> None:
-        """Add a new block below its parent."""
-        self.blocks[block.hash] = block
-        self.order.add(block)
-        above = block.parent
-        if above is not None:
-            above.children += 1
-            block.right = above.child
-            if above.child is not None:
-                above.child.left = block
-            above.child = block
 
     def note_idle(self, block: LedgerBlock) -> None:
         """Put an idle block at the end of the idle blocks. A block that comes back into use leaves
@@ -200,7 +176,6 @@ class LedgerTree:
         self.idle[block] = None
 
     def unpin(self, block: LedgerBlock) -> None:
-        """Release one reference from outside the tree."""
         block.pins -= 1
         if not block.tiers and block.idle():
             self.note_idle(block)
@@ -208,7 +183,6 @@ class LedgerTree:
     # -- changes
 
     def begin(self) -> None:
-        """A change begins. `end` follows."""
         self.version += 1
         self.changing += 1
 
@@ -230,18 +204,14 @@ class LedgerTree:
     ) -> Iterator[None]:
         """Change every block (numbered up to `up_to` if given), parents before children: what is
         due of the block above is final."""
-        scan = self.order if up_to is None else self.order.up_to(up_to)
-        for number, block in enumerate(scan, 1):
+        for number, block in enumerate(self.scan(up_to), 1):
             change(block)
             if not number % self.step:
                 yield from self.pause()
 
     def trim(self) -> Iterator[None]:
-        """Remove the longest idle blocks beyond the limit.
-
-        Runs only at the end of a slice. By then every idle block has been noted, so no block that
-        the slice still refers to is removed.
-        """
+        """Remove the longest idle blocks beyond the limit. Only at the end of a slice: every idle
+        block has been noted by then, so no block that the slice still refers to is removed."""
         removed = 0
         while len(self.idle) > self.idle_limit:
             oldest = next(iter(self.idle))
@@ -250,9 +220,7 @@ class LedgerTree:
             while (
                 block is not None and not block.children and block.idle() and block not in self.idle
             ):
-                del self.blocks[block.hash]
-                self.order.remove(block)
-                block.unlink()
+                self._remove(block)
                 block = block.parent
                 if block is not None:
                     removed += 1

@@ -20,19 +20,17 @@ from kvactors.actor.log import described, get_logger
 from kvactors.actor.sliced import Sliced, finish
 from kvactors.errors import KVActorsError, SinkError
 from kvactors.flush_notifier.ledger import Ledger, Tiers
-from kvactors.flush_notifier.messages import FlushTask, WaitFlushed
+from kvactors.flush_notifier.messages import WaitFlushed
 from kvactors.flush_notifier.select import DeliveryBatch
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.view import SinkView
 from kvactors.settings import FlushConfig
 from kvactors.types import Residency, Tier
 
-CLOSE_GRACE_S = 0.5
-"""Time in which a cancelled call may end before the cache closes without it."""
+CLOSE_GRACE_S = 0.5  # time in which a cancelled call may end before the cache closes without it
 
 LONGEST_PAUSE_S = 1.0
-SHORTEST_PAUSE_S = 0.005
-"""Bounds of the time between two slices of a slow repetition."""
+SHORTEST_PAUSE_S = 0.005  # bounds of the time between two slices of a slow repetition
 
 
 class SinkStatistics(NamedTuple):
@@ -71,16 +69,6 @@ class SinkStatistics(NamedTuple):
     resyncs: int
 
 
-class SinkHealth(NamedTuple):
-    """Whether a sink acknowledges its deliveries. `reason` is empty if it does."""
-
-    name: str
-    ok: bool
-    reason: str
-    failing_for: float
-    pending: int
-
-
 class SinkDelivery:
     """Calls to one sink.
 
@@ -90,6 +78,7 @@ class SinkDelivery:
             done.
         number: of the last call. A report with another number is late.
         stuck: a call that missed its deadline has not ended.
+        undelivered: the failures in a row include a delivery.
         since: when something became pending, None if nothing is.
         repeat, repeat_due: the slices left of a slow repetition, and whether one is due.
     """
@@ -109,8 +98,7 @@ class SinkDelivery:
         self.resyncs = 0
         self.delay = config.retry_min_s
         self.failures = 0  # in a row
-        self.failed = False  # the last call
-        self.undelivered = False  # the failures include a delivery
+        self.failed = self.undelivered = False
         self.failing_since: float | None = None
         self.last_error = ""
         self.delivered = self.resident = self.gone = self.blocks = self.retried = 0
@@ -118,13 +106,11 @@ class SinkDelivery:
     # -- calls
 
     def ready(self) -> bool:
-        """Whether the sink can be called, and there is something to send."""
         return not (self.in_flight or self.backing_off or self.stuck) and (
             bool(self.view.dirty) or not self.begun
         )
 
     def note_pending(self) -> None:
-        """Note when something became pending."""
         if self.since is None and self.view.dirty:
             self.since = now()
 
@@ -135,8 +121,7 @@ class SinkDelivery:
         self.number += 1
 
     def start(self, epoch: int) -> asyncio.Task[str]:
-        """Call the sink in its own task: with the epoch, or with the batch. The result is empty, or
-        the error's text."""
+        """Call the sink in its own task. The result is empty, or the error's text."""
         begun, tasks = self.begun, tuple(self.batch.tasks)
 
         async def call() -> None:
@@ -156,11 +141,7 @@ class SinkDelivery:
         return self.in_flight and number == self.number
 
     def call_failed(self, error: str) -> float:
-        """The call in flight failed.
-
-        Returns:
-            Seconds to back off.
-        """
+        """The call in flight failed. Returns the seconds to back off."""
         self.retried += 1
         self.failures += 1
         self.failed = True
@@ -173,11 +154,7 @@ class SinkDelivery:
 
     def call_succeeded(self) -> float | None:
         """The call in flight succeeded. A sink that takes an epoch still fails if it took no task
-        before.
-
-        Returns:
-            Seconds since the first failed call of a row that ends now, None if none ends.
-        """
+        before. Returns the seconds since the first failed call of a row that ends now."""
         delivers, self.begun, self.failed = self.begun, True, False
         if self.undelivered and not delivers:
             return None
@@ -190,12 +167,16 @@ class SinkDelivery:
         came before, `call_ended` follows."""
         acknowledged, rest = (self.batch, None) if not self.failed else self._split()
         yield from self.view.delivered(acknowledged)
-        self._count(acknowledged.tasks)
+        self.delivered += len(acknowledged.tasks)
+        for task in acknowledged.tasks:
+            self.blocks += task.count
+            self.resident += task.residency is Residency.RESIDENT
+            self.gone += task.residency is Residency.GONE
         if rest is not None:
             yield from self.view.refused(rest)
 
     def call_ended(self) -> bool:
-        """The ledger's part of the end is done: the next call may start."""
+        """The next call may start. Returns whether the call removed everything."""
         cleared = bool(self.batch.cleared)
         self.in_flight = False
         if not self.failed:
@@ -204,8 +185,7 @@ class SinkDelivery:
         return cleared
 
     def _split(self) -> tuple[DeliveryBatch, DeliveryBatch]:
-        """The batch of a failed call: the tasks that were acknowledged (`Sink.num_acknowledged`),
-        and the rest."""
+        """The batch of a failed call: the tasks that were acknowledged, and the rest."""
         try:
             count: Any = self.sink.num_acknowledged
         except Exception:
@@ -213,21 +193,11 @@ class SinkDelivery:
         sound = type(count) is int and 0 <= count <= len(self.batch.tasks) and self.begun
         return self.batch.split(count if sound else 0)
 
-    def _count(self, tasks: Sequence[FlushTask]) -> None:
-        self.delivered += len(tasks)
-        for task in tasks:
-            self.blocks += task.count
-            self.resident += task.residency is Residency.RESIDENT
-            self.gone += task.residency is Residency.GONE
-
     # -- resync
 
     def resync(self) -> Sliced[list[Envelope[bool]]]:
-        """Mark the complete state to be sent again. No call is in flight.
-
-        Returns:
-            The asks that wait until it is acknowledged.
-        """
+        """Mark the complete state to be sent again. No call is in flight. Returns the asks that
+        wait until it is acknowledged."""
         self.resync_due = False
         if self.sink.repeats:
             yield from self.view.repeat()
@@ -279,13 +249,8 @@ class SinkDelivery:
             )
             return None
 
-    @property
-    def failing_for(self) -> float:
-        """Seconds since calls began to fail, 0 if the last one succeeded."""
-        return 0.0 if self.failing_since is None else now() - self.failing_since
-
     def statistics(self) -> SinkStatistics:
-        """Counters as of now."""
+        at = now()
         return SinkStatistics(
             self.sink.name,
             self.view.pending,
@@ -295,19 +260,12 @@ class SinkDelivery:
             self.blocks,
             self.retried,
             self.view.coalesced,
-            now() - self.since if self.since is not None else 0.0,
+            at - self.since if self.since is not None else 0.0,
             self.in_flight,
             self.failures,
-            self.failing_for,
+            at - self.failing_since if self.failing_since is not None else 0.0,
             self.last_error,
             self.resyncs,
-        )
-
-    def health(self) -> SinkHealth:
-        """Whether the sink works: its calls succeed, and the last delivery did."""
-        ok, pending = not self.failures, self.view.pending
-        return SinkHealth(
-            self.sink.name, ok, "" if ok else self.last_error, self.failing_for, pending
         )
 
 
@@ -317,28 +275,60 @@ def slice_pause(interval: float, blocks: int, step: int) -> float:
     return min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, interval * step / (2 * max(1, blocks))))
 
 
-class FlushWaiters:
-    """Open asks to wait until sinks have acknowledged the changes that were due at the ask."""
+class SinkSet:
+    """The deliveries of all sinks, in the ledger's order, by position or by name, and the open asks
+    to wait until sinks have acknowledged the changes that were due at the ask.
 
-    def __init__(self) -> None:
-        # by sink the `SinkView.clock` that its view must reach, None until the call in flight ends
-        self._waiters: list[tuple[Envelope[bool], dict[SinkDelivery, int | None]]] = []
+    Attributes:
+        waiters: asks, each with the `SinkView.clock` that each sink's view must reach, None until
+            the call in flight ends.
+    """
 
-    def __len__(self) -> int:
-        return len(self._waiters)
+    def __init__(self, sinks: Sequence[Sink], ledger: Ledger, config: FlushConfig) -> None:
+        self.ledger = ledger
+        self.deliveries = [
+            SinkDelivery(sink, view, config) for sink, view in zip(sinks, ledger.sinks, strict=True)
+        ]
+        self.waiters: list[tuple[Envelope[bool], dict[SinkDelivery, int | None]]] = []
+        self._by_name = {delivery.sink.name: delivery for delivery in self.deliveries}
 
-    def add(self, envelope: Envelope[bool], sinks: Iterable[SinkDelivery]) -> None:
+    def __getitem__(self, name: str) -> SinkDelivery:
+        return self._by_name[name]
+
+    def finish_call(self, one: SinkDelivery) -> Iterator[None]:
+        """Apply the end of a call to the ledger, then the work that waited for it. Slices."""
+        yield from one.apply_result()
+        if one.resync_due:
+            yield from self.resync(one)
+        one.repeat_slice()
+        # blocks that have come back since everything was removed are sent again
+        cleared = one.call_ended()
+        for _, marks in self.waiters:
+            if one in marks and (marks[one] is None or cleared):
+                marks[one] = one.view.clock
+
+    def resync(self, delivery: SinkDelivery) -> Iterator[None]:
+        """Mark everything to be sent again to a sink that is not called now. Slices."""
+        for envelope in (yield from delivery.resync()):
+            self.wait(envelope, (delivery,))
+
+    # -- waiters
+
+    def wait_for(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
+        """Keep an ask until its sinks have acknowledged the changes due now."""
+        asked = [
+            delivery
+            for delivery in self.deliveries
+            if (message.sinks is None or delivery.sink.name in message.sinks)
+            and not (message.healthy and delivery.failures)
+        ]
+        self.wait(envelope, asked)
+
+    def wait(self, envelope: Envelope[bool], sinks: Iterable[SinkDelivery]) -> None:
         """Wait for these sinks. The batch of a call in flight may be out of date, so what must be
         corrected after it is known when the call ends."""
         marks = {one: None if one.in_flight else one.view.clock for one in sinks}
-        self._waiters.append((envelope, marks))
-
-    def call_ended(self, one: SinkDelivery, *, cleared: bool) -> None:
-        """A call to a sink ended. cleared: it removed everything, so that blocks which have come
-        back since are sent again."""
-        for _, marks in self._waiters:
-            if one in marks and (marks[one] is None or cleared):
-                marks[one] = one.view.clock
+        self.waiters.append((envelope, marks))
 
     def take_done(self) -> list[Envelope[bool]]:
         """Remove and return the asks whose sinks have acknowledged the changes that were due."""
@@ -353,57 +343,16 @@ class FlushWaiters:
     def _take(
         self, chosen: Callable[[Envelope[bool], dict[SinkDelivery, int | None]], bool]
     ) -> list[Envelope[bool]]:
-        taken = [envelope for envelope, marks in self._waiters if chosen(envelope, marks)]
-        self._waiters = [waiter for waiter in self._waiters if waiter[0] not in taken]
+        taken = [envelope for envelope, marks in self.waiters if chosen(envelope, marks)]
+        self.waiters = [waiter for waiter in self.waiters if waiter[0] not in taken]
         return taken
-
-
-class SinkSet:
-    """The deliveries of all sinks, in the ledger's order, by position or by name."""
-
-    def __init__(self, sinks: Sequence[Sink], ledger: Ledger, config: FlushConfig) -> None:
-        self.ledger = ledger
-        self.deliveries = [
-            SinkDelivery(sink, view, config) for sink, view in zip(sinks, ledger.sinks, strict=True)
-        ]
-        self.waiters = FlushWaiters()
-        self._by_name = {delivery.sink.name: delivery for delivery in self.deliveries}
-
-    def __getitem__(self, name: str) -> SinkDelivery:
-        return self._by_name[name]
-
-    def finish_call(self, delivery: SinkDelivery) -> Iterator[None]:
-        """Apply the end of a call to the ledger, then the work that waited for it. Slices."""
-        yield from delivery.apply_result()
-        if delivery.resync_due:
-            yield from self.resync(delivery)
-        delivery.repeat_slice()
-        self.waiters.call_ended(delivery, cleared=delivery.call_ended())
-
-    def resync(self, delivery: SinkDelivery) -> Iterator[None]:
-        """Mark everything to be sent again to a sink that is not called now. Slices."""
-        for envelope in (yield from delivery.resync()):
-            self.waiters.add(envelope, (delivery,))
-
-    def wait(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
-        """Keep an ask until its sinks have acknowledged the changes due now."""
-        asked = [
-            delivery
-            for delivery in self.deliveries
-            if (message.sinks is None or delivery.sink.name in message.sinks)
-            and not (message.healthy and delivery.failures)
-        ]
-        self.waiters.add(envelope, asked)
 
     # -- inspection
 
     def divergence_steps(self, tiers: Tiers, names: Collection[str] | None = None) -> Sliced[int]:
         """Count the blocks on which a sink's view differs from the announceable blocks of the
-        tiers.
-
-        Not announceable are blocks whose path was never announced, blocks whose path is interrupted
-        (see `Ledger`), and gains that are due to a sink when the request finishes.
-        """
+        tiers: not those whose path is unknown or interrupted (see `Ledger`), nor gains that are due
+        to a sink when the request finishes."""
         chosen = {
             i: one
             for i, one in enumerate(self.deliveries)
@@ -413,16 +362,10 @@ class SinkSet:
         return self.ledger.divergence_steps(chosen, mirrors, tiers)
 
     def divergence(self, tiers: Tiers, names: Collection[str] | None = None) -> int:
-        """All slices of `divergence_steps`."""
         return finish(self.divergence_steps(tiers, names))
 
     def statistics(self) -> tuple[SinkStatistics, ...]:
-        """Counters of every sink as of now."""
         return tuple(delivery.statistics() for delivery in self.deliveries)
-
-    def health(self) -> tuple[SinkHealth, ...]:
-        """Whether the last call of each sink succeeded, and if not, why and since when."""
-        return tuple(delivery.health() for delivery in self.deliveries)
 
 
 # -- calls of foreign code
@@ -448,11 +391,7 @@ def error_of(call: asyncio.Task[str]) -> str:
 
 
 async def open_sink(sink: Sink) -> None:
-    """Open a sink.
-
-    Raises:
-        SinkError: the sink raised another error than those of this package, which pass as they are.
-    """
+    """Open a sink. Any error but those of this package is raised as SinkError."""
     try:
         await sink.open()
     except (KVActorsError, KeyboardInterrupt):

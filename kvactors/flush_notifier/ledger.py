@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import NamedTuple
+from itertools import islice
 
 from kvactors.actor.sliced import Sliced, finish
 from kvactors.flush_notifier.blocks import (
@@ -32,6 +32,7 @@ from kvactors.flush_notifier.blocks import (
     LAST,
     REASON_NUMBERS,
     UNSURE,
+    HashInputs,
     LedgerBlock,
     LedgerTree,
 )
@@ -45,15 +46,11 @@ from kvactors.flush_notifier.messages import (
 )
 from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkFilter, SinkView
 from kvactors.identity import RequestScope, hash_of_block
-from kvactors.redact import redacted_repr
 from kvactors.tables import ShardedDict
 from kvactors.types import ALL_TIERS, HASH_BYTES, Reason, Tier, count_hashes, hash_at
 
-IDLE_LIMIT = 16_384
-"""Idle blocks kept by default."""
-
-STEP_BLOCKS = 256
-"""Blocks processed in one slice by default."""
+IDLE_LIMIT = 16_384  # idle blocks kept by default
+STEP_BLOCKS = 256  # blocks processed in one slice by default
 
 MAX_WAITING_ORPHANS = 65_536
 """Orphans that wait for a parent at most. Beyond that the oldest is dropped, and stays unannounced
@@ -68,24 +65,11 @@ RootOf = Callable[[str, RequestScope], bytes]
 """The root hash of the requests of a namespace, an adapter and a salt."""
 
 
-class OrphanBlock(NamedTuple):
-    """The parts of an orphan's block hash."""
-
-    parent_hash: bytes
-    tokens: bytes
-    extra_key: bytes
-    scope: RequestScope
-
-    def __repr__(self) -> str:
-        return redacted_repr(self)
-
-
 class Orphans:
     """Resident blocks that are not in the ledger's tree, since no path to them is known.
 
-    `BlocksAdded` reports that a block is resident, `PathsFound` the inputs of its hash. An orphan
-    whose inputs are known waits until its parent is added to the tree on any path. It is dropped if
-    it leaves all tiers before.
+    An orphan whose hash inputs are known (`PathsFound`) waits until its parent is added to the tree
+    on any path. It is dropped if it leaves all tiers before.
 
     Attributes:
         tiers: the set of tiers that hold each. There are as many as resident blocks at most.
@@ -95,12 +79,11 @@ class Orphans:
 
     def __init__(self) -> None:
         self.tiers: dict[bytes, int] = {}
-        self.waiting: dict[bytes, OrphanBlock] = {}
+        self.waiting: dict[bytes, HashInputs] = {}
         self.attachable: deque[bytes] = deque()
         self._below: dict[bytes, dict[bytes, None]] = {}  # hashes of waiting orphans, by parent
 
     def gain(self, block_hash: bytes, bit: int) -> None:
-        """A tier holds this block."""
         self.tiers[block_hash] = self.tiers.get(block_hash, 0) | bit
 
     def lose(self, block_hash: bytes, bit: int) -> None:
@@ -134,52 +117,45 @@ class Orphans:
                 self.attachable.append(block_hash)
         return self.tiers.pop(block_hash, 0)
 
-    def wait(self, block_hash: bytes, block: OrphanBlock) -> None:
+    def wait(self, block_hash: bytes, block: HashInputs) -> None:
         """Keep an orphan until its parent is there, and drop the oldest if there are too many."""
         self.drop(block_hash)
         if len(self.waiting) >= MAX_WAITING_ORPHANS:
             self.drop(next(iter(self.waiting)))
         self.waiting[block_hash] = block
-        self._below.setdefault(block.parent_hash, {})[block_hash] = None
+        self._below.setdefault(block[0], {})[block_hash] = None
 
-    def drop(self, block_hash: bytes) -> OrphanBlock | None:
-        """Remove and return the inputs of an orphan's hash."""
+    def drop(self, block_hash: bytes) -> None:
         block = self.waiting.pop(block_hash, None)
         if block is not None:
-            below = self._below[block.parent_hash]
+            below = self._below[block[0]]
             del below[block_hash]
             if not below:
-                del self._below[block.parent_hash]
-        return block
+                del self._below[block[0]]
 
-    def next_attachable(self, tree: LedgerTree) -> tuple[bytes, LedgerBlock, OrphanBlock] | None:
-        """Take one orphan whose parent has been added: its hash, its parent, and itself. None if
-        there is no such block."""
+    def next_attachable(self, tree: LedgerTree) -> tuple[bytes, LedgerBlock, HashInputs] | None:
+        """Take one orphan whose parent has been added: its hash, its parent, and itself."""
         while self.attachable:
             parent_hash = self.attachable[0]
-            block_hash = next(iter(self._below.get(parent_hash, ())), None)
             parent = tree.blocks.get(parent_hash)
-            if (
-                block_hash is not None
-                and parent is not None
-                and (block := self.drop(block_hash)) is not None
-            ):
+            block_hash = next(iter(self._below.get(parent_hash, ())), None)
+            if parent is not None and block_hash is not None:
+                block = self.waiting[block_hash]
+                self.drop(block_hash)
                 return block_hash, parent, block
             self.attachable.popleft()
         return None
 
     def fault(self, block_hash: bytes, tree: LedgerTree) -> str:
         """The inconsistency of an orphan, empty without one."""
+        block = self.waiting.get(block_hash)
         if not self.tiers[block_hash]:
             return "an orphan on no tier"
         if block_hash in tree.blocks:
             return "an orphan in the tree"
-        block = self.waiting.get(block_hash)
-        if block is None:
-            return ""
-        if block_hash not in self._below.get(block.parent_hash, ()):
+        if block and block_hash not in self._below.get(block[0], ()):
             return "an orphan is missing among those of its parent"
-        if block.parent_hash in tree.blocks and block.parent_hash not in self.attachable:
+        if block and block[0] in tree.blocks and block[0] not in self.attachable:
             return "an orphan waits for a parent that is in the tree"
         return ""
 
@@ -216,17 +192,16 @@ class Ledger:
 
     @property
     def blocks(self) -> dict[bytes, LedgerBlock]:
-        """Blocks whose paths are known, by hash."""
+        """Blocks whose paths are known."""
         return self.tree.blocks
 
     # -- facts
 
     def apply(self, fact: Report) -> Iterator[None]:
         """The slices of a fact."""
-        if isinstance(fact, BlocksAdded):
-            return self.gain(fact.hashes, fact.tier, fact.reason)
-        if isinstance(fact, BlocksRemoved):
-            return self.lose(fact.hashes, fact.tier, fact.reason)
+        if isinstance(fact, (BlocksAdded, BlocksRemoved)):
+            change = self.gain if isinstance(fact, BlocksAdded) else self.lose
+            return change(fact.hashes, fact.tier, fact.reason)
         if isinstance(fact, PathCached):
             return self.announce(fact)
         if isinstance(fact, PathsFound):
@@ -263,9 +238,8 @@ class Ledger:
             if block is None:
                 tokens = message.tokens[i * self.block_bytes : (i + 1) * self.block_bytes]
                 extra_key = extra_keys.get(message.start + i, b"")
-                block = self._learn(
-                    block_hash, parent, parent_hash, tokens, message.scope, extra_key
-                )
+                inputs = parent_hash, tokens, extra_key, message.scope
+                block = self._learn(block_hash, parent, inputs)
             if i < count:
                 block.tiers |= bit
                 if finished:
@@ -286,11 +260,9 @@ class Ledger:
         yield from tree.end()
 
     def gain(self, hashes: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
-        """These blocks are resident on `tier`."""
         return self._change(hashes, int(tier), reason, gained=True)
 
     def lose(self, hashes: bytes, tier: Tier, reason: Reason) -> Iterator[None]:
-        """These blocks left `tier`."""
         return self._change(hashes, int(tier), reason, gained=False)
 
     def _change(self, hashes: bytes, bit: int, reason: Reason, *, gained: bool) -> Iterator[None]:
@@ -314,7 +286,6 @@ class Ledger:
         yield from tree.end()
 
     def clear(self, tier: Tier, reason: Reason) -> Iterator[None]:
-        """No block is resident on `tier`."""
         bit, number = int(tier), REASON_NUMBERS[reason]
         left = 0  # the tiers that still hold something
 
@@ -329,18 +300,19 @@ class Ledger:
         self.tree.begin()
         yield from self.tree.change_all(leave)
         yield from self.tree.end()
-        yield from self.orphans.clear(bit, self.tree.step)
+        for _ in self.orphans.clear(bit, self.tree.step):
+            yield
+            self.tree.version += 1
         if reason is Reason.CLEAR:
             for view in self.sinks:
                 if view.filter.takes_clear and not view.table[left]:
                     view.clear_due = True
 
     def change_namespace(self, namespace: str) -> Iterator[None]:
-        """Requests are of another namespace from now on.
+        """Announce only the blocks below the roots of a namespace.
 
-        The namespace is part of the root hash, and a sink is not sent it. To a router, blocks of
-        one token path under two namespaces are one path with different hashes, and the router would
-        answer with blocks that no request can get. So blocks below another root are not announced.
+        A sink is not sent the namespace: to a router, a token path under two namespaces is one path
+        with different hashes, and it would answer with blocks that no request can get.
         """
         self._namespace = namespace
         if self._root_of is None:
@@ -360,35 +332,23 @@ class Ledger:
     # -- the due state
 
     def _learn(
-        self,
-        block_hash: bytes,
-        parent: LedgerBlock | None,
-        parent_hash: bytes,
-        tokens: bytes,
-        scope: RequestScope,
-        extra_key: bytes,
+        self, block_hash: bytes, parent: LedgerBlock | None, inputs: HashInputs
     ) -> LedgerBlock:
         """Add a block that no path has named before. `update` must follow. parent: None exactly if
-        `parent_hash` is a root hash."""
-        block = LedgerBlock(
-            block_hash, parent, parent_hash, tokens, scope, len(self.sinks), extra_key
-        )
+        the parent hash is a root hash."""
+        block = LedgerBlock(block_hash, parent, inputs, len(self.sinks))
         block.tiers = self.orphans.take_tiers(block_hash)
         self.tree.add(block)
         if self._token_root and (
-            parent.token_addressed if parent is not None else parent_hash == self._token_root
+            parent.token_addressed if parent is not None else block.parent_hash == self._token_root
         ):
             # a block with an extra key has another hash
-            block.token_addressed = block_hash == hash_of_block(parent_hash, tokens)
+            block.token_addressed = block_hash == hash_of_block(block.parent_hash, block.tokens)
         return block
 
     def update(self, block: LedgerBlock) -> bool:
-        """A block changed: compute its due state, and compare that with the view of each sink.
-
-        Returns:
-            Whether the blocks below depend on the change. Then `_spread` must follow before the
-            next block.
-        """
+        """A block changed: compute its due state, and compare that with the view of each sink. True
+        if the blocks below depend on the change: `_spread` must follow before the next block."""
         above, tiers, spread = block.parent, block.tiers, False
         due_before, views = block.due, block.views
         first = self._above_first(block) if above is None else 0
@@ -420,11 +380,7 @@ class Ledger:
 
     def _spread(self, top: LedgerBlock, looked: int) -> Sliced[int]:
         """The tiers due of a block changed: update the blocks below it, down to those for which
-        nothing changes.
-
-        Args:
-            looked: blocks processed in this slice so far. The result is the same at the end.
-        """
+        nothing changes. looked: blocks processed in this slice so far, as is the result."""
         tree = self.tree
         node: LedgerBlock | None = top.child
         while node is not None:
@@ -464,12 +420,12 @@ class Ledger:
                 block_hash = hash_at(part.hashes, i)
                 if block_hash in orphans.tiers and size == self.block_bytes:
                     tokens = part.tokens[i * size : (i + 1) * size]
-                    block = OrphanBlock(parent_hash, tokens, extra_keys.get(i, b""), part.scope)
+                    inputs = parent_hash, tokens, extra_keys.get(i, b""), part.scope
                     parent = tree.blocks.get(parent_hash)
                     if parent is not None or (is_root and not i):
-                        self._attach(block_hash, parent, block)
+                        self._attach(block_hash, parent, inputs)
                     else:
-                        orphans.wait(block_hash, block)
+                        orphans.wait(block_hash, inputs)
                 parent_hash = block_hash
                 looked += 1
                 if not looked % tree.step:
@@ -479,12 +435,10 @@ class Ledger:
         yield from self._attach_orphans()
         yield from tree.end()
 
-    def _attach(self, block_hash: bytes, parent: LedgerBlock | None, block: OrphanBlock) -> None:
+    def _attach(self, block_hash: bytes, parent: LedgerBlock | None, inputs: HashInputs) -> None:
         """Add an orphan to the tree. It has no children yet. It counts as covered by a finished
         request, since one brought it to storage."""
-        added = self._learn(
-            block_hash, parent, block.parent_hash, block.tokens, block.scope, block.extra_key
-        )
+        added = self._learn(block_hash, parent, inputs)
         added.finished = True
         added.reasons[LAST] = added.reasons[int(Tier.STORAGE)] = REASON_NUMBERS[Reason.STORED]
         self.update(added)
@@ -508,7 +462,6 @@ class Ledger:
         return max(1, self.tree.step // 16)
 
     def check(self) -> None:
-        """All slices of `check_steps`."""
         finish(self.check_steps())
 
     def check_steps(self) -> Iterator[None]:
@@ -520,7 +473,7 @@ class Ledger:
         tree, version, step = self.tree, self.tree.version, self._check_step
         blocks = children = idle = 0
         dirty = [0] * len(self.sinks)
-        for blocks, block in enumerate(tree.order, 1):
+        for blocks, block in enumerate(tree.scan(), 1):
             self._check_block(block)
             children += block.children - (block.parent is not None)
             idle += block in tree.idle
@@ -528,13 +481,12 @@ class Ledger:
                 dirty[view.index] += block in view.dirty
             if not blocks % step:
                 yield
-        for i, block_hash in enumerate(_keys(self.orphans.tiers), 1):
-            if version != tree.version:
-                break
-            fault = self.orphans.fault(block_hash, tree)
-            _require(not fault, fault)
-            if not i % step:
-                yield
+        keys = iter(self.orphans.tiers)  # broken once the version has changed
+        while version == tree.version and (some := list(islice(keys, step))):
+            for block_hash in some:
+                fault = self.orphans.fault(block_hash, tree)
+                _require(not fault, fault)
+            yield
         if version == tree.version:
             waiting, orphans = len(self.orphans.waiting), len(self.orphans.tiers)
             pending = [view.pending for view in self.sinks]
@@ -554,12 +506,9 @@ class Ledger:
         if parent is not None:
             _require(tree.blocks.get(parent.hash) is parent, "a block whose parent was removed")
             before, after = block.left, block.right
-            _require(
-                parent.children > 0
-                and (parent.child if before is None else before.right) is block
-                and (after is None or after.left is block),
-                "a block that is not among the children of its parent",
-            )
+            linked = (parent.child if before is None else before.right) is block
+            linked = linked and parent.children > 0 and (after is None or after.left is block)
+            _require(linked, "a block that is not among the children of its parent")
         _require(bool(block.children) == (block.child is not None), "child counts disagree")
         _require(
             bool(block.children) or not block.idle() or block in tree.idle,
@@ -567,39 +516,40 @@ class Ledger:
         )
         for sink in self.sinks:
             view, due = block.views[sink.index], block.due[sink.index]
-            if (due != view) != (block in sink.dirty) and not (block.pins and tree.changing):
-                raise AssertionError(
-                    "a difference that is not pending, or a pending one that is none"
-                )
-            above_due = self._above_first(block) if parent is None else parent.due[sink.index]
-            expected = (
-                sink.closed[above_due << SHIFT | block.tiers] if sink.filter.accepts(block) else 0
+            _require(
+                (due != view) == (block in sink.dirty) or bool(block.pins and tree.changing),
+                "a difference that is not pending, or a pending one that is none",
             )
-            # A root is another one before the ledger is sent that (`Roots.renew`).
-            leaving = parent is None and not expected
-            if due != expected and not tree.changing and not leaving:
-                raise AssertionError("what is due of a block does not follow from the block above")
-            if parent is not None and not tree.changing:
-                below, above = view | view >> UNSURE, parent.views[sink.index]
-                above |= above >> UNSURE
-                if (below & TIERS and not above & TIERS) or below & ~above & DEVICE:
-                    raise AssertionError(
-                        "a sink's view has a block without the block above it, see Ledger"
-                    )
             _require(
                 block.token_addressed or not (view and sink.filter.by_tokens),
                 "a sink addressed by tokens was sent a block that tokens do not identify",
             )
+            if tree.changing:
+                continue
+            above_due = self._above_first(block) if parent is None else parent.due[sink.index]
+            accepted = sink.filter.accepts(block)
+            expected = sink.closed[above_due << SHIFT | block.tiers] if accepted else 0
+            # A root is another one before the ledger is sent that (`Roots.renew`).
+            leaving = parent is None and not expected
+            _require(
+                due == expected or leaving,
+                "what is due of a block does not follow from the block above",
+            )
+            if parent is not None:
+                below, above = view | view >> UNSURE, parent.views[sink.index]
+                above |= above >> UNSURE
+                _require(
+                    bool(above & TIERS or not below & TIERS) and not below & ~above & DEVICE,
+                    "a sink's view has a block without the block above it, see Ledger",
+                )
 
     # -- comparison with the tiers
 
     def divergence_steps(
         self, sinks: Collection[int], mirrors: Mapping[int, Tiers], tiers: Tiers
     ) -> Sliced[int]:
-        """Count the blocks on which the view of one of the sinks and the tiers differ.
-
-        A view should be the closed truth: each tier that holds a block, as far as the tree rule
-        allows. A change between two slices may or may not count: compare at rest.
+        """Count the blocks on which the view of one of the sinks (by index) and the closed truth of
+        the tiers differ. A change between two slices may or may not count: compare at rest.
 
         Args:
             mirrors: by sink that keeps its own account of its view, that account. The ledger's
@@ -632,14 +582,10 @@ class Ledger:
         self, sink: SinkFilter, tiers: Tiers, expected: ShardedDict[int]
     ) -> Iterator[tuple[LedgerBlock, int]]:
         """Every block whose path is known, parents before children, and the tiers on which it would
-        be announced to a sink with this filter if `tiers` held these blocks.
-
-        Args:
-            expected: empty. Filled with the announced tiers by block hash, for the caller to free
-                in slices.
-        """
+        be announced to a sink with this filter if `tiers` held these blocks. expected: filled with
+        the announced tiers by block hash, for the caller to free in slices."""
         closed = sink.closed()
-        for block in self.tree.order:
+        for block in self.tree.scan():
             above = (
                 self._above_first(block)
                 if block.parent is None
@@ -653,21 +599,7 @@ class Ledger:
 
 def tiers_of(tiers: Tiers, block_hash: bytes) -> int:
     """The set of tiers that hold a block."""
-    held = 0
-    for tier, hashes in tiers.items():
-        if block_hash in hashes:
-            held |= tier
-    return held
-
-
-def _keys(mapping: dict[bytes, int]) -> Iterator[bytes]:
-    """Keys of a dict that may change between two of them, which ends the iteration."""
-    keys = iter(mapping)
-    while True:
-        try:
-            yield next(keys)
-        except (StopIteration, RuntimeError):
-            return
+    return sum(tier for tier, hashes in tiers.items() if block_hash in hashes)
 
 
 def _require(holds: bool, otherwise: str) -> None:

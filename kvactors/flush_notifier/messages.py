@@ -1,5 +1,4 @@
-"""Messages to FlushNotifier: blocks that became resident or left a tier, and asks to wait for
-sinks. Its messages to sinks."""
+"""Messages to FlushNotifier, and its messages to sinks."""
 
 from __future__ import annotations
 
@@ -82,11 +81,7 @@ class PathPart(NamedTuple):
 
 class PathsFound(Message, frozen=True, eq=False):
     """Parents and tokens of blocks that were found in storage. `BlocksAdded` reports where they
-    are. Blocks on no tier are left out.
-
-    Attributes:
-        roots: parents of parts that are root hashes of requests of now.
-    """
+    are. roots: parents of parts that are root hashes of requests of now."""
 
     parts: tuple[PathPart, ...]
     roots: frozenset[bytes]
@@ -114,27 +109,22 @@ class NamespaceChanged(Message, frozen=True, eq=False):
 
 
 class WaitFlushed(Ask[bool], frozen=True, eq=False):
-    """Wait until every sink has acknowledged everything that is due at this message. True then. The
-    asker's deadline bounds it.
-
-    Attributes:
-        healthy: leave out those whose last call failed.
-    """
+    """Wait until the sinks (all if None) have acknowledged everything that is due at this message.
+    healthy: leave out sinks whose last call failed. Answered with True."""
 
     sinks: tuple[str, ...] | None = None
     healthy: bool = False
 
 
 class Resync(Ask[bool], frozen=True, eq=False):
-    """Send the sink of this name everything again, as to an index that has lost its state. True
-    once it has taken all of that."""
+    """Send the sink of this name everything again, as to an index that has lost its state. Answered
+    with True once it has taken all of that."""
 
     sink: str
 
 
 class SetIdleLimit(Control, frozen=True, eq=False):
-    """The number of blocks in no tier that the ledger keeps, for a cache whose device blocks are
-    set after it was opened."""
+    """The number of idle blocks that the ledger keeps."""
 
     limit: int
 
@@ -144,12 +134,11 @@ class FlushTask(Message, frozen=True, eq=False):
     resident, or gone. It carries no KV data.
 
     Attributes:
-        tokens: the complete path from the root to the deepest block concerned, little-endian uint32
-            (shared, immutable): (start_block_idx + count) whole blocks. count 0: everything is gone
-            (only to sinks that take it so).
-        hashes: hashes of the `count` blocks, 32 bytes each. A sink that identifies blocks by name
-            (`Sink.by_name`) finds in `tokens` only those of the `count` blocks, and nothing if they
-            are gone.
+        tokens: the complete path from the root to the deepest block concerned, little-endian
+            uint32: (start_block_idx + count) whole blocks. For a sink that identifies blocks by
+            name (`Sink.by_name`) only those of the `count` blocks, and nothing if they are gone.
+        count: 0 if everything is gone (only to sinks that take it so).
+        hashes: hashes of the `count` blocks, 32 bytes each.
         parent: name of the block before them (the root hash if start_block_idx is 0).
         epoch: grows with each start of the notifier. Tasks of an earlier epoch are void.
     """
@@ -172,15 +161,13 @@ class Deliver(Control, frozen=True, eq=False):
 
 
 class Continue(Control, frozen=True, eq=False):
-    """To itself: the next slice of a fact about very many blocks. It comes before any other
-    fact."""
+    """To itself: the next slice of a large fact or delivery, before any other fact."""
 
     work: Iterator[None]
 
 
 class Delivered(Control, frozen=True, eq=False):
-    """To itself: the call to a sink with this number has ended. `error` is empty if the sink took
-    its tasks."""
+    """To itself: the call to a sink with this number has ended. `error`: empty if it worked."""
 
     sink: str
     number: int
@@ -207,4 +194,4 @@ class RetryDue(Control, frozen=True, eq=False):
 
 
 Report = PathCached | BlocksAdded | BlocksRemoved | TierCleared | NamespaceChanged | PathsFound
-"""Messages to FlushNotifier: changes of residency, and the paths and scopes of blocks."""
+"""Changes of residency, and the paths and scopes of blocks."""

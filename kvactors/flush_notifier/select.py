@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import NamedTuple
 
-from kvactors.actor.sliced import Sliced, finish, pace
+from kvactors.actor.sliced import Sliced, pace
 from kvactors.flush_notifier.blocks import BITS, LAST, REASONS, UNSURE, LedgerBlock, path_to
 from kvactors.flush_notifier.messages import ExtraKeys, FlushTask
 from kvactors.redact import redacted_repr
@@ -29,7 +29,7 @@ HASH: Callable[[LedgerBlock], bytes] = attrgetter("hash")
 TOKENS: Callable[[LedgerBlock], bytes] = attrgetter("tokens")
 
 TIER_OF = {int(tier): tier for tier in Tier}
-"""By bit: to make a tier of a number takes as long as the rest of a short task."""
+"""By bit. `Tier(bit)` takes as long as the rest of a short task."""
 
 TIERS = int(ALL_TIERS)
 
@@ -165,13 +165,9 @@ class Selection:
 
     # -- runs
 
-    def runs(self, *, node: bool, max_blocks: int | None) -> Sliced[list[BlockRun]]:
-        """The differences as runs, in the order in which they are sent.
-
-        Args:
-            max_blocks: the blocks of a batch, for a sink that is sent paths: only the first runs,
-                whose paths are not much longer. None for a sink that is sent no paths.
-        """
+    def runs(self, *, node: bool, paths: bool) -> Sliced[list[BlockRun]]:
+        """The differences as runs, in the order in which they are sent. For a sink that is sent
+        paths only the first runs, whose paths are not much longer than the batch."""
         gains: dict[int, list[LedgerBlock]] = {}
         losses: dict[int, list[LedgerBlock]] = {}
         for chosen, of_tier in ((self.gains, gains), (self.losses, losses)):
@@ -190,15 +186,14 @@ class Selection:
             runs += yield from self._join(
                 blocks, bit, resident=False, index=LAST if node else bit, alike=alike
             )
+
         # Gains first: a block that moves between tiers is on one of them in every view between.
-        runs.sort(
-            key=lambda run: (
-                not run.resident,
-                run.blocks[0].depth if run.resident else -run.blocks[-1].depth,
-            )
-        )
-        if max_blocks is not None:
-            left = PATHS * max_blocks
+        def place(run: BlockRun) -> tuple[bool, int]:
+            return not run.resident, run.blocks[0].depth if run.resident else -run.blocks[-1].depth
+
+        runs.sort(key=place)
+        if paths:
+            left = PATHS * self._limit
             for i, run in enumerate(runs):
                 left -= run.blocks[-1].depth
                 if i and left < 0:
@@ -217,11 +212,8 @@ class Selection:
         """Join blocks into runs. Linear in the number of blocks.
 
         A run follows the parent chain while the reason stays the same. It ends at a branch and at
-        MAX_RUN_BLOCKS.
-
-        Args:
-            alike: further blocks, each with a value. A branch among them all ends a run, and so
-                does another value.
+        MAX_RUN_BLOCKS. alike: further blocks, each with a value. A branch among them all ends a
+        run, and so does another value.
         """
         if len(blocks) == 1:
             return [BlockRun([one], bit, resident, REASONS[one.reasons[index]]) for one in blocks]
@@ -301,7 +293,7 @@ class DeliveryBatch(NamedTuple):
 
 
 def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Sliced[FlushTask]:
-    """Make the task of a run. by_name: without the path, see `Sink.by_name`."""
+    """The task of a run. by_name: see `Sink.by_name`."""
     first, last = run.blocks[0], run.blocks[-1]
     if by_name and first is last:  # the usual case while blocks come one by one
         tokens = first.tokens if run.resident else b""
@@ -355,13 +347,3 @@ def extra_keys_of(blocks: list[LedgerBlock], step: int) -> Sliced[ExtraKeys]:
             (block.depth - 1, block.extra_key) for block in blocks[i : i + step] if block.extra_key
         ]
     return tuple(found)
-
-
-def clear_task(tiers: int, epoch: int) -> FlushTask:
-    """The task that removes everything from every tier that a sink is sent."""
-    return FlushTask(b"", 0, 0, b"", b"", Residency.GONE, Tier(tiers), Reason.CLEAR, epoch)
-
-
-def path_tokens(block: LedgerBlock) -> bytes:
-    """The complete token path from the root to a block."""
-    return b"".join(map(TOKENS, finish(path_to(block, block.depth))))

@@ -8,19 +8,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvactors.actor.sliced import Sliced, pace
 from kvactors.flush_notifier.blocks import UNSURE, HeldBlock, LedgerBlock, LedgerTree
-from kvactors.flush_notifier.select import DeliveryBatch, Selection, as_task, clear_task
-from kvactors.types import ALL_TIERS, Tier
+from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.select import DeliveryBatch, Selection, as_task
+from kvactors.types import ALL_TIERS, Reason, Residency, Tier
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.sinks.base import Sink
 
 TIERS = int(ALL_TIERS)
 
-SHIFT = 3
-"""Bits of a set of tiers."""
-
-ABOVE_ALL = int(ALL_TIERS)
-"""In place of the due state of the block above the first block of a path."""
+SHIFT = 3  # bits of a set of tiers
+ABOVE_ALL = int(ALL_TIERS)  # in place of the due state of the block above the first block of a path
 
 
 class SinkFilter(NamedTuple):
@@ -44,11 +42,8 @@ class SinkFilter(NamedTuple):
     @classmethod
     def of(cls, sink: Sink) -> SinkFilter:
         """The filter of a sink: its settings and what its class declares."""
-        return sink.filter._replace(
-            by_name=sink.by_name,
-            takes_clear=sink.takes_clear,
-            announces_full=sink.announces_full,
-        )
+        names = ("by_name", "takes_clear", "announces_full")
+        return sink.filter._replace(**{name: getattr(sink, name) for name in names})
 
     def accepts(self, block: LedgerBlock) -> bool:
         """Whether a sink with this filter is sent a block at all."""
@@ -66,8 +61,7 @@ class SinkFilter(NamedTuple):
         """The due state of a block, by the due state of the block above, shifted by SHIFT, and the
         set of tiers that hold the block.
 
-        Nothing is due below a block of which nothing is due. DEVICE is due only below a block of
-        which DEVICE is due. ABOVE_ALL stands for the block above the first block of a path.
+        Nothing is due below a block of which nothing is due, and DEVICE only below DEVICE.
         """
         table = self.table()
         below_other_tiers = tuple(tiers & ~int(Tier.DEVICE) for tiers in table)
@@ -78,7 +72,7 @@ class SinkFilter(NamedTuple):
 
 
 class SinkView:
-    """One sink's side of the ledger. All work is in slices of at most `LedgerTree.step` blocks.
+    """One sink's side of the ledger. All work is in slices.
 
     Attributes:
         index: position of this sink in `LedgerBlock.due` and `LedgerBlock.views`.
@@ -103,7 +97,7 @@ class SinkView:
 
     @property
     def pending(self) -> int:
-        """Blocks on which the view differs from the due state."""
+        """Differing blocks."""
         return len(self.dirty)
 
     @property
@@ -132,22 +126,18 @@ class SinkView:
     # -- deliveries
 
     def take(self, limit: int, epoch: int) -> Sliced[DeliveryBatch]:
-        """Make the next batch of about `limit` blocks.
-
-        It is in flight until `delivered` or `refused`. The ledger must not change between the
-        slices.
-        """
+        """Make the next batch of about `limit` blocks, in flight until `delivered` or `refused`.
+        The ledger must not change between the slices."""
         tree, by_name = self.tree, self.filter.by_name
         if self.clear_due:
             self.clear_due = False
             if self.dirty:
-                task = clear_task(self.filter.tiers, epoch)
-                return DeliveryBatch([task], [], tree.order.last_number)
+                gone, tiers = Residency.GONE, Tier(self.filter.tiers)
+                task = FlushTask(b"", 0, 0, b"", b"", gone, tiers, Reason.CLEAR, epoch)
+                return DeliveryBatch([task], [], tree.last_number)
         selection = Selection(self.dirty, self.index, limit, tree.step)
         yield from selection.choose()
-        runs = yield from selection.runs(
-            node=self.filter.node, max_blocks=None if by_name else limit
-        )
+        runs = yield from selection.runs(node=self.filter.node, paths=not by_name)
         tasks = []
         for run in runs:
             tasks.append((yield from as_task(run, epoch, by_name=by_name, step=tree.step)))
@@ -224,13 +214,12 @@ class SinkView:
     def repeat(self) -> Iterator[None]:
         """The sink's index may have lost any part of the view: all of it is sent again, parents
         before children. Nothing is removed first, and the ledger may change between the slices."""
-        for i, block in enumerate(self.tree.order, 1):
+        for i, block in enumerate(self.tree.scan(), 1):
             self._send_again(block)
             if not i % self.tree.step:
                 yield
 
     def _lose(self, block: LedgerBlock) -> None:
-        """The sink no longer has a block."""
         if block.views[self.index]:
             block.views[self.index] = 0
             self.compare(block)
@@ -242,7 +231,6 @@ class SinkView:
             self._lose(block)
 
     def _send_again(self, block: LedgerBlock) -> None:
-        """The sink may have lost a block."""
         if block.views[self.index] & TIERS:
             self.tree.version += 1
             self.doubt(block)
@@ -251,19 +239,8 @@ class SinkView:
     # -- inspection
 
     def held_blocks(self, *, every: bool = False) -> Iterator[HeldBlock]:
-        """Blocks of the view with all that a snapshot needs, parents before children.
-
-        Args:
-            every: also blocks that are not in the view, with no tiers.
-        """
-        for block in self.tree.order:
+        """See `SnapshotSource`."""
+        for block in self.tree.scan():
             if (tiers := block.views[self.index] & TIERS) or every:
-                yield HeldBlock(
-                    block.hash,
-                    block.parent_hash,
-                    block.depth - 1,
-                    block.tokens,
-                    tiers,
-                    block.scope,
-                    block.extra_key,
-                )
+                place = block.hash, block.parent_hash, block.depth - 1, block.tokens
+                yield HeldBlock(*place, tiers, block.scope, block.extra_key)

@@ -55,7 +55,6 @@ class ChromeTrace(Instrument):
             self._watch.detach(cache.system)
 
     def events(self) -> list[Event]:
-        """The events, in the order of their times."""
         named = [
             _metadata("process_name", 0, "kvactors"),
             _metadata("thread_name", CALLERS, "callers"),
@@ -64,7 +63,6 @@ class ChromeTrace(Instrument):
         return [*named, *sorted(self._events, key=lambda event: int(event["ts"]))]
 
     def encode(self) -> bytes:
-        """The trace as JSON."""
         page = {
             "traceEvents": self.events(),
             "displayTimeUnit": "ms",
@@ -73,13 +71,11 @@ class ChromeTrace(Instrument):
         return msgspec.json.encode(page)
 
     def write(self, path: str | Path) -> None:
-        """Write the trace to a file."""
         Path(path).write_bytes(self.encode())
 
     # -- see `Instrument`
 
     def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
-        """A message is queued in a channel."""
         self._count += 1
         self._flows[id(envelope)] = self._count
         at = _us(now())
@@ -94,11 +90,9 @@ class ChromeTrace(Instrument):
         )
 
     def dropped(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
-        """A message is never taken."""
         self._flows.pop(id(envelope), None)
 
     def taken(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
-        """An actor begins a turn."""
         at, message = now(), envelope.message
         numbers = {
             name: value
@@ -112,11 +106,9 @@ class ChromeTrace(Instrument):
             self._add({**arrow, "tid": self._track(receiver.name), "cat": "message", "id": number})
 
     def finished(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
-        """The turn has ended."""
         self._end_turn()
 
     def failed(self, actor: ActorRef, error: BaseException) -> None:
-        """An incarnation ends with an error."""
         self._end_turn()
         at, track = _us(now()), self._track(actor.name)
         name = f"failed: {type(error).__name__}"

@@ -20,12 +20,8 @@ log = get_logger()
 
 
 class HealthReason(NamedTuple):
-    """A reason why a cache is not healthy.
-
-    Attributes:
-        since: Unix time in seconds at which the fault began, to within the loop's clock. Without
-            a record of the beginning it is the first call of `health` that found the fault.
-    """
+    """A reason why a cache is not healthy. since: Unix time in seconds at which the fault began, or
+    without a record of that of the first call of `health` that found the fault."""
 
     component: str
     why: str
@@ -62,21 +58,18 @@ def health(system: System) -> Health:
         found = Health("failed", (failure,))
     else:
         begun: dict[tuple[str, str], float] = {}
-        for component, why, since in troubles(system):
+        for component, why, since in _troubles(system):
             if since is None:
                 since = system.troubles.get((component, why), now())
             begun[component, why] = since
         system.troubles = begun
-        reasons = tuple(_reason(*part, since) for part, since in begun.items())
-        found = Health("degraded" if reasons else "ok", reasons)
+        faults = tuple(_reason(*part, since) for part, since in begun.items())
+        found = Health("degraded" if faults else "ok", faults)
     if found.status != system.last_status:
         system.last_status = found.status
         report = log.info if found.status == "ok" else log.warning
-        report(
-            "cache health",
-            status=found.status,
-            reasons=[f"{one.component}: {one.why}" for one in found.reasons],
-        )
+        reasons = [f"{one.component}: {one.why}" for one in found.reasons]
+        report("cache health", status=found.status, reasons=reasons)
     return found
 
 
@@ -86,9 +79,7 @@ def _reason(component: str, why: str, since: float | None) -> HealthReason:
     )
 
 
-def troubles(system: System) -> Iterator[Trouble]:
-    """Every fault of an actor, sink, store, rank, copy engine or recording, host memory that is not
-    locked, and a number of device blocks that is not set."""
+def _troubles(system: System) -> Iterator[Trouble]:
     yield from _actors(system)
     stores: tuple[tuple[str, GuardedBackend | DeviceStore | None], ...] = (
         ("store", system.store),
@@ -101,11 +92,8 @@ def troubles(system: System) -> Iterator[Trouble]:
     if ranks is not None and system.sized:
         for rank in ranks():
             if rank.state != "healthy":
-                yield (
-                    f"rank {rank.rank}",
-                    f"{rank.state}: {rank.reason}" if rank.reason else rank.state,
-                    rank.since,
-                )
+                why = f"{rank.state}: {rank.reason}" if rank.reason else rank.state
+                yield f"rank {rank.rank}", why, rank.since
     if system.asleep:
         yield "cache", f"asleep (level {system.asleep}): wake() it", None
     if not system.sized:
@@ -127,9 +115,9 @@ def _actors(system: System) -> Iterator[Trouble]:
         if actor.state in (State.STOPPING, State.STOPPED):
             yield actor.ref.name, "restarting after a failure", actor.mailbox.ended_at
     if system.notifier.name not in off:
-        for sink in system.notifier_actor.sinks.health():
-            if not sink.ok:
-                yield f"sink {sink.name}", sink.reason, now() - sink.failing_for
+        for sink in system.notifier_actor.sinks.deliveries:
+            if sink.failures:
+                yield f"sink {sink.sink.name}", sink.last_error, sink.failing_since
 
 
 def _store(name: str, store: GuardedBackend | DeviceStore) -> Iterator[Trouble]:

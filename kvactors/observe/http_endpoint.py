@@ -39,17 +39,13 @@ MAX_CONNECTIONS = 32
 """Connections whose request has not arrived, and as many that are answered. The oldest is closed
 for a new one."""
 
-MAX_HEAD_BYTES = 8192
-"""Bytes of a request's head."""
+MAX_HEAD_BYTES = 8192  # bytes of a request's head
 
 EXCHANGE_LIMIT_S = 5.0
 """Seconds in which a request must arrive, in which its answer must be made, and taken."""
 
-FRESH_S = 0.25
-"""Seconds for which one rendering answers every request for it, at least."""
-
-RENDER_SHARE = 0.25
-"""Share of the time that may be spent on renderings, at most."""
+FRESH_S = 0.25  # seconds for which one rendering answers every request for it, at least
+RENDER_SHARE = 0.25  # share of the time that may be spent on renderings, at most
 
 
 class HttpAnswer(NamedTuple):

@@ -27,11 +27,8 @@ from kvactors.types import Tier, split_hashes
 SLICE_S = 0.0003
 """Time of steps before other tasks run. The last step may take three times as long."""
 
-PAGE_KEYS = 64
-"""Keys a step."""
-
-GATHER_ATTEMPTS = 3
-"""Attempts to collect the keys of a tier while they change."""
+PAGE_KEYS = 64  # keys a step
+GATHER_ATTEMPTS = 3  # attempts to collect the keys of a tier while they change
 
 Residency = dict[Tier, ShardedSet]
 
@@ -98,17 +95,15 @@ def _one_actor(actor: Actor, violated: list[str]) -> Iterator[None]:
     turns = actor.turns
     try:
         yield from actor.check_steps()
-        return
     except (AssertionError, RuntimeError) as error:
-        found = f"{actor.ref.name}: {error}"
-    if actor.turns != turns:
-        try:
-            actor.check()
-        except (AssertionError, RuntimeError) as error:
-            found = f"{actor.ref.name}: {error}"
-        else:
-            return
-    violated.append(found)
+        found = str(error)
+        if actor.turns != turns:
+            try:
+                actor.check()
+                return
+            except (AssertionError, RuntimeError) as again:
+                found = str(again)
+        violated.append(f"{actor.ref.name}: {found}")
 
 
 def _between_actors(system: System, violated: list[str]) -> Iterator[None]:
@@ -133,11 +128,8 @@ def _events(system: System) -> tuple[int, ...]:
 def _comparisons(system: System, found: list[str]) -> Iterator[None]:
     for actor in system.supervisor.actors():
         channel = actor.ref.channel.statistics()
-        if channel.queued or channel.control:
-            found.append(
-                f"{actor.ref.name}: {channel.queued + channel.control} messages queued, and no "
-                "work in flight"
-            )
+        if queued := channel.queued + channel.control:
+            found.append(f"{actor.ref.name}: {queued} messages queued, and no work in flight")
     index, evictor = system.index_actor, system.evictor_actor
     in_flight = index.core.statistics()
     if in_flight.loads_in_flight or in_flight.offloads_in_flight or in_flight.saves_in_flight:
@@ -147,10 +139,9 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
     found += _unfinished(system)
     if system.ranks is not None and (open_ := sum(r.in_flight for r in system.ranks.statistics())):
         found.append(f"ranks: {open_} operations without an answer, and no work in flight")
-    if evictor.host.on_device:
+    if slots := evictor.host.on_device:
         found.append(
-            f"cpu_evictor: {evictor.host.on_device} slots wait for a DropHostCopies, and no "
-            "message is in flight"
+            f"cpu_evictor: {slots} slots wait for a DropHostCopies, and no message is in flight"
         )
     yield
     where: Residency = {}
@@ -232,11 +223,8 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
 def _gather(
     names: Callable[[], Iterator[bytes]], keys: Callable[[], list[bytes]], found: ShardedSet
 ) -> Iterator[None]:
-    """Add the keys from `names` to `found`, PAGE_KEYS of them a step.
-
-    If the keys change between two steps, the collection starts over. After GATHER_ATTEMPTS changes,
-    `keys` copies all of them at once.
-    """
+    """Add the keys from `names` to `found`, in steps. If they change between two steps, the
+    collection starts over, and after GATHER_ATTEMPTS changes `keys` copies all of them at once."""
     for _ in range(GATHER_ATTEMPTS):
         try:
             for page in pages(names()):

@@ -30,7 +30,6 @@ class Lag(NamedTuple):
     p999: float
 
     def as_dict(self) -> dict[str, float]:
-        """For reports."""
         return {name: round(value, 4) for name, value in self._asdict().items()}
 
 
@@ -38,8 +37,8 @@ class Lags(NamedTuple):
     """The loop's lag, and the parts of it that tell a slow loop from a busy machine.
 
     Attributes:
-        own: the lag without the time in which the loop's thread was runnable and no core was free.
-            None where the system does not count that time.
+        own: without the time in which the loop's thread was runnable and no core was free. None
+            where the system does not count that time.
         cpu: the processor time of the loop's thread within the lag.
     """
 
@@ -49,8 +48,7 @@ class Lags(NamedTuple):
 
 
 NO_LAG = Lag(0.0, 0.0, 0.0)
-NO_LAGS = Lags(NO_LAG, None, NO_LAG)
-"""Of a loop whose time is not real."""
+NO_LAGS = Lags(NO_LAG, None, NO_LAG)  # of a loop whose time is not real
 
 
 class Tick(NamedTuple):
@@ -114,21 +112,14 @@ class LagMonitor:
         taken, self.ticks[:] = self.ticks[:], []
         return taken
 
-    def result(self) -> Lag:
-        """Percentiles of the lag so far. All are zero before the first tick."""
-        return percentiles([tick.lag for tick in self.ticks])
-
     def results(self) -> Lags:
         """Percentiles so far of the lag and its parts."""
         return lags_of(self.ticks, sees_waits=self.sees_waits)
 
 
 def lags_of(ticks: list[Tick], *, sees_waits: bool) -> Lags:
-    """Percentiles of ticks.
-
-    A tick is late by what happened after it was due. The counters cover the sleep before as well,
-    which is one TICK_S. So `cpu` is at most so much above, and `own` so much below the truth.
-    """
+    """Percentiles of ticks. A tick is late by what happened after it was due, and the counters
+    cover the sleep before as well: `cpu` is at most one TICK_S above, `own` below the truth."""
     return Lags(
         percentiles([tick.lag for tick in ticks]),
         percentiles([tick.own for tick in ticks]) if sees_waits else None,
@@ -150,11 +141,8 @@ def percentiles(seconds: list[float]) -> Lag:
 
 
 class LagTimer:
-    """Counts the lags of a timer of the running loop, until it is stopped.
-
-    Args:
-        lags: receives the seconds by which each callback is late.
-    """
+    """Counts the seconds by which a timer of the running loop is late, until it is stopped or no
+    longer wanted."""
 
     def __init__(self, lags: Histogram, wanted: Callable[[], bool]) -> None:
         self._lags, self._wanted = lags, wanted
@@ -163,7 +151,6 @@ class LagTimer:
         self._set()
 
     def stop(self) -> None:
-        """Set no further timer."""
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None

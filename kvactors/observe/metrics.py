@@ -8,6 +8,7 @@ are listed without the suffix `_total` that the exposition adds.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvactors.actor.sliced import Sliced
@@ -29,6 +30,8 @@ TIERS = ("none", "device", "host", "storage")
 ROUTES = ("device_to_host", "host_to_device", "host_to_storage", "storage_to_host")
 """Values of the label `transfer_type`. A store that accesses device memory itself counts as the
 transfers between host and storage."""
+ROUTE_OF = dict(zip(("host", "device", "write", "read"), ROUTES, strict=True))
+"""By the kind of an operation, or by the target of a copy."""
 
 
 class Histograms:
@@ -52,7 +55,6 @@ class MetricsWatch:
     """Fills the histograms of one system.
 
     Attributes:
-        refused: acquires that ended without a lease.
         hit: requests whose blocks are ready, and some of them were cached.
     """
 
@@ -60,7 +62,7 @@ class MetricsWatch:
         self.operations = OperationWatch(self.operation, self.index_started)
         self.histograms = histograms = Histograms()
         histograms.flush = {sink: Histogram(SECONDS) for sink in sinks}
-        self.refused = self.hit = 0
+        self.hit = 0
         self._block_bytes = block_bytes
         self._index: PrefixIndex | None = None
 
@@ -71,11 +73,10 @@ class MetricsWatch:
         self._index = index
 
     def attach(self, system: System) -> None:
-        """Observe a system from now on."""
         self.operations.attach(system)
 
     def detach(self, system: System) -> None:
-        """Observe it no longer, and keep no more ages of blocks."""
+        """Observe no longer, and keep no more ages of blocks."""
         self.operations.detach(system)
         if self._index is not None:
             self._index.core.index.pool.ages = None
@@ -84,44 +85,22 @@ class MetricsWatch:
         """Count an operation that has ended."""
         found, seconds = self.histograms, done.ended - done.began
         match done.kind:
-            case "acquire":
-                if not done.ok:
-                    self.refused += 1
-                    return
-                found.acquire[done.tier].observe(seconds)
-            case "ready":
-                self.hit += done.tier != "none"
-                found.ready[done.tier].observe(seconds)
-            case "load":
-                found.load[done.tier].observe(seconds)
-            case "offload":
-                found.offload.observe(seconds)
-            case "save":
-                found.save.observe(seconds)
-            case "request":
-                found.request.observe(seconds)
-            case "copy":
-                route = "device_to_host" if done.tier == "host" else "host_to_device"
-                self._moved(route, done.blocks, seconds)
-            case "read":
-                self._moved("storage_to_host", done.blocks, seconds)
-            case "write":
-                self._moved("host_to_storage", done.blocks, seconds)
+            case "ready" | "load" | "acquire":
+                self.hit += done.kind == "ready" and done.tier != "none"
+                if done.ok or done.kind != "acquire":
+                    getattr(found, done.kind)[done.tier].observe(seconds)
+            case "offload" | "save" | "request":
+                getattr(found, done.kind).observe(seconds)
+            case "copy" | "read" | "write" if done.blocks:
+                route = ROUTE_OF.get(done.kind) or ROUTE_OF[done.tier]
+                found.transfer_seconds[route].observe(seconds)
+                found.transfer_bytes[route].observe(done.blocks * self._block_bytes)
             case "flush" if done.ok and done.where in found.flush:
                 found.flush[done.where].observe(seconds)
 
-    def _moved(self, route: str, blocks: int, seconds: float) -> None:
-        if blocks:
-            self.histograms.transfer_seconds[route].observe(seconds)
-            self.histograms.transfer_bytes[route].observe(blocks * self._block_bytes)
-
 
 class Snapshot(NamedTuple):
-    """Everything that metrics show, as of one moment.
-
-    Attributes:
-        opened_at: Unix time at which the cache was opened.
-    """
+    """Everything that metrics show, as of one moment."""
 
     statistics: CacheStatistics
     health: Health
@@ -138,16 +117,8 @@ def take_snapshot(system: System, watch: MetricsWatch) -> Sliced[Snapshot]:
     one."""
     tenants = yield from named_tenants(system)
     ranks = () if system.ranks is None else system.ranks.statistics()
-    return Snapshot(
-        collect(system),
-        health(system),
-        summarize(system),
-        watch,
-        system.leaked_leases,
-        ranks,
-        system.opened_at,
-        tenants,
-    )
+    found = collect(system), health(system), summarize(system), watch
+    return Snapshot(*found, system.leaked_leases, ranks, system.opened_at, tenants)
 
 
 def watch_of(system: System) -> MetricsWatch:
@@ -160,8 +131,8 @@ def watch_of(system: System) -> MetricsWatch:
 PREFIX = "kvactors:"
 FASTDEPLOY = "fastdeploy:"
 
-Samples = Iterable[tuple[tuple[str, ...], float | Histogram]]
-"""The values of the labels, and the value."""
+Samples = Iterable[tuple[tuple[str, ...], Any]]
+"""The values of the labels, and the value: a number or a Histogram."""
 
 Reader = str | Mapping[str, str] | Callable[[Any], Any]
 """Where the value of a metric is: a function of the snapshot, or the path of an attribute of the
@@ -224,12 +195,21 @@ def _at(snapshot: Any, path: str) -> Any:
     return found
 
 
-def each(records: str, value: Callable[[Any], float]) -> Callable[[Snapshot], dict[str, float]]:
-    """By name: a value of each of the statistics' records that have one."""
+def _each(records: str, read: str | Callable[[Any], float]) -> Callable[[Snapshot], dict[str, Any]]:
+    """By name: a value of each record of the statistics."""
+    value = attrgetter(read) if isinstance(read, str) else read
     return lambda s: {one.name: value(one) for one in getattr(s.statistics, records)}
 
 
-def of_salts(*fields: str) -> Callable[[Snapshot], Samples]:
+def _by_rank(value: Callable[[RankStatistics], float]) -> Callable[[Snapshot], dict[str, float]]:
+    return lambda s: {str(one.rank): value(one) for one in s.ranks}
+
+
+def _statuses(*names: str) -> Callable[[Any], dict[str, float]]:
+    return lambda s: {one: float(s.health.status == one) for one in names}
+
+
+def _of_salts(*fields: str) -> Callable[[Snapshot], Samples]:
     """Samples by salt. Of several fields, which begin with a tier, they are by salt and tier, and
     None has no sample."""
     return lambda s: [
@@ -240,12 +220,7 @@ def of_salts(*fields: str) -> Callable[[Snapshot], Samples]:
     ]
 
 
-HITS = {
-    "device": "prefix.device_hits",
-    "host": "prefix.host_hits",
-    "storage": "prefix.storage_hits",
-}
-
+HITS = {tier: f"prefix.{tier}_hits" for tier in TIERS[1:]}
 CAPACITIES = {
     "device": "summary.device_blocks", "host": "host.capacity", "storage": "store.capacity"
 }  # fmt: skip
@@ -284,15 +259,15 @@ def _usage(s: Snapshot) -> dict[str, float]:
 def _moved_bytes(s: Snapshot) -> dict[str, float]:
     copies, size = s.statistics.swapper, _at(s, "store.object_bytes")
     written, read = _at(s, "store.writes") * size, _at(s, "store.reads") * size
-    return dict(
-        zip(ROUTES, (copies.bytes_to_host, copies.bytes_to_device, written, read), strict=True)
-    )
+    moved = copies.bytes_to_host, copies.bytes_to_device, written, read
+    return dict(zip(ROUTES, moved, strict=True))
 
 
 def _moved_seconds(s: Snapshot) -> dict[str, float]:
-    copies, spent = s.statistics.swapper, s.watch.histograms.transfer_seconds
-    moved = (copies.seconds_to_host, copies.seconds_to_device)
-    return dict(zip(ROUTES, (*moved, *(spent[route].total for route in ROUTES[2:])), strict=True))
+    copies = s.statistics.swapper
+    spent = {name: one.total for name, one in s.watch.histograms.transfer_seconds.items()}
+    moved = {"device_to_host": copies.seconds_to_host, "host_to_device": copies.seconds_to_device}
+    return spent | moved
 
 
 def _outcomes(s: Snapshot) -> dict[str, float]:
@@ -413,36 +388,31 @@ FAMILIES: tuple[Family, ...] = (
           lambda s: float(_at(s, "store.breaker") not in ("closed", 0))),
     # sinks
     gauge("flush_pending", "Blocks on which a sink's view differs from the tiers.",
-          each("flush", lambda sink: sink.pending), "sink"),
+          _each("flush", "pending"), "sink"),
     gauge("flush_lag_seconds", "Age of the oldest pending change.",
-          each("flush", lambda sink: sink.oldest_pending_age), "sink"),
+          _each("flush", "oldest_pending_age"), "sink"),
     histogram("flush_seconds",
               "Seconds from the oldest change of a delivery to its acknowledgement.",
               "flush", "sink"),
     counter("flush_tasks", "Tasks that a sink acknowledged.", _tasks, "sink", "residency"),
-    counter("flush_blocks", "Blocks in those tasks.",
-            each("flush", lambda sink: sink.blocks), "sink"),
-    counter("flush_retries", "Calls of a sink that failed.",
-            each("flush", lambda sink: sink.retried), "sink"),
-    counter("flush_resyncs", "Resyncs of a sink.",
-            each("flush", lambda sink: sink.resyncs), "sink"),
+    counter("flush_blocks", "Blocks in those tasks.", _each("flush", "blocks"), "sink"),
+    counter("flush_retries", "Calls of a sink that failed.", _each("flush", "retried"), "sink"),
+    counter("flush_resyncs", "Resyncs of a sink.", _each("flush", "resyncs"), "sink"),
     gauge("sink_up", "1 if the last call of a sink succeeded.",
-          each("flush", lambda sink: float(not sink.failures)), "sink"),
+          _each("flush", lambda sink: float(not sink.failures)), "sink"),
     # actors and ranks
-    counter("actor_restarts", "Restarts of an actor.",
-            each("actors", lambda actor: actor.restarts), "actor"),
-    counter("actor_turns", "Messages that an actor handled.",
-            each("actors", lambda actor: actor.turns), "actor"),
+    counter("actor_restarts", "Restarts of an actor.", _each("actors", "restarts"), "actor"),
+    counter("actor_turns", "Messages that an actor handled.", _each("actors", "turns"), "actor"),
     gauge("actor_queued", "Messages in an actor's channel.",
-          each("actors", lambda actor: actor.channel.queued + actor.channel.control), "actor"),
+          _each("actors", lambda actor: actor.channel.queued + actor.channel.control), "actor"),
     gauge("actor_up", "1 while an actor runs.",
-          each("actors", lambda actor: float(actor.state == "running")), "actor"),
+          _each("actors", lambda actor: float(actor.state == "running")), "actor"),
     gauge("rank_healthy", "1 while a rank is healthy.",
-          lambda s: {str(one.rank): float(one.health == "healthy") for one in s.ranks}, "rank"),
+          _by_rank(lambda rank: float(rank.health == "healthy")), "rank"),
     counter("rank_operations", "Operations sent to a rank.",
-            lambda s: {str(one.rank): one.operations for one in s.ranks}, "rank"),
+            _by_rank(lambda rank: rank.operations), "rank"),
     counter("rank_losses", "Times that a rank's connection was lost.",
-            lambda s: {str(one.rank): one.losses for one in s.ranks}, "rank"),
+            _by_rank(lambda rank: rank.losses), "rank"),
     # the process
     histogram("loop_lag_seconds",
               "Seconds by which a timer of the cache's event loop is late, of one that is due "
@@ -451,22 +421,20 @@ FAMILIES: tuple[Family, ...] = (
     # salts
     counter("tenant_requests",
             "Requests of a salt with a named quota. Other salts have no metrics.",
-            of_salts("requests"), "salt"),
+            _of_salts("requests"), "salt"),
     counter("tenant_blocks_looked_up", "Full blocks of their prompts.",
-            of_salts("blocks_looked_up"), "salt"),
+            _of_salts("blocks_looked_up"), "salt"),
     counter("tenant_block_hits", "Blocks of these that were cached.",
-            of_salts("device_hits", "host_hits", "storage_hits"), "salt", "tier"),
+            _of_salts("device_hits", "host_hits", "storage_hits"), "salt", "tier"),
     gauge("tenant_blocks", "Resident blocks of the salt.",
-          of_salts("device_blocks", "host_blocks", "storage_blocks"), "salt", "tier"),
+          _of_salts("device_blocks", "host_blocks", "storage_blocks"), "salt", "tier"),
     gauge("tenant_quota_blocks", "The quota of the salt, absent for no limit.",
-          of_salts("device_quota", "host_quota", "storage_quota"), "salt", "tier"),
+          _of_salts("device_quota", "host_quota", "storage_quota"), "salt", "tier"),
     counter("tenant_quota_evictions", "Blocks of the salt that were evicted because of its quota.",
-            of_salts("device_quota_evictions", "host_quota_evictions", "storage_quota_evictions"),
+            _of_salts("device_quota_evictions", "host_quota_evictions", "storage_quota_evictions"),
             "salt", "tier"),
     # health
-    gauge("health", "1 for the present status.",
-          lambda s: {one: float(s.health.status == one) for one in ("ok", "degraded", "failed")},
-          "status"),
+    gauge("health", "1 for the present status.", _statuses("ok", "degraded", "failed"), "status"),
     gauge("degraded", "1 for each part that does not work.",
           lambda s: {reason.component: 1.0 for reason in s.health.reasons}, "component"),
     Family("cache_config_info", "info", INFO, "Sizes and parts of the cache.", _info),
@@ -557,9 +525,7 @@ TIER_FAMILIES: tuple[Family, ...] = (
     counter("blocks_evicted", "Blocks that left a tier for others.", {"host": "evicted"}, "tier"),
     counter("copy_failures", "Blocks whose copy to a host slot failed.", "failed_stores"),
     counter("write_failures", "Blocks that the store did not take.", "failed_saves"),
-    gauge("health", "1 for the present status.",
-          lambda s: {one: float(s.health.status == one) for one in ("ok", "degraded", "closed")},
-          "status"),
+    gauge("health", "1 for the present status.", _statuses("ok", "degraded", "closed"), "status"),
     Family("cache_config_info", "info", ("model", "block_bytes", "host_slots", "store"),
            "Sizes and parts of the cache.", _tier_info),
 )  # fmt: skip

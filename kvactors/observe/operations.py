@@ -114,19 +114,16 @@ class OperationWatch(Instrument):
         self._notifier: FlushNotifier | None = None
 
     def attach(self, system: System) -> None:
-        """Observe a system from now on."""
         self._notice(system.notifier_actor)
         self._notice(system.index_actor)
         system.supervisor.instruments.add(self)
 
     def detach(self, system: System) -> None:
-        """Observe it no longer."""
         system.supervisor.instruments.remove(self)
 
     # -- see `Instrument`
 
     def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
-        """A message is queued in a channel."""
         message: Any = envelope.message
         kind = type(message)
         if envelope.reply is not None:
@@ -137,13 +134,13 @@ class OperationWatch(Instrument):
         elif kind in ANSWERS:
             name, result = ANSWERS[kind]
             tier, moved, ok = result(message)
-            self._end((name, message.op), "cpu_evictor", message.op, tier, moved, ok)
+            self._end((name, message.op), "cpu_evictor", tier, moved, ok)
         elif kind in BATCHES:
             self._begin((BATCHES[kind], receiver.name, message.op), 0)
         elif kind in BATCH_ANSWERS and turn is not None:
             name, counts = BATCH_ANSWERS[kind]
             where = turn.actor.name
-            self._end((name, where, message.op), where, message.op, "storage", *counts(message))
+            self._end((name, where, message.op), where, "storage", *counts(message))
         elif kind is CopyFinished and message.direction is not Direction.WITHIN:
             self._copied(receiver.name, message)
         elif kind is host.Cancel:
@@ -152,7 +149,6 @@ class OperationWatch(Instrument):
             self._request_over(message.lease)
 
     def taken(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
-        """An actor takes a message."""
         message = envelope.message
         if isinstance(message, Delivered) and self._notifier is not None:
             self._delivered(message, self._notifier)
@@ -164,7 +160,6 @@ class OperationWatch(Instrument):
             self._requests.clear()
 
     def started(self, actor: Actor) -> None:
-        """An incarnation begins."""
         self._notice(actor)
 
     # -- inner parts
@@ -181,21 +176,13 @@ class OperationWatch(Instrument):
         self._open[key] = now(), blocks
 
     def _end(
-        self,
-        key: Key,
-        where: str,
-        number: int,
-        tier: str,
-        blocks: int,
-        ok: bool,
-        request: str = "",
+        self, key: Key, where: str, tier: str, blocks: int, ok: bool, request: str = ""
     ) -> None:
         begun = self._open.pop(key, None)
         if begun is not None:
             moved = begun[1] if blocks < 0 else blocks
-            self._operation(
-                Operation(key[0], where, number, begun[0], now(), tier, moved, ok, request)
-            )
+            times = begun[0], now()
+            self._operation(Operation(key[0], where, key[-1], *times, tier, moved, ok, request))
 
     def _asked(self, message: Any, reply: asyncio.Future[Any]) -> None:
         if isinstance(message, index.Acquire):
@@ -217,7 +204,7 @@ class OperationWatch(Instrument):
             tier = "pending" if granted.pending else "device" if blocks else "none"
         key: Key = ("acquire", lease)
         began = self._open.get(key, (now(), 0))[0]
-        self._end(key, PrefixIndex.ROLE, lease, tier, blocks, granted is not None, request)
+        self._end(key, PrefixIndex.ROLE, tier, blocks, granted is not None, request)
         if isinstance(granted, index.AcquireResult) and len(self._requests) < MOST_OPEN:
             self._requests[lease] = began, request
             if not granted.pending:
@@ -226,13 +213,10 @@ class OperationWatch(Instrument):
     def _waited(self, lease: int, reply: asyncio.Future[Any]) -> None:
         result, known = result_of(reply), self._requests.get(lease)
         if isinstance(result, index.ReadyResult) and known is not None:
-            hits = {
-                "storage": result.storage_hits,
-                "host": result.host_hits,
-                "device": result.device_hits,
-            }
-            tier = next((tier for tier, blocks in hits.items() if blocks), "none")
-            self._ready(lease, known[0], tier, sum(hits.values()))
+            lower = "storage" if result.storage_hits else "host" if result.host_hits else ""
+            tier = lower or ("device" if result.device_hits else "none")
+            blocks = result.storage_hits + result.host_hits + result.device_hits
+            self._ready(lease, known[0], tier, blocks)
 
     def _ready(self, lease: int, began: float, tier: str, blocks: int) -> None:
         self._operation(Operation("ready", PrefixIndex.ROLE, lease, began, now(), tier, blocks))
@@ -258,9 +242,8 @@ class OperationWatch(Instrument):
         ended = now()
         began = ended if delivery.since is None else delivery.since
         ok = not message.error
-        self._operation(
-            Operation("flush", message.sink, message.number, began, ended, "", blocks, ok)
-        )
+        done = Operation("flush", message.sink, message.number, began, ended, "", blocks, ok)
+        self._operation(done)
 
 
 def result_of(reply: asyncio.Future[Any]) -> Any:

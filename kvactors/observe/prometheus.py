@@ -23,7 +23,6 @@ from prometheus_client.registry import Collector
 
 from kvactors.actor.sliced import Sliced, finish
 from kvactors.errors import KVActorsError
-from kvactors.histogram import Histogram
 from kvactors.observe import OpenCache
 from kvactors.observe.invariants import in_slices
 from kvactors.observe.lag import LagTimer
@@ -41,8 +40,7 @@ from kvactors.observe.metrics import (
 )
 from kvactors.tier_cache import TierCache, tier_metrics
 
-SCRAPE_LIMIT_S = 5.0
-"""Seconds that a scrape from another thread waits for the loop."""
+SCRAPE_LIMIT_S = 5.0  # seconds that a scrape from another thread waits for the loop
 
 NO_CACHE = (
     b"# HELP kvactors:up 1 while the cache serves requests.\n"
@@ -72,7 +70,6 @@ class CacheMetrics(Collector):
         self._lag = LagTimer(self._watch.histograms.loop_lag, self._is_open)
 
     def close(self) -> None:
-        """Observe the cache no longer. The histograms stay as they are."""
         self._lag.stop()
         self._watch.detach(self._cache.system)
 
@@ -87,11 +84,9 @@ class CacheMetrics(Collector):
             yield from _exposed(FASTDEPLOY, FASTDEPLOY_FAMILIES, snapshot)
 
     def describe(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`. Nothing is read."""
-        return []
+        return []  # nothing is read
 
     def render(self) -> bytes:
-        """The metrics of this cache in the text format of Prometheus."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return generate_latest(registry)
@@ -149,28 +144,20 @@ class TierMetrics(Collector):
         yield from found.values()
 
     def describe(self) -> Iterable[Metric]:
-        """See `prometheus_client.registry.Collector`. Nothing is read."""
-        return []
+        return []  # nothing is read
 
 
 def _exposed(prefix: str, families: Iterable[Family], snapshot: Any) -> Iterator[Metric]:
     for family in families:
-        yield _metric(prefix, family, snapshot)
-
-
-def _metric(prefix: str, family: Family, snapshot: Any) -> Metric:
-    name, labels = prefix + family.name, family.labels
-    if family.kind == "histogram":
-        found = HistogramMetricFamily(name, family.text, labels=labels)
-        for values, histogram in family.read(snapshot):
-            if not isinstance(histogram, Histogram):
-                raise TypeError(f"{name} has a value that is no histogram")
-            found.add_metric(values, buckets=histogram.buckets(), sum_value=histogram.total)
-        return found
-    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-    metric = kind(name, family.text, labels=labels)
-    for values, value in family.read(snapshot):
-        if isinstance(value, Histogram):
-            raise TypeError(f"{name} has a histogram for a value")
-        metric.add_metric(values, float(value))
-    return metric
+        name, text, labels = prefix + family.name, family.text, family.labels
+        if family.kind == "histogram":
+            found = HistogramMetricFamily(name, text, labels=labels)
+            for values, one in family.read(snapshot):
+                found.add_metric(values, buckets=one.buckets(), sum_value=one.total)
+            yield found
+        else:
+            kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+            metric = kind(name, text, labels=labels)
+            for values, value in family.read(snapshot):
+                metric.add_metric(values, float(value))
+            yield metric

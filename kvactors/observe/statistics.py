@@ -22,11 +22,9 @@ from kvactors.types import ALL_TIERS, Tier, split_hashes
 
 if TYPE_CHECKING:
     from kvactors.data_plane.cuda.engine import CudaStatistics
-    from kvactors.storage.catalog import StoreShares
 
 PER_TIER = SinkFilter(int(ALL_TIERS), node=False, at_finish=False)
 """Filter of a sink that receives every event immediately, with each tier separate."""
-
 
 CopyStatistics: TypeAlias = "CudaStatistics | tuple[RankStatistics, ...] | None"
 """Copy engine statistics: of CUDA, of each tensor-parallel rank, or None for host memory."""
@@ -95,31 +93,21 @@ def collect(system: System) -> CacheStatistics:
     """The statistics as of now."""
     sums = system.totals.over_incarnations
     index = sums(system.index_actor.core.statistics())
+    store = system.store if system.store is not None else system.device_store
     actors = tuple(sums(actor.statistics(), actor.ref.name) for actor in system.supervisor.actors())
     return CacheStatistics(
-        index.requests,
-        index.blocks_looked_up,
-        index.device_hits,
-        index.host_hits,
-        index.storage_hits,
-        index.no_room,
+        *(getattr(index, name) for name in CacheStatistics._fields[:6]),
         sum(actor.sent for actor in actors),
         sum(actor.late_replies for actor in actors),
         index,
         sums(system.evictor_actor.host_statistics()),
-        store_of(system),
+        None if store is None else store.statistics(),
         system.totals.of_sinks(system.notifier_actor.sinks.statistics(), system.sinks),
         sums(system.swapper_actor.swapper_statistics()),
         system.plane.statistics(),
         actors,
         system.supervisor.statistics(),
     )
-
-
-def store_of(system: System) -> StoreStatistics | None:
-    """The store's statistics, or None without a store."""
-    store = system.store if system.store is not None else system.device_store
-    return store.statistics() if store is not None else None
 
 
 def residency(system: System) -> dict[Tier, set[bytes]]:
@@ -132,10 +120,7 @@ def residency(system: System) -> dict[Tier, set[bytes]]:
 
 
 def announceable(system: System, sink: SinkFilter = PER_TIER) -> dict[Tier, set[bytes]]:
-    """The keys of each tier that a sink with this filter is sent.
-
-    The blocks among them have a known path, by the tree rule of the ledger.
-    """
+    """The keys of each tier that a sink with this filter is sent."""
     found: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
     where = residency(system)
     for block, tiers in system.notifier_actor.ledger.announceable(sink, where, ShardedDict()):
@@ -193,14 +178,8 @@ class Tenants(msgspec.Struct, frozen=True):
 
 
 SUMMED = (
-    "requests",
-    "blocks_looked_up",
-    "device_hits",
-    "host_hits",
-    "storage_hits",
-    "device_quota_evictions",
-    "host_quota_evictions",
-    "storage_quota_evictions",
+    *("requests", "blocks_looked_up", "device_hits", "host_hits", "storage_hits"),
+    *("device_quota_evictions", "host_quota_evictions", "storage_quota_evictions"),
 )
 """Fields of which `others` is the rest of the cache's."""
 
@@ -229,7 +208,7 @@ def named_tenants(system: System) -> Sliced[dict[str, TenantStatistics]]:
 def _of_salt(system: System, number: int, row: SaltCount) -> TenantStatistics:
     resident, _, evicted = system.index_actor.core.index.tree.owner(number)
     shares = system.evictor_actor.host.shares
-    stored = _stored(system)
+    stored = None if system.store is None else system.store.shares
     quota = system.quotas.get(row.salt) or system.quotas.default
     return TenantStatistics(
         requests=row.requests,
@@ -249,11 +228,6 @@ def _of_salt(system: System, number: int, row: SaltCount) -> TenantStatistics:
     )
 
 
-def _stored(system: System) -> StoreShares | None:
-    """The objects of the store by salt, None if it does not follow them."""
-    return None if system.store is None else system.store.shares
-
-
 def _others(system: System, listed: list[TenantStatistics]) -> TenantStatistics:
     """The statistics of the cache less those of the listed salts."""
     found, quota = collect(system), system.quotas.default
@@ -262,19 +236,19 @@ def _others(system: System, listed: list[TenantStatistics]) -> TenantStatistics:
     whole = {name: getattr(found.prefix, name) for name in SUMMED[:5]}
     whole["device_quota_evictions"] = found.prefix.quota_evictions
     whole["host_quota_evictions"] = found.host.quota_evictions
-    stored = _stored(system)
+    stored = None if system.store is None else system.store.shares
     whole["storage_quota_evictions"] = 0 if stored is None else stored.quota_evictions
     left = {name: whole[name] - sum(getattr(one, name) for one in listed) for name in SUMMED}
-    resident = None
+    in_host = in_storage = None
     if system.evictor_actor.host.shares.limited:
-        resident = found.host.resident - sum(one.host_blocks or 0 for one in listed)
+        in_host = found.host.resident - sum(one.host_blocks or 0 for one in listed)
+    if stored is not None:
+        in_storage = stored.counted - sum(one.storage_blocks or 0 for one in listed)
     return TenantStatistics(
         **left,
         device_blocks=on_device - sum(one.device_blocks for one in listed),
-        host_blocks=resident,
-        storage_blocks=None
-        if stored is None
-        else stored.counted - sum(one.storage_blocks or 0 for one in listed),
+        host_blocks=in_host,
+        storage_blocks=in_storage,
         device_quota=quota.device,
         host_quota=quota.host,
         storage_quota=quota.storage,

@@ -17,8 +17,7 @@ from kvactors.observe.operations import Operation, OperationWatch
 MAX_REQUESTS = 100_000
 """Requests whose spans are open. Further ones have none, and their acquires no parent."""
 
-ROOT = context.Context()
-"""The context of a span without a parent."""
+ROOT = context.Context()  # the context of a span without a parent
 
 
 class SpanWatch:

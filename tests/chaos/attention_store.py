@@ -13,7 +13,6 @@ import numpy as np
 
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.cache import KVCache, open_cache
-from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import announceable, residency
 from kvactors.settings import Config
 from kvactors.storage import attempts
@@ -22,6 +21,7 @@ from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import BREAKER, at_rest, settings
+from tests.flush_notifier.helpers import path_tokens
 from tests.support import attentionstore_sdk as stand_in
 from tests.support.attentionstore_sdk import Service
 

@@ -9,6 +9,7 @@ import numpy as np
 from kvactors.actor import ActorSpec, Group, InFlight, Supervisor
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.blocks import LedgerBlock, path_to
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import PathCached, WaitFlushed
 from kvactors.flush_notifier.select import DeliveryBatch
@@ -44,6 +45,11 @@ def path(*branch: int) -> tuple[bytes, bytes]:
         key = hash_of_block(key, tokens[-1])
         keys.append(key)
     return b"".join(tokens), join_hashes(keys)
+
+
+def path_tokens(block: LedgerBlock) -> bytes:
+    """The complete token path from the root to a block."""
+    return b"".join(one.tokens for one in finish(path_to(block, block.depth)))
 
 
 def names(*branch: int) -> list[bytes]:

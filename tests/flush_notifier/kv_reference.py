@@ -12,9 +12,9 @@ from kvactors.flush_notifier.sinks.kv_wire import (
     MEDIA,
     AllBlocksCleared,
     BlockRemoved,
+    BlockStored,
     ClearedArray,
     RemovedArray,
-    StoredArray,
     StoredArrayDynamo,
     StoredMap,
     identity_fields,
@@ -22,6 +22,10 @@ from kvactors.flush_notifier.sinks.kv_wire import (
 )
 from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import Residency, split_hashes
+
+
+class StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
+    """As vLLM's older types have it."""
 
 
 def hash_of(config: KvEventsSinkConfig, key: bytes) -> int | bytes:

@@ -11,7 +11,6 @@ from msgspec.structs import replace
 
 import kvactors
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import residency
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreSinkConfig
@@ -26,6 +25,7 @@ from tests.flush_notifier.helpers import (
     finished,
     names,
     path,
+    path_tokens,
     settle,
     take,
 )

@@ -11,13 +11,21 @@ import pytest
 import kvactors
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, PathCached
-from kvactors.flush_notifier.select import path_tokens
 from kvactors.identity import CacheScope
 from kvactors.native import Path
 from kvactors.observe.statistics import residency
 from kvactors.settings import Config
 from kvactors.types import Reason, Residency, Tier
-from tests.flush_notifier.helpers import BLOCK, PER_TIER, ROOT, do, finished, path, settle
+from tests.flush_notifier.helpers import (
+    BLOCK,
+    PER_TIER,
+    ROOT,
+    do,
+    finished,
+    path,
+    path_tokens,
+    settle,
+)
 from tests.support import attentionstore_sdk as stand_in
 
 BY_TOKENS = PER_TIER._replace(by_tokens=True)

@@ -128,12 +128,12 @@ async def test_the_notifier_survives_every_error_of_a_sink_and_the_sink_recovers
             )
             await until(lambda: good.view()[Tier.DEVICE] == {*names(1), *names(3)})
             await until(
-                lambda: wired.actor.sinks.health()[0].pending == 0
+                lambda: wired.actor.sinks.statistics()[0].pending == 0
             )  # the notifier has the answer, too
-            ok, failing = wired.actor.sinks.health()
-            assert ok == ("good", True, "", 0.0, 0)
-            assert not failing.ok
-            assert failing.reason
+            ok, failing = wired.actor.sinks.statistics()
+            assert (ok.failures, ok.last_error, ok.failing_for) == (0, "", 0.0)
+            assert failing.failures
+            assert failing.last_error
             assert failing.failing_for > 0
             assert failing.pending >= 1
             bad.fault = None
@@ -144,7 +144,6 @@ async def test_the_notifier_survives_every_error_of_a_sink_and_the_sink_recovers
             statistics = wired.actor.sinks.statistics()[1]
             assert (statistics.failures, statistics.failing_for) == (0, 0.0)
             assert statistics.last_error
-            assert all(health.ok for health in wired.actor.sinks.health())
     about = [entry for entry in logs if entry.get("sink") == "bad"]
     assert [entry["event"] for entry in about] == ["sink fails", "sink works again"], (
         "once a change of state"
@@ -209,7 +208,7 @@ async def test_methods_that_are_no_coroutines_are_failures_of_the_sink():
     async with wired.running():
         await wired.tell(announced(1))
         await until(lambda: wired.actor.sinks.statistics()[1].failures >= 2)
-        assert "TypeError" in wired.actor.sinks.health()[1].reason
+        assert "TypeError" in wired.actor.sinks.statistics()[1].last_error
         assert good.view()[Tier.DEVICE] == set(names(1))
 
 

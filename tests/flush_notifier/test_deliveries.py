@@ -60,17 +60,17 @@ def test_an_epoch_that_succeeds_ends_no_failure_of_deliveries(clock):
         one.begun = False  # a resync
         begin(one)
         assert succeed(one) is None
-        assert (one.health().ok, one.health().reason) == (False, "refused")
+        assert (one.failures > 0, one.last_error) == (True, "refused")
         assert one.view.pending == 1
     begin(one)
     clock[0] = 7.0
     assert succeed(one) == 7.0
-    assert one.health().ok
+    assert not one.failures
     one.begun = False
     fail(one)
-    assert not one.health().ok
+    assert one.failures
     assert succeed(one) == 0.0, "an epoch that failed is made good by one that is taken"
-    assert one.health().ok
+    assert not one.failures
 
 
 def test_a_sink_is_called_when_something_is_due_or_its_epoch_has_not_begun(clock):
@@ -125,10 +125,10 @@ def test_health_is_about_the_last_call(clock):
     begin(one)
     fail(one)
     clock[0] = 3.0
-    assert one.health() == ("m", False, "refused", 3.0, 1)
+    assert (one.failures, one.last_error, one.statistics().failing_for) == (1, "refused", 3.0)
     begin(one)
     assert succeed(one) == 3.0
-    assert one.health() == ("m", True, "", 0.0, 0)
+    assert (one.failures, one.statistics().failing_for) == (0, 0.0)
     assert one.statistics().last_error == "refused"
 
 

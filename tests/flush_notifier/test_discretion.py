@@ -14,7 +14,6 @@ from rich.pretty import pretty_repr
 import kvactors
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.ledger import OrphanBlock
 from kvactors.flush_notifier.messages import FlushTask, PathCached
 from kvactors.flush_notifier.select import BlockRun, DeliveryBatch
 from kvactors.flush_notifier.sinks import MemorySink
@@ -62,7 +61,6 @@ def marks_in(text: str) -> list[str]:
         CacheScope("model", "namespace", "adapter", SALT),
         DeliveryBatch([TASK], [BlockRun([], 1, True, Reason.COMMIT)]),
         HeldBlock(KEY, KEY, 0, TOKENS, 1, RequestScope(None, SALT)),
-        OrphanBlock(KEY, TOKENS, b"", RequestScope(None, SALT)),
         Retraction([KEY], 0, TOKENS),
         StoredMap([1], None, [TOKEN] * BLOCK, BLOCK, None, "GPU", None, [[SALT]], None, SALT),
         BlockStored([1], None, [TOKEN] * BLOCK, BLOCK, None, "GPU", None, [[SALT]]),

@@ -1,4 +1,4 @@
-"""FlushWaiters: which asks are answered when a sink acknowledges."""
+"""SinkSet: which asks are answered when a sink acknowledges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from kvactors.actor import Envelope
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier import deliver
-from kvactors.flush_notifier.deliver import FlushWaiters, SinkDelivery
+from kvactors.flush_notifier.deliver import SinkDelivery, SinkSet
 from kvactors.flush_notifier.messages import WaitFlushed
 from kvactors.settings import FlushConfig
 from kvactors.types import Reason, Tier
@@ -21,20 +21,17 @@ class Bench:
 
     def __init__(self) -> None:
         self.book = ledger(*2 * [ledger().sinks[0].filter])
-        self.sinks = [
-            SinkDelivery(memory(name), view, FlushConfig())
-            for name, view in zip("ab", self.book.sinks, strict=True)
-        ]
+        self.set = SinkSet([memory(name) for name in "ab"], self.book, FlushConfig())
+        self.sinks = self.set.deliveries
         for one in self.sinks:
             one.begun = True
-        self.waiters = FlushWaiters()
 
     def announce(self, *branch: int) -> None:
         do(self.book.announce(announced(*branch)))
 
     def ask(self, *sinks: SinkDelivery) -> Envelope[bool]:
         envelope: Envelope[bool] = Envelope(WaitFlushed(), FakeReply())  # type: ignore[arg-type]
-        self.waiters.add(envelope, sinks or self.sinks)
+        self.set.wait(envelope, sinks or self.sinks)
         return envelope
 
     def begin(self, one: SinkDelivery) -> None:
@@ -43,8 +40,7 @@ class Bench:
 
     def end(self, one: SinkDelivery) -> None:
         one.call_succeeded()
-        finish(one.apply_result())
-        self.waiters.call_ended(one, cleared=one.call_ended())
+        finish(self.set.finish_call(one))
 
     def deliver(self, one: SinkDelivery) -> None:
         self.begin(one)
@@ -66,18 +62,18 @@ def bench(monkeypatch) -> Bench:
 
 def test_an_ask_with_nothing_due_is_answered_at_once(bench):
     envelope = bench.ask()
-    assert bench.waiters.take_done() == [envelope]
-    assert len(bench.waiters) == 0
+    assert bench.set.take_done() == [envelope]
+    assert len(bench.set.waiters) == 0
 
 
 def test_an_ask_waits_for_every_sink_it_names(bench):
     bench.announce(1)
     both, one = bench.ask(), bench.ask(bench.sinks[0])
-    assert bench.waiters.take_done() == []
+    assert bench.set.take_done() == []
     bench.deliver(bench.sinks[0])
-    assert bench.waiters.take_done() == [one]
+    assert bench.set.take_done() == [one]
     bench.deliver(bench.sinks[1])
-    assert bench.waiters.take_done() == [both]
+    assert bench.set.take_done() == [both]
 
 
 def test_blocks_announced_after_the_ask_are_not_waited_for(bench):
@@ -88,7 +84,7 @@ def test_blocks_announced_after_the_ask_are_not_waited_for(bench):
     bench.announce(2)
     bench.end(first)
     assert first.view.pending == 1
-    assert bench.waiters.take_done() == [envelope]
+    assert bench.set.take_done() == [envelope]
 
 
 def test_a_block_removed_while_its_call_is_in_flight_is_waited_for(bench):
@@ -98,26 +94,26 @@ def test_a_block_removed_while_its_call_is_in_flight_is_waited_for(bench):
     do(bench.book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     envelope = bench.ask(first)
     bench.end(first)
-    assert bench.waiters.take_done() == [], "the sink has a block that is gone"
+    assert bench.set.take_done() == [], "the sink has a block that is gone"
     bench.deliver(first)
-    assert bench.waiters.take_done() == [envelope]
+    assert bench.set.take_done() == [envelope]
 
 
 def test_a_sink_whose_epoch_has_not_begun_is_waited_for(bench):
     first, _ = bench.sinks
     first.begun = False
     envelope = bench.ask(first)
-    assert bench.waiters.take_done() == []
+    assert bench.set.take_done() == []
     first.begun = True
-    assert bench.waiters.take_done() == [envelope]
+    assert bench.set.take_done() == [envelope]
 
 
 def test_asks_that_were_given_up_are_removed(bench):
     bench.announce(1)
     kept, given_up = bench.ask(), bench.ask()
     given_up.reply.abandoned = True
-    assert bench.waiters.take_abandoned() == [given_up]
-    assert len(bench.waiters) == 1
+    assert bench.set.take_abandoned() == [given_up]
+    assert len(bench.set.waiters) == 1
     for one in bench.sinks:
         bench.deliver(one)
-    assert bench.waiters.take_done() == [kept]
+    assert bench.set.take_done() == [kept]

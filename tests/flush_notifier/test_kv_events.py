@@ -324,7 +324,7 @@ async def test_malformed_requests_are_counted_and_others_served(tmp_path, reques
         await dealer.send_multipart(request_)
         await dealer.send_multipart([b"", bytes(8)])
         assert len(await answers(dealer)) == 2
-        assert (sink.statistics().malformed, sink.statistics().requests) == (1, 1)
+        assert (sink.server.malformed, sink.server.requests) == (1, 1)
 
 
 async def test_a_reader_that_leaves_or_does_not_read_costs_the_others_nothing(tmp_path):
@@ -383,7 +383,7 @@ async def test_the_second_topic_may_share_the_socket(tmp_path):
         await sink.begin_epoch(7)
         assert (await receive(events))[0] == b"kv"
         assert not await events.poll(100)
-        assert sink.statistics().detail_sequence == 1
+        assert sink.details.sequence == 1
 
 
 async def test_a_snapshot_and_the_later_events_give_the_whole_state(tmp_path):
@@ -515,7 +515,7 @@ async def test_a_slow_subscriber_never_slows_the_publisher(tmp_path):
         began = asyncio.get_running_loop().time()
         for i in range(20_000):
             await sink.deliver([task(i % 8, 1)])
-        assert sink.statistics().sequence == 20_000
+        assert sink.events.sequence == 20_000
         assert asyncio.get_running_loop().time() - began < 10.0, "it does not wait"
 
 

@@ -210,9 +210,7 @@ async def test_a_large_frame_ends_its_connection_before_it_is_read(tmp_path):
         async with socket(zmq.DEALER, sink.replay_endpoint) as dealer:
             await dealer.send_multipart([b"", bytes(8)])
             assert len(await answers(dealer)) == 2
-        assert (sink.statistics().requests, sink.statistics().malformed) == (1, 0), (
-            "the large one never came"
-        )
+        assert (sink.server.requests, sink.server.malformed) == (1, 0), "the large one never came"
 
 
 @pytest.mark.parametrize("first", [2**63 - 1, 2**63, 2**64 - 1])
@@ -266,7 +264,7 @@ async def test_readers_that_take_nothing_lose_their_turn(tmp_path, monkeypatch):
         assert await dealer.poll(30_000), "the others kept their turn"
         *_, end = await answers(dealer)
         assert number(end[-2]) == END
-        assert sink.statistics().given_up >= 1
+        assert sink.server.given_up >= 1
 
 
 async def test_a_reader_that_asks_again_has_one_answer_at_a_time(tmp_path):
@@ -274,7 +272,7 @@ async def test_a_reader_that_asks_again_has_one_answer_at_a_time(tmp_path):
         await sink.begin_epoch(7)
         for _ in range(50):
             await dealer.send_multipart([b"", bytes(8)])
-        while sink.statistics().requests < 50:
+        while sink.server.requests < 50:
             await asyncio.sleep(0.01)
         assert len(sink.server._answers) <= 1
         while await dealer.poll(100):
@@ -291,7 +289,7 @@ async def test_a_snapshot_that_cannot_be_made_costs_its_reader_alone(tmp_path):
         await sink.begin_epoch(7)
         await dealer.send_multipart([b"", b"kvactors.snapshot"])
         assert len(await answers(dealer)) == 1, "the end marker alone"
-        assert sink.statistics().given_up == 1
+        assert sink.server.given_up == 1
         await dealer.send_multipart([b"", bytes(8)])
         assert len(await answers(dealer)) == 2
 

@@ -217,7 +217,7 @@ async def test_numbers_of_a_new_process_go_on_above_those_of_the_one_before(tmp_
             await sink.begin_epoch(7)
             for i in range(50):
                 await sink.deliver([task(i % 8, 1)])
-            assert sink.statistics().published == 51
+            assert sink.events.sequence - sink.events.first == 51
             assert sink.events.sequence < 1 << 63, "a reader may take it for a signed number"
             seen.append((sink.events.sequence, sink.details.sequence))
 
@@ -372,7 +372,7 @@ async def test_readers_that_lose_messages_and_start_late_end_equal_to_the_node(
             index = link.model.index
             assert index.view() == node.held()
             assert (index.doubles, index.orphans) == (0, 0)
-        assert sink.statistics().states >= 2
+        assert sink.events.states_made >= 2
 
 
 async def test_a_clear_while_a_state_is_made(tmp_path):
@@ -640,7 +640,7 @@ async def test_any_number_of_readers_at_once_and_readers_that_take_nothing(tmp_p
         assert {(number(one[0][-2]), number(one[-2][-2]), one[-1][-1]) for one in got} == {
             (1, sink.events.sequence - 1, b"")
         }
-        assert sink.statistics().states < 24, "readers share a state"
+        assert sink.events.states_made < 24, "readers share a state"
 
 
 async def patient_answers(reader: Any) -> list[list[bytes]]:

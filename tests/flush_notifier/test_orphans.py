@@ -6,13 +6,13 @@ import pytest
 
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier import ledger
-from kvactors.flush_notifier.blocks import LedgerBlock, LedgerTree
-from kvactors.flush_notifier.ledger import OrphanBlock, Orphans
+from kvactors.flush_notifier.blocks import HashInputs, LedgerBlock, LedgerTree
+from kvactors.flush_notifier.ledger import Orphans
 from kvactors.identity import PLAIN
 
 
-def below(parent: bytes) -> OrphanBlock:
-    return OrphanBlock(parent, b"tokens", b"", PLAIN)
+def below(parent: bytes) -> HashInputs:
+    return parent, b"tokens", b"", PLAIN
 
 
 def test_a_block_on_no_tier_is_forgotten():
@@ -41,7 +41,7 @@ def test_blocks_become_attachable_when_their_parent_is_added():
         blocks.gain(key, 4)
         blocks.wait(key, below(b"x" if key == b"other" else b"p"))
     assert blocks.next_attachable(tree) is None
-    parent = LedgerBlock(b"p", None, b"", b"", PLAIN, 1)
+    parent = LedgerBlock(b"p", None, (b"", b"", b"", PLAIN), 1)
     assert blocks.take_tiers(b"p") == 0
     tree.add(parent)
     assert [blocks.next_attachable(tree) for _ in range(3)] == [

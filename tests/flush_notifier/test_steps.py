@@ -14,10 +14,11 @@ from itertools import pairwise
 import pytest
 
 from kvactors.actor.sliced import finish
-from kvactors.flush_notifier.blocks import BlockOrder, LedgerBlock
+from kvactors.flush_notifier.blocks import LedgerBlock, LedgerTree
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, CallLate, Delivered, PathCached
 from kvactors.flush_notifier.select import MAX_RUN_BLOCKS
+from kvactors.identity import PLAIN
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import (
     AT_FINISH,
@@ -185,24 +186,22 @@ def test_a_snapshot_continues_while_entries_are_added_and_removed():
 
 
 def test_each_entry_is_visited_once_while_the_order_changes():
-    order, entries = (
-        BlockOrder(),
-        [LedgerBlock(bytes([i]), None, b"", b"", None, 1) for i in range(50)],
-    )
+    order = LedgerTree(100, 256)
+    entries = [LedgerBlock(bytes([i]), None, (b"", b"", b"", PLAIN), 1) for i in range(50)]
     for entry in entries[:30]:
         order.add(entry)
-    walk = order.up_to(order.last_number)
+    walk = order.scan()
     met = [next(walk) for _ in range(5)]
     for i in (0, 4, 5, 6, 20, 29):
-        order.remove(entries[i])
+        order._remove(entries[i])
     for entry in entries[30:]:
         order.add(entry)
-    order.remove(entries[7])
+    order._remove(entries[7])
     met += walk
     assert met == entries[:5] + [
         e for i, e in enumerate(entries[:30]) if i > 7 and i not in (20, 29)
     ]
-    assert [e.number for e in order.up_to(10**9)] == sorted(e.number for e in entries if e.number)
+    assert [e.number for e in order.scan(10**9)] == sorted(e.number for e in entries if e.number)
 
 
 def test_a_check_reports_errors_and_not_concurrent_changes():

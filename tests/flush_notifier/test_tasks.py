@@ -25,7 +25,7 @@ def chain(count: int) -> list[LedgerBlock]:
         key, above = bytes([i]) * 32, parent.hash if parent else ROOT
         scope = RequestScope("adapter", "salt")
         extra_key = b"media%d" % i if i % 2 else b""
-        made.append(LedgerBlock(key, parent, above, bytes([i]) * 8, scope, 1, extra_key))
+        made.append(LedgerBlock(key, parent, (above, bytes([i]) * 8, extra_key, scope), 1))
     return made
 
 

@@ -12,7 +12,7 @@ def chain(tree: LedgerTree, *keys: bytes) -> list[LedgerBlock]:
     blocks: list[LedgerBlock] = []
     for key in keys:
         above = blocks[-1] if blocks else None
-        blocks.append(LedgerBlock(key, above, above.hash if above else b"", b"", PLAIN, 1))
+        blocks.append(LedgerBlock(key, above, (above.hash if above else b"", b"", b"", PLAIN), 1))
         tree.add(blocks[-1])
     return blocks
 
@@ -21,7 +21,7 @@ def test_blocks_are_found_by_hash_in_the_order_they_were_added():
     tree = LedgerTree(10, 256)
     top, below = chain(tree, b"a", b"b")
     assert tree.blocks == {b"a": top, b"b": below}
-    assert list(tree.order) == [top, below]
+    assert list(tree.scan()) == [top, below]
     assert (top.children, below.depth) == (1, 2)
 
 

@@ -10,13 +10,13 @@ import pytest
 from msgspec.structs import replace
 
 import kvactors
-from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import residency
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.report import Totals
 from kvactors.settings import DeviceConfig, FlushConfig, HostConfig, StorageConfig
 from kvactors.settings.ranks import RanksConfig
 from kvactors.settings.sinks import AttentionStoreConfig, AttentionStoreSinkConfig
+from tests.flush_notifier.helpers import path_tokens
 from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, Clients, led, settings
 from tests.support import attentionstore_sdk as stand_in
 from tests.support.rank_model import ProcessModel

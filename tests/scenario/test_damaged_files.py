@@ -82,7 +82,7 @@ def read_journal(path, data: bytes) -> PublishedBlocks | None:
     path.write_bytes(data)
     published = PublishedBlocks(BLOCK)
     with suppress(SinkError):
-        asyncio.run(Journal(str(path)).read(published))
+        asyncio.run(Journal(str(path), published).read())
         return published
     return None
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from kvactors.errors import ConfigError
-from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
 from kvactors.settings import read_toml
+from tests.flush_notifier.helpers import path_tokens
 from tests.support import attentionstore_sdk
 
 CHAT = {

@@ -12,12 +12,12 @@ import xxhash
 from kvactors.cache import KVCache
 from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.errors import KVActorsError, NoRoom
-from kvactors.flush_notifier.select import path_tokens
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine, ScenarioRequest
 from kvactors.scenario.report import Totals
 from kvactors.storage.attempts import PAUSE_S
 from kvactors.testing.sim import left_over
+from tests.flush_notifier.helpers import path_tokens
 from tests.simulation.draw import BLOCK, INDEX, Draw
 from tests.simulation.sharing import check_clear, check_sharing
 from tests.simulation.world import World

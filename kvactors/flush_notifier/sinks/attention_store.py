@@ -38,14 +38,13 @@ class AttentionStoreSink(Sink):
         self._published = PublishedBlocks(settings.block_size)
         self._answers = True  # whether the last call was answered
         self._log = get_logger()
-        self._journal = Journal(config.journal) if config.journal else None
-        if self._journal is not None and not self._journal.path.parent.is_dir():
+        self._journal = Journal(config.journal, self._published)
+        self._retracts_at_close = not config.journal
+        if config.journal and not self._journal.path.parent.is_dir():
             raise SinkError(f"sink {self.name!r}: {self._journal.path.parent} is not a folder")
 
     async def open(self) -> None:
-        """Read the journal, connect, and wait until the index is ready."""
-        if self._journal is not None:
-            await self._journal.read(self._published)
+        await self._journal.read()
         try:
             await self.sdk.open()
         except BaseException:
@@ -57,8 +56,7 @@ class AttentionStoreSink(Sink):
         the next attempt."""
         for path in list(self._published.retractions()):
             await self._retract(path)
-        if self._journal is not None:
-            await self._journal.rewrite(self._published)
+        await self._journal.rewrite()
 
     async def _retract(self, path: Retraction) -> None:
         await self._flush(path.tokens, path.start, resident=False)
@@ -74,7 +72,6 @@ class AttentionStoreSink(Sink):
         self._answers = True
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        """Send tasks to the index, in order."""
         self.num_acknowledged = 0
         gains = [
             task
@@ -83,11 +80,9 @@ class AttentionStoreSink(Sink):
         ]
         for task in gains:
             # before the call: a cancelled call may still be carried out
-            self._published.add(
-                task.parent, task.start_block_idx, split_hashes(task.hashes), task.tokens
-            )
-        if self._journal is not None:
-            await self._journal.resident(gains, self._published)
+            hashes = split_hashes(task.hashes)
+            self._published.add(task.parent, task.start_block_idx, hashes, task.tokens)
+        await self._journal.resident(gains)
         gone: list[bytes] = []
         try:
             for task in tasks:
@@ -98,8 +93,7 @@ class AttentionStoreSink(Sink):
                 self.num_acknowledged += 1
         finally:
             self._published.remove(gone)
-        if self._journal is not None:
-            await self._journal.gone(gone, self._published)
+        await self._journal.gone(gone)
 
     async def _retract_all(self) -> None:
         """Retract everything. A path whose retraction fails does not keep the others from theirs,
@@ -122,7 +116,7 @@ class AttentionStoreSink(Sink):
         """Retract everything, since this process holds nothing after its end. With a journal the
         next process does that. Skipped if the index does not answer."""
         try:
-            if self._journal is None and self._answers:
+            if self._retracts_at_close and self._answers:
                 await self._retract_all()
         except SdkError as error:
             self._log.warning(

@@ -58,11 +58,7 @@ class PublishedBlock:
 
 
 class Retraction(NamedTuple):
-    """A path to be removed from `start` on.
-
-    Attributes:
-        tokens: from the root.
-    """
+    """A path to be removed from `start` on. Its tokens are from the root."""
 
     hashes: list[bytes]
     start: int
@@ -73,14 +69,11 @@ class Retraction(NamedTuple):
 
 
 class PublishedBlocks:
-    """Blocks that the index may hold, unacknowledged ones included. Memory is bounded by those
-    blocks and their ancestors.
+    """Blocks that the index may hold, unacknowledged ones included, and their ancestors, parents
+    before children.
 
     The record outlives the notifier's ledger: it is what a new incarnation, or the next process,
     must take back from an index that cannot be emptied.
-
-    Attributes:
-        blocks: by hash, parents before children.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -88,7 +81,6 @@ class PublishedBlocks:
         self.blocks: dict[bytes, PublishedBlock] = {}
 
     def holds(self, task: FlushTask) -> bool:
-        """Whether every block of a task is resident already."""
         return all(
             (block := self.blocks.get(block_hash)) is not None and block.resident
             for block_hash in split_hashes(task.hashes)
@@ -115,16 +107,12 @@ class PublishedBlocks:
             block = self.blocks.get(block_hash)
             if block is not None:
                 block.resident = False
-                self._prune(block_hash)
-
-    def _prune(self, block_hash: bytes) -> None:
-        block = self.blocks.get(block_hash)
-        while block is not None and not block.resident and not block.children:
-            del self.blocks[block_hash]
-            block_hash = block.parent
-            block = None if block.top else self.blocks[block_hash]
-            if block is not None:
-                block.children -= 1
+            while block is not None and not block.resident and not block.children:
+                del self.blocks[block_hash]
+                block_hash = block.parent
+                block = None if block.top else self.blocks[block_hash]
+                if block is not None:
+                    block.children -= 1
 
     def retractions(self) -> Iterator[Retraction]:
         """Paths whose removal takes everything back, the deepest first. Each block is in one."""
@@ -148,7 +136,6 @@ class PublishedBlocks:
         return chain
 
     def path_tokens(self, block_hash: bytes) -> bytes:
-        """The complete path to a block."""
         return b"".join(self.blocks[one].tokens for one in self._chain(block_hash))
 
     def __len__(self) -> int:
@@ -156,71 +143,65 @@ class PublishedBlocks:
 
 
 class Journal:
-    """The journal at `path`, whose folder must exist. File errors are raised as SinkError."""
+    """The journal of published blocks at `path`, whose folder must exist. Nothing without a path.
+    File errors are raised as SinkError."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, published: PublishedBlocks) -> None:
         self.path = Path(path)
+        self._on = bool(path)
+        self._published = published
         self._size = 0
         self._limit = GROWTH_BYTES
 
-    async def read(self, published: PublishedBlocks) -> None:
-        """Add the blocks that an earlier process published and did not retract.
-
-        Raises:
-            SinkError: the file cannot be read, or a line is malformed or contradicts another.
-        """
+    async def read(self) -> None:
+        """Add the blocks that an earlier process published and did not retract."""
+        if not self._on:
+            return
         try:
-            if not await aiofiles.os.path.exists(self.path, executor=THREADS):
-                async with aiofiles.open(self.path, "ab", opener=open_private, executor=THREADS):
-                    return
+            # a file that is not there is made
             async with aiofiles.open(
-                self.path, "rb", opener=open_private, executor=THREADS
+                self.path, "ab+", opener=open_private, executor=THREADS
             ) as file:
+                await file.seek(0)
                 data = await file.read()
         except OSError as error:
             raise SinkError(f"journal {self.path}: {error}") from error
         whole = data[: data.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                replay(published, msgspec.json.decode(line))
+                replay(self._published, msgspec.json.decode(line))
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 raise SinkError(f"journal {self.path}, line {number}: {error}") from error
         self._size = len(data)
         if len(whole) < len(data):
-            await self.rewrite(published)
+            await self.rewrite()
 
-    async def resident(self, tasks: Iterable[FlushTask], published: PublishedBlocks) -> None:
+    async def resident(self, tasks: Iterable[FlushTask]) -> None:
         """Note gains that are about to be sent."""
-        lines = [
-            line_of(t.start_block_idx, t.parent, split_hashes(t.hashes), t.tokens) for t in tasks
-        ]
-        await self._append(lines, published)
+        await self._append(
+            [line_of(t.start_block_idx, t.parent, split_hashes(t.hashes), t.tokens) for t in tasks]
+        )
 
-    async def gone(self, hashes: Sequence[bytes], published: PublishedBlocks) -> None:
+    async def gone(self, hashes: Sequence[bytes]) -> None:
         """Note removals that were sent."""
-        await self._append([gone_line(hashes)] if hashes else [], published)
+        await self._append([gone_line(hashes)] if hashes else [])
 
-    async def _append(self, lines: list[bytes], published: PublishedBlocks) -> None:
-        if lines:
+    async def _append(self, lines: list[bytes]) -> None:
+        if lines and self._on:
             self._size += await self._write("ab", lines)
             if self._size > self._limit:
-                await self.rewrite(published)
+                await self.rewrite()
 
-    async def rewrite(self, published: PublishedBlocks) -> None:
+    async def rewrite(self) -> None:
         """Replace the file with the blocks that are published now."""
-        lines = [
-            line_of(
-                block.position,
-                block.parent,
-                [block_hash],
-                published.path_tokens(block_hash) if block.top else block.tokens,
-                whole=block.top,
-            )
-            for block_hash, block in published.blocks.items()
-        ]
-        lines.append(
-            gone_line(one for one, block in published.blocks.items() if not block.resident)
-        )
+        if not self._on:
+            return
+        blocks, path_tokens = self._published.blocks, self._published.path_tokens
+        lines = []
+        for name, block in blocks.items():
+            tokens = path_tokens(name) if block.top else block.tokens
+            lines.append(line_of(block.position, block.parent, [name], tokens, whole=block.top))
+        lines.append(gone_line(name for name, block in blocks.items() if not block.resident))
         fresh = self.path.with_name(self.path.name + ".new")
         self._size = await self._write("wb", lines, fresh)
         self._limit = 2 * self._size + GROWTH_BYTES
@@ -255,8 +236,7 @@ def gone_line(hashes: Iterable[bytes]) -> bytes:
 def line_of(
     start: int, parent: bytes, hashes: Sequence[bytes], tokens: bytes, *, whole: bool = True
 ) -> bytes:
-    """A "+" line. whole: the tokens are the complete path. Otherwise they are those of the blocks,
-    whose parent an earlier line has."""
+    """A "+" line, or without `whole` a "+own" line."""
     ids = np.frombuffer(tokens, "<u4").tolist()
     return msgspec.json.encode(
         ["+" if whole else "+own", start, parent.hex(), [one.hex() for one in hashes], ids]
@@ -264,11 +244,7 @@ def line_of(
 
 
 def replay(published: PublishedBlocks, line: object) -> None:
-    """Apply a line.
-
-    Raises:
-        ValueError: the line is malformed or contradicts an earlier one. Nothing changed.
-    """
+    """Apply a line. ValueError if it is malformed or contradicts an earlier one."""
     match line:
         case ["-", list(names)]:
             published.remove(parse_hashes(names))

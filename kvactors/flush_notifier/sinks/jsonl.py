@@ -23,6 +23,7 @@ import aiofiles
 import msgspec
 import numpy as np
 
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
@@ -34,18 +35,14 @@ from kvactors.threads import DaemonExecutor
 from kvactors.types import HASH_BYTES, Residency, Tier, split_hashes
 
 CHUNK_TOKENS = 16_384
-CHUNK_HASHES = 1_024
-"""Values turned into text at a time: between chunks others run."""
-
-TAIL_BYTES = 65_536
-"""Looked at, at a time, for the end of the last whole line."""
+CHUNK_HASHES = 1_024  # values turned into text at a time: between chunks others run
+TAIL_BYTES = 65_536  # looked at, at a time, for the end of the last whole line
 
 
 class JsonLinesSink(Sink):
     """path: appended to by this process alone. Its folder must exist. A new file is readable by
-    its user alone (0600), since it holds the tokens of prompts. `open` raises SinkError for a path
-    that cannot be written. A line that a crash or a failed write cut short is removed before the
-    next is written."""
+    its user alone (0600), since it holds the tokens of prompts. A line that a crash or a failed
+    write cut short is removed before the next is written."""
 
     def __init__(self, config: JsonLinesSinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)
@@ -54,7 +51,6 @@ class JsonLinesSink(Sink):
             raise SinkError(f"sink {self.name!r}: {self.path.parent} is not a folder")
         self._encoder = msgspec.json.Encoder()
         self._threads = DaemonExecutor("kvactors-jsonl")
-        self._writing: asyncio.Task[None] | None = None
         self._torn = True  # whether the file may end within a line
 
     async def open(self) -> None:
@@ -71,10 +67,6 @@ class JsonLinesSink(Sink):
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         await self._append([self._encoder.encode(await self._record(task)) for task in tasks])
-
-    async def close(self) -> None:
-        """A write that was given up comes to its end."""
-        await self._earlier_write()
 
     async def _record(self, task: FlushTask) -> dict[str, object]:
         tokens = np.frombuffer(task.tokens, "<u4")
@@ -113,20 +105,9 @@ class JsonLinesSink(Sink):
         return {name: value for name, value in fields.items() if value is not None}
 
     async def _append(self, lines: list[bytes]) -> None:
-        """A thread cannot be interrupted: a call given up at its deadline leaves its write to the
-        next call, which waits for it."""
-        await self._earlier_write()
-        self._writing = asyncio.get_running_loop().create_task(
-            self._write(b"".join(line + b"\n" for line in lines))
-        )
-        self._writing.add_done_callback(
-            lambda task: None if task.cancelled() else task.exception()
-        )  # seen even if nothing waits
-        await asyncio.shield(self._writing)
-
-    async def _earlier_write(self) -> None:
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
+        """A thread cannot be interrupted: a call given up at its deadline ends with its write."""
+        data = b"".join(line + b"\n" for line in lines)
+        await wait_uncancelled(asyncio.get_running_loop().create_task(self._write(data)))
 
     async def _write(self, data: bytes) -> None:
         try:
@@ -156,11 +137,8 @@ class JsonLinesSink(Sink):
 
 
 def replay_jsonl(path: str | Path) -> dict[Tier, set[bytes]]:
-    """The view that a file of such lines stands for: names by tier. A last line without its end
-    does not count.
-
-    Raises ValueError for a line that is none, OSError if the file cannot be read.
-    """
+    """The view that a file of such lines stands for. A last line without its end does not count.
+    Raises ValueError for a line that is none, OSError if the file cannot be read."""
     view: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
     for line in Path(path).read_bytes().split(b"\n")[:-1]:
         record = msgspec.json.decode(line)  # msgspec.DecodeError is a ValueError

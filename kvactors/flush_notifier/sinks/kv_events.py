@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvactors.actor.log import get_logger
 from kvactors.flush_notifier.messages import FlushTask
@@ -25,27 +25,9 @@ from kvactors.flush_notifier.sinks.kv_stream import (
 from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
 from kvactors.settings.sinks import KvEventsSinkConfig, of_rank
 
-LINGER_S = 0.5
-"""Seconds in which published messages may leave after the sink is closed."""
+LINGER_S = 0.5  # seconds in which published messages may leave after the sink is closed
 EARLIEST_TIME_S = 1_735_689_600
 """The year 2025. A clock before that is not set."""
-
-
-class KvEventsStatistics(NamedTuple):
-    """Counters as of now.
-
-    Attributes:
-        given_up: requests of readers that disconnected or were too slow.
-    """
-
-    sequence: int
-    published: int
-    detail_sequence: int
-    kept_bytes: int
-    requests: int
-    given_up: int
-    malformed: int
-    states: int
 
 
 def first_number(numbers: str, name: str) -> int:
@@ -92,7 +74,6 @@ class KvEventsSink(Sink):
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
-        """Open the sockets."""
         self._sockets = sockets = Sockets(self.name)
         config = self.config
         try:
@@ -151,34 +132,27 @@ class KvEventsSink(Sink):
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         """Publish tasks as events, in batches of at most `max_blocks` blocks."""
         self.num_acknowledged = 0
-        payload = self._encoder.batch_of_tasks(time.time(), tasks)
-        if payload is None:
-            await self._deliver_parts(tasks)
-            return
-        self.events.publish_call(tasks, payload)
-        self.num_acknowledged = len(tasks)
-        if self.details.topic:
-            self._publish_reasons(self.events.sequence - 1, tasks)
-
-    async def _deliver_parts(self, tasks: Sequence[FlushTask]) -> None:
-        """Publish tasks in any number of batches."""
-        stream = self.events
+        stream, whole = self.events, self._encoder.batch_of_tasks(time.time(), tasks)
         stream.begin_call(tasks)
         try:
+            if whole is not None:
+                self._publish(whole, tasks, len(tasks))
+                return
             messages = parts(tasks, self._encoder, self.config.max_blocks)
             for number, (events, sources, done) in enumerate(messages):
                 if number:
                     await asyncio.sleep(0)
-                stream.publish(events)
-                self.num_acknowledged = done
-                if self.details.topic:
-                    self._publish_reasons(stream.sequence - 1, sources)
+                self._publish(stream.payload(events), sources, done)
         finally:
             stream.end_call(tasks[: self.num_acknowledged])
 
-    def _publish_reasons(self, number: int, sources: Sequence[FlushTask]) -> None:
-        reasons = [task.reason.value for task in sources]
-        self.details.publish({"type": "Reasons", "sequence": number, "reasons": reasons})
+    def _publish(self, payload: bytes, sources: Sequence[FlushTask], done: int) -> None:
+        """Publish one batch, its reasons on the second stream, and count the tasks complete."""
+        self.events.send(payload)
+        self.num_acknowledged = done
+        if self.details.topic:
+            number, reasons = self.events.sequence - 1, [task.reason.value for task in sources]
+            self.details.publish({"type": "Reasons", "sequence": number, "reasons": reasons})
 
     async def _publish_heartbeats(self, interval: float) -> None:
         stream = self.events
@@ -201,19 +175,6 @@ class KvEventsSink(Sink):
                 )
             finally:
                 self.events.release()
-
-    def statistics(self) -> KvEventsStatistics:
-        """Counters as of now."""
-        stream, server = self.events, self.server
-        counts = (server.requests, server.given_up, server.malformed) if server else (0, 0, 0)
-        return KvEventsStatistics(
-            stream.sequence,
-            stream.sequence - stream.first,
-            self.details.sequence,
-            stream.window.held,
-            *counts,
-            stream.states_made,
-        )
 
 
 Part = tuple[list[bytes], list[FlushTask], int]

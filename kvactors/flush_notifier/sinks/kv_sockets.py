@@ -38,8 +38,7 @@ MAX_TOPIC_BYTES = 4_096
 MAX_REQUEST_BYTES = 256
 """Of a frame sent to a replay socket. A larger one ends the connection before it is read."""
 
-MAX_QUEUED_REQUESTS = 16
-"""Of one reader, in ZMQ's queue."""
+MAX_QUEUED_REQUESTS = 16  # of one reader, in ZMQ's queue
 
 BIND_TIMEOUT_S = 1.0
 BIND_RETRY_S = 0.02
@@ -52,13 +51,12 @@ HANDSHAKE_TIMEOUT_MS = 5_000
 
 
 class Sockets:
-    """The sockets of one publisher, opened one after another. `close` closes the opened ones."""
+    """The sockets of one publisher."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.context: Any = (
-            zmq.Context.instance()
-        )  # the process's own, so that inproc readers find it
+        # the process's own, so that inproc readers find it
+        self.context: Any = zmq.Context.instance()
         self.exposed: list[str] = []  # endpoints that every interface of this machine listens at
         self._opened: list[Any] = []
         self._senders: list[FrameSender] = []
@@ -108,12 +106,8 @@ class Sockets:
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
 
     def close(self, linger: float = 0.0) -> None:
-        """Close everything.
-
-        Args:
-            linger: seconds in which what was published may still leave; ZMQ's own thread sees to
-                that.
-        """
+        """Close everything. What was published may still leave within `linger` seconds, in ZMQ's
+        own thread."""
         for sender in self._senders:
             sender.close()
         for socket in self._opened:
@@ -122,7 +116,6 @@ class Sockets:
         self._opened.clear()
 
     def sender(self, socket: Any) -> Send:
-        """A function that sends messages to one of the PUB sockets made here."""
         address = address_of_send()
         if not address:
             return partial(send_frames, socket)
@@ -152,15 +145,16 @@ def bind_path(socket: Any, text: str, path: Path, *, left: bool) -> None:
     """Listen at a path, for this user alone. ZMQ removes any file at the path before it listens, so
     any file but an unused socket is refused first. left: a socket that nothing listens at is left
     over. Otherwise another thread may be about to remove it."""
-    if not text.startswith("ipc://@"):
-        with suppress(FileNotFoundError):
-            if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                raise OSError("there is a file that is no socket")
-            if not left or listens(path):
-                raise OSError(errno.EADDRINUSE, "Address already in use")
+    if text.startswith("ipc://@"):  # a name without a file
+        socket.bind(text)
+        return
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise OSError("there is a file that is no socket")
+        if not left or listens(path):
+            raise OSError(errno.EADDRINUSE, "Address already in use")
     socket.bind(text)
-    if not text.startswith("ipc://@"):
-        path.chmod(0o600)
+    path.chmod(0o600)
 
 
 def listens(path: Path) -> bool:

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -33,51 +34,32 @@ from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, encode_ba
 from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import ALL_TIERS, HASH_BYTES, Residency, Tier
 
-STATE_PART_BLOCKS = 256
-"""Blocks in one batch of a state."""
-
-SLICE_BLOCKS = 128
-"""Blocks read from the ledger, or corrected, in one slice."""
-
-KNOWN = 8
-"""Bits by which `StreamChanges` shifts the known tiers."""
+STATE_PART_BLOCKS = 256  # blocks in one batch of a state
+SLICE_BLOCKS = 128  # blocks read from the ledger, or corrected, in one slice
+KNOWN = 8  # bits by which `StreamChanges` shifts the known tiers
 
 EXTRA_BYTES = 16 << 20
 EXTRA_BATCHES = 1_024
 """How much a window may exceed twice its bounds while a state is sent that precedes what it
 holds."""
 
-SNAPSHOT = b"kvactors.snapshot"
-"""A replay request for a snapshot."""
+SNAPSHOT = b"kvactors.snapshot"  # a replay request for a snapshot
 
 READERS = 64
 """Readers answered at once. A further request waits until one of them has its answer, or is too
 slow for that (HURRIED_STALL_S, LONG_ANSWER_S)."""
 
-QUEUED_MESSAGES = 128
-"""Messages that wait for one slow reader in ZMQ's queue: more memory is not spent on a reader that
-takes nothing."""
-
-STALL_S = 60.0
-"""Time after which a reader that takes nothing loses its answer."""
-
-HURRIED_STALL_S = 2.0
-"""The same while another reader waits for its turn."""
-
-LONG_ANSWER_S = 60.0
-"""Time an answer may take while another reader waits for its turn."""
+QUEUED_MESSAGES = 128  # messages that wait for one slow reader in ZMQ's queue
+STALL_S = 60.0  # time after which a reader that takes nothing loses its answer
+HURRIED_STALL_S = 2.0  # the same while another reader waits for its turn
+LONG_ANSWER_S = 60.0  # time an answer may take while another reader waits for its turn
 
 SEND_PAUSES_S = (0.0, 0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
-"""Times between attempts to send to a reader whose queue is full. The last one is repeated."""
+"""Times between attempts to send to a reader whose queue is full."""
 
-SLOW_READER_POLL_S = 0.1
-"""Time between two looks for a reader that is too slow."""
-
-BURST_MESSAGES = 64
-"""Messages sent before others may run."""
-
-MAX_FILL_BATCHES = 1_000_000
-"""Empty batches sent in one answer at most."""
+SLOW_READER_POLL_S = 0.1  # time between two looks for a reader that is too slow
+BURST_MESSAGES = 64  # messages sent before others may run
+MAX_FILL_BATCHES = 1_000_000  # empty batches sent in one answer at most
 
 
 class Window:
@@ -98,7 +80,6 @@ class Window:
         self._next = 0  # number after the last one
 
     def add(self, number: int, payload: bytes) -> None:
-        """Keep one more. number: that after the last one."""
         kept = self._kept
         kept.append(payload)
         self._next = number + 1
@@ -123,15 +104,10 @@ class Window:
         return [(i, self._kept[i - first]) for i in range(start, min(start + limit, end))]
 
 
-# -- the state at one sequence number, for readers that miss more than is kept for replay
-#
-# It is read from the ledger in slices, while deliveries continue. Their changes are corrected, so
-# that the state is exactly that of its number: a reader that applies it and then every batch from
-# that number on applies each change once.
-
-
 class StreamChanges:
-    """How the ledger's view of the sink differs from the stream up to a number.
+    """How the ledger's view of the sink differs from the stream up to a number. A state is read
+    from the ledger in slices, while deliveries continue, and is exactly that of its number: a
+    reader that applies it and then every batch from that number on applies each change once.
 
     Attributes:
         empty: the last task before the number removed everything.
@@ -147,8 +123,8 @@ class StreamChanges:
         self._pending: deque[tuple[FlushTask, bool]] = deque((task, True) for task in last)
 
     def note(self, tasks: Iterable[FlushTask]) -> None:
-        """Note tasks that are about to be published, with the state's number or a later one. Before
-        that number each of their changes was the other way round."""
+        """Note tasks that are about to be published after the number. Before it each of their
+        changes was the other way round."""
         self._pending.extend((task, False) for task in tasks)
 
     async def settle(self) -> None:
@@ -190,24 +166,18 @@ class StreamState(NamedTuple):
     number: int
     parts: list[tuple[bytes, ...]]
 
-    def batches(self, most: int) -> Iterator[list[bytes]]:
+    def batches(self, most: int) -> list[list[bytes]]:
         """The state as at most `most` batches (at least one)."""
         size = -(-len(self.parts) // max(1, most))
-        for start in range(0, len(self.parts), size):
-            yield list(chain.from_iterable(self.parts[start : start + size]))
-
-    def count(self, most: int) -> int:
-        """Number of batches that `batches` yields."""
-        size = -(-len(self.parts) // max(1, most))
-        return -(-len(self.parts) // size)
+        starts = range(0, len(self.parts), size)
+        return [list(chain.from_iterable(self.parts[start : start + size])) for start in starts]
 
 
 class EventStream:
     """The batches of a publisher: numbered, sent, kept for replay, and summed up as states.
 
     Attributes:
-        sequence: number of the next batch.
-        first: number of this process's first batch.
+        sequence, first: numbers of the next batch, and of this process's first.
         fill: whether readers insist on every number.
         state_number: of the last state, END if no reader needs it.
     """
@@ -235,13 +205,14 @@ class EventStream:
 
     def publish(self, events: list[bytes]) -> None:
         """Send one batch of encoded events."""
-        self._send(self.payload(events))
+        self.send(self.payload(events))
 
     def payload(self, events: list[bytes]) -> bytes:
         """The payload of a batch of encoded events."""
         return self._encoder.batch(time.time(), events)
 
-    def _send(self, payload: bytes) -> None:
+    def send(self, payload: bytes) -> None:
+        """Send one encoded batch."""
         number = self.sequence
         self.window.add(number, payload)
         self.sender(self.topic, number, payload)
@@ -260,15 +231,6 @@ class EventStream:
         """The tasks of the call that were published."""
         self._last, self._call = published, None
         self._keep()
-
-    def publish_call(self, tasks: Sequence[FlushTask], payload: bytes) -> None:
-        """Send the batch of a call that needs no other: `begin_call`, `publish` and `end_call` in
-        one."""
-        for changes in self._changes:
-            changes.note(tasks)
-        self._last = ()
-        self._send(payload)
-        self._last = tasks
 
     def _keep(self) -> None:
         """The window must keep the batches of the call in progress, and those after a state that
@@ -360,24 +322,18 @@ class EventStream:
         """Parts of a snapshot, each a payload of one record. A reader discards its state, applies
         every part, then every batch from `next_sequence` on."""
         state = await self.state()
-        number = 0
-        for part in state.parts[1:]:
-            events = [msgspec.Raw(event) for event in part]
-            yield self._part(state.number, number, events, last=False)
-            number += 1
+        parts = [*state.parts[1:], ()]
+        for number, part in enumerate(parts, 1):
+            record = {
+                "type": "Snapshot",
+                "epoch": self.epoch,
+                "next_sequence": state.number,
+                "part": number - 1,
+                "last": number == len(parts),
+                "events": [msgspec.Raw(event) for event in part],
+            }
+            yield encode_batch(time.time(), [record], self._dp_rank)
             await asyncio.sleep(0)
-        yield self._part(state.number, number, [], last=True)
-
-    def _part(self, next_sequence: int, number: int, events: Any, *, last: bool) -> bytes:
-        record = {
-            "type": "Snapshot",
-            "epoch": self.epoch,
-            "next_sequence": next_sequence,
-            "part": number,
-            "last": last,
-            "events": events,
-        }
-        return encode_batch(time.time(), [record], self._dp_rank)
 
 
 class DetailStream:
@@ -414,10 +370,7 @@ def _not_open(*_: object) -> None:
 # -- replay
 
 
-class Stalled(Exception):
-    """A reader takes nothing."""
-
-
+@dataclass(slots=True, eq=False)
 class ReplayAnswer:
     """One reader's answer.
 
@@ -425,14 +378,10 @@ class ReplayAnswer:
         blocked: since when its queue has been full (0: it is not).
     """
 
-    __slots__ = ("began", "blocked", "reader", "task")
-
-    task: asyncio.Task[None]
-
-    def __init__(self, reader: bytes) -> None:
-        self.reader = reader
-        self.began = anyio.current_time()
-        self.blocked = 0.0
+    reader: bytes
+    began: float
+    blocked: float = 0.0
+    task: asyncio.Task[None] = field(init=False)
 
 
 class ReplayServer:
@@ -484,34 +433,29 @@ class ReplayServer:
     def _slowest(self) -> ReplayAnswer | None:
         """The reader that has taken nothing for the longest time, or whose answer takes longest, if
         that is too long."""
-        now = anyio.current_time()
-        blocked = [answer for answer in self._answers.values() if answer.blocked]
-        if (
-            blocked
-            and now - (answer := min(blocked, key=lambda answer: answer.blocked)).blocked
-            >= HURRIED_STALL_S
-        ):
-            return answer
-        answer = min(self._answers.values(), key=lambda answer: answer.began)
-        return answer if now - answer.began >= LONG_ANSWER_S else None
+        now, answers = anyio.current_time(), self._answers.values()
+        blocked = min(
+            (one for one in answers if one.blocked), key=lambda one: one.blocked, default=None
+        )
+        if blocked is not None and now - blocked.blocked >= HURRIED_STALL_S:
+            return blocked
+        oldest = min(answers, key=lambda one: one.began)
+        return oldest if now - oldest.began >= LONG_ANSWER_S else None
 
     def _given_up(self, error: str) -> None:
         self.given_up += 1
         self._log.info("reader of a replay is gone", error=error)
 
     def _take(self, frames: list[bytes]) -> None:
-        if len(frames) != 3 or frames[1]:
+        if len(frames) != 3 or frames[1] or (frames[2] != SNAPSHOT and len(frames[2]) != 8):
             self.malformed += 1
             return
         reader, _, body = frames
-        if body != SNAPSHOT and len(body) != 8:
-            self.malformed += 1
-            return
         self.requests += 1
         earlier = self._answers.pop(reader, None)
         if earlier is not None:
             earlier.task.cancel()
-        self._answers[reader] = answer = ReplayAnswer(reader)
+        self._answers[reader] = answer = ReplayAnswer(reader, anyio.current_time())
         self._publisher.hold()
         answer.task = asyncio.get_running_loop().create_task(self._answer(answer, body))
 
@@ -523,20 +467,19 @@ class ReplayServer:
         answer.task.add_done_callback(ended)
 
     async def _answer(self, answer: ReplayAnswer, body: bytes) -> None:
-        """All that is asked for, then the end marker."""
         try:
             try:
                 if body == SNAPSHOT:
                     await self._send_snapshot(answer)
                 else:
                     await self._send_batches(answer, int.from_bytes(body, "big"))
-            except (zmq.ZMQError, Stalled):
+            except (zmq.ZMQError, TimeoutError):
                 raise
             except Exception as error:
                 self.given_up += 1
                 self._log.warning("replay failed", error=f"{type(error).__name__}: {error}")
             await self._send(answer, END, b"", b"")
-        except (zmq.ZMQError, Stalled) as error:  # it will ask again
+        except (zmq.ZMQError, TimeoutError) as error:  # it will ask again
             self._given_up(str(error))
 
     async def _send_batches(self, answer: ReplayAnswer, start: int) -> None:
@@ -558,17 +501,17 @@ class ReplayServer:
         ends. Returns the number of the batch that follows it."""
         publisher = self._publisher
         state = await publisher.state()
-        room = state.number - number
-        parts = state.count(room)
-        fill = room - parts if publisher.fill and room - parts <= MAX_FILL_BATCHES else 0
-        number = state.number - parts - fill
-        for i, events in enumerate(state.batches(room)):
-            await self._send(answer, number + i, publisher.payload(events), publisher.topic)
+        batches = state.batches(state.number - number)
+        left = state.number - number - len(batches)
+        fill = left if publisher.fill and left <= MAX_FILL_BATCHES else 0
+        first_empty = state.number - fill
+        for at, events in enumerate(batches, first_empty - len(batches)):
+            await self._send(answer, at, publisher.payload(events), publisher.topic)
             await asyncio.sleep(0)
         nothing = publisher.payload([]) if fill else b""
-        for i in range(fill):
-            await self._send(answer, number + parts + i, nothing, publisher.topic)
-            if i % BURST_MESSAGES == BURST_MESSAGES - 1:
+        for at in range(first_empty, state.number):
+            await self._send(answer, at, nothing, publisher.topic)
+            if not at % BURST_MESSAGES:
                 await asyncio.sleep(0)
         return state.number
 
@@ -592,6 +535,6 @@ class ReplayServer:
                 now = anyio.current_time()
                 answer.blocked = answer.blocked or now
                 if now - answer.blocked > STALL_S:
-                    raise Stalled(f"it took nothing for {STALL_S} s") from None
+                    raise TimeoutError(f"it took nothing for {STALL_S} s") from None
                 await anyio.sleep(SEND_PAUSES_S[min(attempts, len(SEND_PAUSES_S) - 1)])
                 attempts += 1

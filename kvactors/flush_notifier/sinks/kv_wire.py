@@ -9,7 +9,7 @@ with its class under `type` (vLLM after 0.23, SGLang 0.5.23), or an array with t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -30,8 +30,7 @@ MEDIA = {
 }
 """By dialect: what a tier is called."""
 
-END = (1 << 64) - 1
-"""In place of a sequence number: the end of a reply."""
+END = (1 << 64) - 1  # in place of a sequence number: the end of a reply
 
 Hash = int | bytes
 
@@ -74,23 +73,19 @@ class AllBlocksCleared(Event, frozen=True):
     """Nothing is held any more, on any medium."""
 
 
-class StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
-    """The same for older readers."""
-
-
-class StoredArrayDynamo(StoredArray, frozen=True, array_like=True, tag="BlockStored"):
-    """With media where Dynamo looks for them in arrays. vLLM's older types have another field at
-    this place."""
+class StoredArrayDynamo(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
+    """For older readers, with media where Dynamo looks for them in arrays. vLLM's older types have
+    another field at this place."""
 
     block_mm_infos: list[Any] | None = None
 
 
 class RemovedArray(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
-    """The same for older readers."""
+    """For older readers."""
 
 
 class ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    """The same for older readers."""
+    """For older readers."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -102,7 +97,7 @@ def encode_batch(timestamp: float, events: Sequence[Any], dp_rank: int) -> bytes
 
 
 def encode_sequence(number: int) -> bytes:
-    """A sequence number as its frame: 8 bytes, big-endian."""
+    """A sequence number as its frame."""
     return number.to_bytes(8, "big")
 
 
@@ -134,8 +129,7 @@ EMPTY = "\0"
 """In place of an empty salt or adapter's name: readers take an empty text for none at all, and
 would mix two identities."""
 
-DIGEST = re.compile("[0-9a-fA-F]{64}")
-"""The identifiers that vLLM computes."""
+DIGEST = re.compile("[0-9a-fA-F]{64}")  # the identifiers that vLLM computes
 
 
 class Fields(NamedTuple):
@@ -196,30 +190,21 @@ def identity_fields(
         return Fields(cache_salt=cache_salt)
     adapter: list[Any] = [] if lora is None else [lora]
     keys: list[Any] = [adapter or None] * count
-    for block, items in media.items():
-        keys[block] = adapter + [[identifier(value), offset] for value, offset in items]
-    if first:
-        keys[0] = (keys[0] or []) + first
-    infos = _mm_infos(media, count) if first or media else None
-    return Fields(keys, infos, cache_salt)
-
-
-def _mm_infos(media: Mapping[int, Any], count: int) -> list[Any]:
-    """Per block, its media items as Dynamo's `mm_objects`, None without. Dynamo takes the item
-    itself into account, not its place."""
     infos: list[Any] = [None] * count
     for block, items in media.items():
-        infos[block] = {
-            "mm_objects": [{"mm_hash": mm_hash(value), "offsets": []} for value, _ in items]
-        }
-    return infos
+        keys[block] = adapter + [[identifier(value), offset] for value, offset in items]
+        # Dynamo takes the item itself into account, not its place.
+        objects = [{"mm_hash": mm_hash(value), "offsets": []} for value, _ in items]
+        infos[block] = {"mm_objects": objects}
+    if first:
+        keys[0] = (keys[0] or []) + first
+    return Fields(keys, infos if first or media else None, cache_salt)
 
 
 # -- the encoder, in the form that a sink is configured for
 
 
-IDENTITIES = 256
-"""Identities without media that are kept encoded."""
+IDENTITIES = 256  # identities without media that are kept encoded
 
 _pack = msgspec.msgpack.Encoder().encode
 
@@ -311,15 +296,8 @@ class KvEventEncoder:
     def event(self, task: FlushTask) -> bytes:
         """Encode a task (of a sink that identifies blocks by name) as one event."""
         if task.residency is Residency.RESIDENT:
-            return self.stored(
-                task.hashes,
-                task.parent,
-                task.tokens,
-                task.tier,
-                task.start_block_idx,
-                task.scope,
-                task.extra_keys,
-            )
+            content = task.hashes, task.parent, task.tokens, task.tier
+            return self.stored(*content, task.start_block_idx, task.scope, task.extra_keys)
         return self._native.removed(task.hashes, task.tier) if task.count else self.cleared
 
     def events(self, task: FlushTask, max_blocks: int) -> Iterator[tuple[bytes, int]]:
@@ -337,16 +315,11 @@ class KvEventEncoder:
         size = len(task.tokens) // count
         for at in range(0, count, max_blocks):
             end = min(at + max_blocks, count)
-            event = self.stored(
-                hashes[HASH_BYTES * at : HASH_BYTES * end],
-                hashes[HASH_BYTES * (at - 1) : HASH_BYTES * at] if at else task.parent,
-                task.tokens[size * at : size * end],
-                task.tier,
-                task.start_block_idx + at,
-                task.scope,
-                task.extra_keys,
-            )
-            yield event, end - at
+            part = hashes[HASH_BYTES * at : HASH_BYTES * end]
+            parent = hashes[HASH_BYTES * (at - 1) : HASH_BYTES * at] if at else task.parent
+            content = part, parent, task.tokens[size * at : size * end], task.tier
+            place = task.start_block_idx + at, task.scope, task.extra_keys
+            yield self.stored(*content, *place), end - at
 
     def held(self, held: HeldBlock, tier: Tier) -> bytes:
         """Encode one block that is resident on `tier`, for snapshots and repetitions."""

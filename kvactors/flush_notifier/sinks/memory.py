@@ -35,7 +35,6 @@ class MemorySink(Sink):
         self.lose_state()
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        """See `Sink.deliver`."""
         self.calls += 1
         for task in tasks:
             self._validate(task)
