@@ -149,7 +149,6 @@ class FlushNotifier(Actor):
                 self._work(self._call(delivery))
 
     def _call(self, delivery: SinkDelivery) -> Iterator[None]:
-        """Call a sink with its next batch, or with the epoch."""
         yield from delivery.take(self.epoch)
         name, number = delivery.sink.name, delivery.number
         self._report_end(name, delivery.start(self.epoch), number)

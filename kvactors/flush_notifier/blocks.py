@@ -47,11 +47,7 @@ class LedgerBlock:
     )
 
     def __init__(
-        self,
-        block_hash: bytes,
-        parent: LedgerBlock | None,
-        inputs: HashInputs,
-        sinks: int,
+        self, block_hash: bytes, parent: LedgerBlock | None, inputs: HashInputs, sinks: int
     ) -> None:
         self.hash = block_hash
         self.parent = parent
@@ -117,7 +113,6 @@ class LedgerTree:
         self._last: LedgerBlock | None = None
 
     def add(self, block: LedgerBlock) -> None:
-        """Add a new block below its parent."""
         self.blocks[block.hash] = block
         self.last_number += 1
         block.number = self.last_number
@@ -193,7 +188,6 @@ class LedgerTree:
         self.version += 1
 
     def end(self) -> Iterator[None]:
-        """The last slices of a change."""
         if len(self.idle) > self.idle_limit:  # rare: a generator less in most changes
             yield from self.trim()
         self.version += 1

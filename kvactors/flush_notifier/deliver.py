@@ -1,9 +1,8 @@
 """Deliveries to sinks: the time and content of calls, their results, and who waits for them.
 
-A sink is foreign code. Each call runs in its own task, and every exception ends there as a text. No
-exception of a sink reaches the notifier, a leaked CancelledError or another BaseException included.
-KeyboardInterrupt alone passes. A call that misses its deadline is cancelled and reported as failed
-immediately. The next call waits until the task has ended.
+A sink is foreign code. Each call runs in its own task, and every exception but KeyboardInterrupt
+ends there as a text, a leaked CancelledError or another BaseException included. A call that misses
+its deadline is cancelled and reported as failed. The next call waits until the task has ended.
 """
 
 from __future__ import annotations
@@ -137,7 +136,6 @@ class SinkDelivery:
         return self.sink.call
 
     def is_current(self, number: int) -> bool:
-        """Whether a report is about the call in flight."""
         return self.in_flight and number == self.number
 
     def call_failed(self, error: str) -> float:
@@ -185,7 +183,6 @@ class SinkDelivery:
         return cleared
 
     def _split(self) -> tuple[DeliveryBatch, DeliveryBatch]:
-        """The batch of a failed call: the tasks that were acknowledged, and the rest."""
         try:
             count: Any = self.sink.num_acknowledged
         except Exception:
@@ -331,13 +328,11 @@ class SinkSet:
         self.waiters.append((envelope, marks))
 
     def take_done(self) -> list[Envelope[bool]]:
-        """Remove and return the asks whose sinks have acknowledged the changes that were due."""
         return self._take(
             lambda _, marks: all(one.has_delivered(mark) for one, mark in marks.items())
         )
 
     def take_abandoned(self) -> list[Envelope[bool]]:
-        """Remove and return the asks that were given up."""
         return self._take(lambda envelope, _: envelope.abandoned)
 
     def _take(

@@ -192,13 +192,11 @@ class Ledger:
 
     @property
     def blocks(self) -> dict[bytes, LedgerBlock]:
-        """Blocks whose paths are known."""
         return self.tree.blocks
 
     # -- facts
 
     def apply(self, fact: Report) -> Iterator[None]:
-        """The slices of a fact."""
         if isinstance(fact, (BlocksAdded, BlocksRemoved)):
             change = self.gain if isinstance(fact, BlocksAdded) else self.lose
             return change(fact.hashes, fact.tier, fact.reason)

@@ -68,11 +68,9 @@ class PathPart(NamedTuple):
 
     @property
     def blocks(self) -> int:
-        """Number of blocks."""
         return len(self.hashes) // HASH_BYTES
 
     def whole(self) -> bool:
-        """Whether its fields are of lengths that belong together."""
         blocks, rest = divmod(len(self.hashes), HASH_BYTES)
         if len(self.parent) != HASH_BYTES or rest or not blocks:
             return False

@@ -112,7 +112,6 @@ class Selection:
                 yield
 
     def _gain(self, block: LedgerBlock) -> Iterator[None]:
-        """Take a gain, after the gains above it."""
         sink, gains = self._sink, self.gains
         chain, above = [block], block.parent
         while above is not None and above not in gains and gain_of(above, sink):
@@ -287,7 +286,6 @@ class DeliveryBatch(NamedTuple):
         return redacted_repr(self)
 
     def split(self, count: int) -> tuple[DeliveryBatch, DeliveryBatch]:
-        """The first `count` tasks, and the others."""
         first = DeliveryBatch(self.tasks[:count], self.runs[:count])
         return first, DeliveryBatch(self.tasks[count:], self.runs[count:], self.cleared)
 

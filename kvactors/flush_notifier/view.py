@@ -41,12 +41,10 @@ class SinkFilter(NamedTuple):
 
     @classmethod
     def of(cls, sink: Sink) -> SinkFilter:
-        """The filter of a sink: its settings and what its class declares."""
         names = ("by_name", "takes_clear", "announces_full")
         return sink.filter._replace(**{name: getattr(sink, name) for name in names})
 
     def accepts(self, block: LedgerBlock) -> bool:
-        """Whether a sink with this filter is sent a block at all."""
         return (block.finished or not self.at_finish) and (
             block.token_addressed or not self.by_tokens
         )
@@ -97,7 +95,6 @@ class SinkView:
 
     @property
     def pending(self) -> int:
-        """Differing blocks."""
         return len(self.dirty)
 
     @property
@@ -239,7 +236,6 @@ class SinkView:
     # -- inspection
 
     def held_blocks(self, *, every: bool = False) -> Iterator[HeldBlock]:
-        """See `SnapshotSource`."""
         for block in self.tree.scan():
             if (tiers := block.views[self.index] & TIERS) or every:
                 place = block.hash, block.parent_hash, block.depth - 1, block.tokens

@@ -44,7 +44,6 @@ class ChromeTrace(Instrument):
 
     @asynccontextmanager
     async def observing(self, cache: OpenCache) -> AsyncIterator[ChromeTrace]:
-        """Record a cache until the block ends."""
         instruments = cache.system.supervisor.instruments
         self._watch.attach(cache.system)
         instruments.add(self)
@@ -181,7 +180,6 @@ def _us(seconds: float) -> int:
 def _span(
     name: str, category: str, number: int, began: float, ended: float, args: dict[str, Any]
 ) -> list[Event]:
-    """The beginning and the end of a span."""
     shared = {"name": name, "cat": category, "id": f"0x{number:x}", "tid": CALLERS}
     return [
         {"ph": "b", "ts": _us(began), "args": args, **shared},

@@ -56,7 +56,6 @@ class HttpAnswer(NamedTuple):
     kind: str = "text/plain; charset=utf-8"
 
     def head(self) -> bytes:
-        """The status line and the headers."""
         return (
             f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}\r\n"
             f"Content-Type: {self.kind}\r\nContent-Length: {len(self.body)}\r\n"
@@ -73,7 +72,6 @@ class Rendering:
         self._task: asyncio.Task[HttpAnswer] | None = None
 
     async def get(self) -> HttpAnswer:
-        """The answer."""
         if self._task is None or (self._task.done() and now() >= self._stale_at):
             self._task = asyncio.create_task(self._made())
         return await asyncio.shield(self._task)
@@ -110,7 +108,6 @@ class HttpEndpoint:
 
     @asynccontextmanager
     async def observing(self, cache: OpenCache) -> AsyncIterator[None]:
-        """HttpAnswer for a cache while the block runs."""
         from kvactors.observe.prometheus import CacheMetrics
 
         metrics = CacheMetrics(cache, fastdeploy_names=self._fastdeploy)
@@ -141,7 +138,6 @@ class HttpEndpoint:
 
     @asynccontextmanager
     async def serving(self, host: str, port: int) -> AsyncIterator[HttpEndpoint]:
-        """Listen while the block runs."""
         if not host:  # asyncio would listen on every interface
             raise ConfigError(f"the metrics endpoint needs a host, for instance {LOOPBACK}")
         if not 0 <= port <= 65535:
@@ -213,7 +209,6 @@ class HttpEndpoint:
     # -- answers
 
     async def answer(self, head: bytes) -> HttpAnswer:
-        """The answer to a request."""
         words = head.split(b"\r\n", 1)[0].split(b" ")
         if len(words) != 3 or not words[2].startswith(b"HTTP/1."):
             return HttpAnswer(400, b"not an HTTP/1 request\n")
@@ -227,7 +222,6 @@ class HttpEndpoint:
         return HttpAnswer(404, b"/metrics, /health or /statistics\n")
 
     async def _metrics(self) -> HttpAnswer:
-        """The metrics, made by a thread."""
         from kvactors.observe.prometheus import CONTENT_TYPE, NO_CACHE
 
         if not self._caches:

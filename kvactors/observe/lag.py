@@ -64,7 +64,6 @@ class Tick(NamedTuple):
 
     @property
     def own(self) -> float:
-        """The lag without waits for a core."""
         return max(0.0, self.lag - self.waited)
 
 
@@ -82,7 +81,6 @@ class LagMonitor:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[LagMonitor]:
-        """Tick until the block ends."""
         schedstat = -1
         with suppress(OSError):
             schedstat = os.open(SCHEDSTAT, os.O_RDONLY)
@@ -113,7 +111,6 @@ class LagMonitor:
         return taken
 
     def results(self) -> Lags:
-        """Percentiles so far of the lag and its parts."""
         return lags_of(self.ticks, sees_waits=self.sees_waits)
 
 

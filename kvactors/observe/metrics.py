@@ -82,7 +82,6 @@ class MetricsWatch:
             self._index.core.index.pool.ages = None
 
     def operation(self, done: Operation) -> None:
-        """Count an operation that has ended."""
         found, seconds = self.histograms, done.ended - done.began
         match done.kind:
             case "ready" | "load" | "acquire":

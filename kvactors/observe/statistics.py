@@ -229,7 +229,6 @@ def _of_salt(system: System, number: int, row: SaltCount) -> TenantStatistics:
 
 
 def _others(system: System, listed: list[TenantStatistics]) -> TenantStatistics:
-    """The statistics of the cache less those of the listed salts."""
     found, quota = collect(system), system.quotas.default
     tree = system.index_actor.core.index.tree.statistics()
     on_device = tree["device"] - tree["offloading"]

@@ -38,7 +38,6 @@ class SpanWatch:
 
     @asynccontextmanager
     async def observing(self, cache: OpenCache) -> AsyncIterator[SpanWatch]:
-        """Make spans for a cache until the block ends."""
         self._offset = time.time() - now()
         self._watch.attach(cache.system)
         try:

@@ -18,7 +18,7 @@ import kvactors
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, parts
+from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, decode_batch
 from kvactors.identity import PLAIN, RequestScope, media_extra
@@ -197,15 +197,13 @@ def test_an_older_reader_decodes_the_array_dialect(name):
 def test_long_runs_are_cut_with_their_parents():
     encoder = KvEventEncoder(KvEventsSinkConfig(), BLOCK)
     made = [
-        decode_batch(encoder.batch(1.5, events))[1]
-        for events, _, _ in parts([task(1, 7), gone(0, 1)], encoder, 3)
+        decode_batch(encoder.batch(1.5, [event]))[1][0]
+        for one in (task(1, 7), gone(0, 1))
+        for event, _ in encoder.events(one, 3)
     ]
-    assert [[len(e.block_hashes) for e in events] for events in made] == [[3], [3], [1, 1]]
-    assert [e.parent_block_hash for events in made for e in events[:1]] == [
-        hash_of(KEYS[i]) for i in (0, 3, 6)
-    ]
-    tokens = [t for events in made for e in events[:1] for t in e.token_ids]
-    assert tokens == list(range(104, 132))
+    assert [len(event.block_hashes) for event in made] == [3, 3, 1, 1]
+    assert [event.parent_block_hash for event in made[:3]] == [hash_of(KEYS[i]) for i in (0, 3, 6)]
+    assert [t for event in made[:3] for t in event.token_ids] == list(range(104, 132))
 
 
 # -- sockets

@@ -102,7 +102,6 @@ class PublishedBlocks:
             parent = block_hash
 
     def remove(self, hashes: Iterable[bytes]) -> None:
-        """The removal of these blocks was sent."""
         for block_hash in hashes:
             block = self.blocks.get(block_hash)
             if block is not None:
@@ -177,13 +176,11 @@ class Journal:
             await self.rewrite()
 
     async def resident(self, tasks: Iterable[FlushTask]) -> None:
-        """Note gains that are about to be sent."""
         await self._append(
             [line_of(t.start_block_idx, t.parent, split_hashes(t.hashes), t.tokens) for t in tasks]
         )
 
     async def gone(self, hashes: Sequence[bytes]) -> None:
-        """Note removals that were sent."""
         await self._append([gone_line(hashes)] if hashes else [])
 
     async def _append(self, lines: list[bytes]) -> None:
@@ -193,7 +190,6 @@ class Journal:
                 await self.rewrite()
 
     async def rewrite(self) -> None:
-        """Replace the file with the blocks that are published now."""
         if not self._on:
             return
         blocks, path_tokens = self._published.blocks, self._published.path_tokens

@@ -123,7 +123,6 @@ class JsonLinesSink(Sink):
             raise SinkError(f"sink {self.name!r}: {error}") from error
 
     async def _whole_lines(self) -> int:
-        """Bytes of the file up to the end of its last whole line."""
         async with aiofiles.open(self.path, "rb", executor=self._threads) as file:
             end = await file.seek(0, 2)
             while end:

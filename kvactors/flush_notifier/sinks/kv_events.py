@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from kvactors.actor.log import get_logger
@@ -26,17 +26,12 @@ from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
 from kvactors.settings.sinks import KvEventsSinkConfig, of_rank
 
 LINGER_S = 0.5  # seconds in which published messages may leave after the sink is closed
-EARLIEST_TIME_S = 1_735_689_600
-"""The year 2025. A clock before that is not set."""
+EARLIEST_TIME_S = 1_735_689_600  # the year 2025: a clock before that is not set
 
 
 def first_number(numbers: str, name: str) -> int:
-    """Number of a process's first batch.
-
-    Rising numbers are the microseconds since 1970. They exceed all numbers of the process before if
-    that process published less than one batch a microsecond on average, and the clock was not set
-    back by about its running time.
-    """
+    """Number of a process's first batch. Rising numbers are the microseconds since 1970: above all
+    of the process before, unless the clock was set back by about its running time."""
     if numbers == "from_zero":
         return 0
     now = time.time()
@@ -50,11 +45,7 @@ def first_number(numbers: str, name: str) -> int:
 
 
 class KvEventsSink(Sink):
-    """Publishes every task as an event.
-
-    Attributes:
-        endpoint, replay_endpoint, detail_endpoint: the real ones, once open.
-    """
+    """Publishes every task as an event. The endpoints are the real ones, once open."""
 
     takes_clear = True
     by_name = True
@@ -130,21 +121,33 @@ class KvEventsSink(Sink):
         )
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        """Publish tasks as events, in batches of at most `max_blocks` blocks."""
         self.num_acknowledged = 0
         stream, whole = self.events, self._encoder.batch_of_tasks(time.time(), tasks)
         stream.begin_call(tasks)
         try:
             if whole is not None:
                 self._publish(whole, tasks, len(tasks))
-                return
-            messages = parts(tasks, self._encoder, self.config.max_blocks)
-            for number, (events, sources, done) in enumerate(messages):
-                if number:
-                    await asyncio.sleep(0)
-                self._publish(stream.payload(events), sources, done)
+            else:
+                await self._deliver_parts(tasks, self.config.max_blocks)
         finally:
             stream.end_call(tasks[: self.num_acknowledged])
+
+    async def _deliver_parts(self, tasks: Sequence[FlushTask], max_blocks: int) -> None:
+        """Publish tasks of more blocks than one batch takes."""
+        events: list[bytes] = []
+        sources: list[FlushTask] = []
+        blocks = 0
+        for done, task in enumerate(tasks):
+            for event, size in self._encoder.events(task, max_blocks):
+                if events and blocks + size > max_blocks:
+                    self._publish(self.events.payload(events), sources, done)
+                    await asyncio.sleep(0)
+                    events, sources, blocks = [], [], 0
+                events.append(event)
+                sources.append(task)
+                blocks += size
+        if events:
+            self._publish(self.events.payload(events), sources, len(tasks))
 
     def _publish(self, payload: bytes, sources: Sequence[FlushTask], done: int) -> None:
         """Publish one batch, its reasons on the second stream, and count the tasks complete."""
@@ -175,24 +178,3 @@ class KvEventsSink(Sink):
                 )
             finally:
                 self.events.release()
-
-
-Part = tuple[list[bytes], list[FlushTask], int]
-"""Events of one message, the task of each, and the number of leading tasks complete with it."""
-
-
-def parts(tasks: Sequence[FlushTask], encoder: KvEventEncoder, max_blocks: int) -> Iterator[Part]:
-    """Tasks of more blocks than one message takes, as messages."""
-    events: list[bytes] = []
-    sources: list[FlushTask] = []
-    blocks = 0
-    for done, task in enumerate(tasks):
-        for event, size in encoder.events(task, max_blocks):
-            if events and blocks + size > max_blocks:
-                yield events, sources, done
-                events, sources, blocks = [], [], 0
-            events.append(event)
-            sources.append(task)
-            blocks += size
-    if events:
-        yield events, sources, len(tasks)

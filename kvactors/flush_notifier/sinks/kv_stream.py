@@ -1,5 +1,4 @@
-"""Streams of numbered batches: the events with their replay window and their state, the details
-beside them, and the replay for readers that lack some of it.
+"""Streams of numbered batches: the events, the details beside them, and the replay for readers.
 
 A replay request on the ROUTER socket is [empty, 8-byte big-endian sequence number]. The answer is
 every batch from there on that was published before the request, oldest first, as [empty, topic,
@@ -38,25 +37,18 @@ STATE_PART_BLOCKS = 256  # blocks in one batch of a state
 SLICE_BLOCKS = 128  # blocks read from the ledger, or corrected, in one slice
 KNOWN = 8  # bits by which `StreamChanges` shifts the known tiers
 
-EXTRA_BYTES = 16 << 20
+EXTRA_BYTES = 16 << 20  # beyond twice the bounds of a window that holds what follows a state
 EXTRA_BATCHES = 1_024
-"""How much a window may exceed twice its bounds while a state is sent that precedes what it
-holds."""
-
 SNAPSHOT = b"kvactors.snapshot"  # a replay request for a snapshot
 
-READERS = 64
-"""Readers answered at once. A further request waits until one of them has its answer, or is too
-slow for that (HURRIED_STALL_S, LONG_ANSWER_S)."""
-
+# A further request waits until a reader has its answer, or is too slow for that.
+READERS = 64  # answered at once
 QUEUED_MESSAGES = 128  # messages that wait for one slow reader in ZMQ's queue
 STALL_S = 60.0  # time after which a reader that takes nothing loses its answer
 HURRIED_STALL_S = 2.0  # the same while another reader waits for its turn
 LONG_ANSWER_S = 60.0  # time an answer may take while another reader waits for its turn
-
+# between attempts to send to a reader whose queue is full
 SEND_PAUSES_S = (0.0, 0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
-"""Times between attempts to send to a reader whose queue is full."""
-
 SLOW_READER_POLL_S = 0.1  # time between two looks for a reader that is too slow
 BURST_MESSAGES = 64  # messages sent before others may run
 MAX_FILL_BATCHES = 1_000_000  # empty batches sent in one answer at most
@@ -156,12 +148,8 @@ class StreamChanges:
 
 
 class StreamState(NamedTuple):
-    """A state as encoded events.
-
-    Attributes:
-        number: sequence number of the first batch that is not part of it.
-        parts: AllBlocksCleared, then the blocks, parents before children.
-    """
+    """A state as encoded events: AllBlocksCleared, then the blocks, parents before children.
+    number: of the first batch that is not part of it."""
 
     number: int
     parts: list[tuple[bytes, ...]]
@@ -204,15 +192,12 @@ class EventStream:
         self._making: asyncio.Task[StreamState] | None = None
 
     def publish(self, events: list[bytes]) -> None:
-        """Send one batch of encoded events."""
         self.send(self.payload(events))
 
     def payload(self, events: list[bytes]) -> bytes:
-        """The payload of a batch of encoded events."""
         return self._encoder.batch(time.time(), events)
 
     def send(self, payload: bytes) -> None:
-        """Send one encoded batch."""
         number = self.sequence
         self.window.add(number, payload)
         self.sender(self.topic, number, payload)
@@ -337,9 +322,7 @@ class EventStream:
 
 
 class DetailStream:
-    """The second stream: epochs, reasons and snapshots, for readers of kvactors. Off without a
-    topic.
-    """
+    """The second stream: epochs, reasons and snapshots. Off without a topic."""
 
     def __init__(self, config: KvEventsSinkConfig, first: int) -> None:
         self.topic = config.detail_topic.encode()
@@ -348,18 +331,15 @@ class DetailStream:
         self._dp_rank = config.dp_rank
 
     def publish(self, record: dict[str, Any]) -> None:
-        """Send one record."""
         if self.topic:
             self.send(encode_batch(time.time(), [record], self._dp_rank))
 
     def send(self, payload: bytes) -> None:
-        """Send one encoded batch."""
         self.sender(self.topic, self.sequence, payload)
         self.sequence += 1
 
 
 def _no_blocks(**_: bool) -> Iterator[Any]:
-    """The view of a sink without a notifier."""
     return iter(())
 
 
@@ -372,24 +352,17 @@ def _not_open(*_: object) -> None:
 
 @dataclass(slots=True, eq=False)
 class ReplayAnswer:
-    """One reader's answer.
-
-    Attributes:
-        blocked: since when its queue has been full (0: it is not).
-    """
+    """One reader's answer."""
 
     reader: bytes
     began: float
-    blocked: float = 0.0
+    blocked: float = 0.0  # since when its queue has been full
     task: asyncio.Task[None] = field(init=False)
 
 
 class ReplayServer:
-    """Answers requests until it is cancelled.
-
-    Each request is answered in its own task, so that a slow reader delays no other. A reader
-    has one answer at a time: with a new request it gives up the one before.
-    """
+    """Answers requests, each in its own task, so that a slow reader delays no other. A reader has
+    one answer at a time: with a new request it gives up the one before."""
 
     def __init__(self, socket: Any, publisher: EventStream, *, with_topic: bool) -> None:
         self.requests = self.given_up = self.malformed = 0
@@ -483,8 +456,7 @@ class ReplayServer:
             self._given_up(str(error))
 
     async def _send_batches(self, answer: ReplayAnswer, start: int) -> None:
-        """Every batch from `start` on that has been published, with the state in the place of those
-        that are no longer kept."""
+        """The batches from `start` on, with the state in place of the batches no longer kept."""
         publisher, window = self._publisher, self._publisher.window
         number, end = start, publisher.sequence
         while number < end:

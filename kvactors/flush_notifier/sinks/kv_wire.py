@@ -28,7 +28,7 @@ MEDIA = {
     "vllm": {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"},
     "sglang": {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED", Tier.STORAGE: "DISK"},
 }
-"""By dialect: what a tier is called."""
+"""By dialect: the names of the tiers."""
 
 END = (1 << 64) - 1  # in place of a sequence number: the end of a reply
 
@@ -117,17 +117,13 @@ def decode_batch(
     return _decoders[dialect].decode(payload)  # type: ignore[no-any-return]
 
 
-# -- the identity of a block beside its tokens: adapter, salt and media, as vLLM, llm-d and Dynamo
-# read them
-
+# -- the identity of a block beside its tokens, as vLLM, llm-d and Dynamo read it
 
 DYNAMO_SALT = "dynamo-cache-salt:"
-"""Dynamo's prefix of a salt where a bare text would be ambiguous. Engines behind Dynamo get
-their salts with it."""
+"""Dynamo's prefix of a salt where a bare text would be ambiguous."""
 
 EMPTY = "\0"
-"""In place of an empty salt or adapter's name: readers take an empty text for none at all, and
-would mix two identities."""
+"""In place of an empty salt or adapter's name, which readers take for none at all."""
 
 DIGEST = re.compile("[0-9a-fA-F]{64}")  # the identifiers that vLLM computes
 
@@ -147,9 +143,8 @@ def identifier(media_hash: MediaHash) -> str:
 
 
 def mm_hash(media_hash: MediaHash) -> int:
-    """Dynamo's 64-bit number of a media item: of an identifier of 64 hexadecimal
-    digits the first 16, of any other text its XXH3. An integer hash of at most 64 bits is that
-    number itself."""
+    """Dynamo's 64-bit number of a media item: of an identifier of 64 hexadecimal digits the first
+    16, of any other text its XXH3. An integer of at most 64 bits is that number itself."""
     if isinstance(media_hash, int) and 0 <= media_hash < 1 << 64:
         return media_hash
     name = identifier(media_hash)
@@ -224,7 +219,6 @@ class Form(NamedTuple):
 
     @classmethod
     def of(cls, config: KvEventsSinkConfig) -> Form:
-        """The form that a sink is configured for."""
         if config.dialect == "map":
             return cls(array=False, num_fields=3 if config.maps_for == "all" else 1)
         if config.arrays_for == "dynamo":
@@ -237,9 +231,8 @@ Identity = tuple[bytes, bytes, int, bytes]
 
 
 class KvEventEncoder:
-    """Encodes events of one sink. Its result is that of MessagePack encoders that write numbers in
-    their shortest form, bit for bit.
-    """
+    """Encodes events of one sink, as MessagePack encoders that write numbers in the shortest form,
+    bit for bit."""
 
     __slots__ = ("_form", "_max_blocks", "_native", "batch", "cleared")
 
@@ -294,7 +287,6 @@ class KvEventEncoder:
         return self._native.batch_of_tasks(timestamp, tasks, self._max_blocks, self.event)
 
     def event(self, task: FlushTask) -> bytes:
-        """Encode a task (of a sink that identifies blocks by name) as one event."""
         if task.residency is Residency.RESIDENT:
             content = task.hashes, task.parent, task.tokens, task.tier
             return self.stored(*content, task.start_block_idx, task.scope, task.extra_keys)
@@ -322,7 +314,6 @@ class KvEventEncoder:
             yield self.stored(*content, *place), end - at
 
     def held(self, held: HeldBlock, tier: Tier) -> bytes:
-        """Encode one block that is resident on `tier`, for snapshots and repetitions."""
         extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
         return self.stored(
             held.hash, held.parent, held.tokens, tier, held.position, held.scope, extra_keys
