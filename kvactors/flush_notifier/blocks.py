@@ -165,8 +165,8 @@ class LedgerTree:
             block = block.after
 
     def note_idle(self, block: LedgerBlock) -> None:
-        """Put an idle block at the end of the idle blocks. A block that comes back into use leaves
-        them when `trim` reaches it."""
+        """Keep an idle block the longest. A block that comes back into use leaves the idle ones
+        when `trim` reaches it."""
         self.idle.pop(block, None)
         self.idle[block] = None
 
@@ -196,12 +196,13 @@ class LedgerTree:
     def change_all(
         self, change: Callable[[LedgerBlock], object], up_to: int | None = None
     ) -> Iterator[None]:
-        """Change every block (numbered up to `up_to` if given), parents before children: what is
-        due of the block above is final."""
+        """Change every block (or those numbered up to `up_to`), parents before children."""
+        self.begin()
         for number, block in enumerate(self.scan(up_to), 1):
             change(block)
             if not number % self.step:
                 yield from self.pause()
+        yield from self.end()
 
     def trim(self) -> Iterator[None]:
         """Remove the longest idle blocks beyond the limit. Only at the end of a slice: every idle

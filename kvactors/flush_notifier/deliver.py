@@ -20,16 +20,14 @@ from kvactors.actor.sliced import Sliced, finish
 from kvactors.errors import KVActorsError, SinkError
 from kvactors.flush_notifier.ledger import Ledger, Tiers
 from kvactors.flush_notifier.messages import WaitFlushed
-from kvactors.flush_notifier.select import DeliveryBatch
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.flush_notifier.view import SinkView
+from kvactors.flush_notifier.view import DeliveryBatch, SinkView
 from kvactors.settings import FlushConfig
 from kvactors.types import Residency, Tier
 
 CLOSE_GRACE_S = 0.5  # time in which a cancelled call may end before the cache closes without it
-
-LONGEST_PAUSE_S = 1.0
-SHORTEST_PAUSE_S = 0.005  # bounds of the time between two slices of a slow repetition
+LONGEST_PAUSE_S = 1.0  # between two slices of a slow repetition
+SHORTEST_PAUSE_S = 0.005
 
 
 class SinkStatistics(NamedTuple):
@@ -206,8 +204,8 @@ class SinkDelivery:
         return asks
 
     def repeat_slice(self) -> None:
-        """One slice of a slow repetition, if one is due and the sink keeps up. Not while a call is
-        in flight: the index may lose its tasks before the slice."""
+        """One slice of a slow repetition, if one is due and the sink keeps up. Not during a call:
+        the index may lose its tasks before the slice."""
         if self.repeat_due and self.view.pending < self._config.batch:
             self.repeat_due = False
             self.repeat = self.repeat or self.view.repeat()
@@ -230,8 +228,7 @@ class SinkDelivery:
         return mark is not None and current and self.view.delivered_until >= mark
 
     def own_account(self) -> Tiers | None:
-        """The sink's own account of its view, None if it has none: `live_view` if there is one,
-        otherwise `view()`, which copies everything."""
+        """The sink's own account of its view, if it has one: `live_view`, or a copy by `view()`."""
         foreign: Any = self.sink
         try:
             held: Any = getattr(foreign, "live_view", None)
@@ -267,14 +264,12 @@ class SinkDelivery:
 
 
 def slice_pause(interval: float, blocks: int, step: int) -> float:
-    """Seconds between the slices of a repetition that comes every `interval` seconds: all slices
-    take about half of that."""
+    """Seconds between the slices of a repetition, which take about half of `interval` in all."""
     return min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, interval * step / (2 * max(1, blocks))))
 
 
 class SinkSet:
-    """The deliveries of all sinks, in the ledger's order, by position or by name, and the open asks
-    to wait until sinks have acknowledged the changes that were due at the ask.
+    """The deliveries of all sinks, in the ledger's order, and the asks that wait for sinks.
 
     Attributes:
         waiters: asks, each with the `SinkView.clock` that each sink's view must reach, None until
@@ -322,8 +317,8 @@ class SinkSet:
         self.wait(envelope, asked)
 
     def wait(self, envelope: Envelope[bool], sinks: Iterable[SinkDelivery]) -> None:
-        """Wait for these sinks. The batch of a call in flight may be out of date, so what must be
-        corrected after it is known when the call ends."""
+        """Wait for these sinks. What a call in flight leaves to be corrected is known when it
+        ends."""
         marks = {one: None if one.in_flight else one.view.clock for one in sinks}
         self.waiters.append((envelope, marks))
 

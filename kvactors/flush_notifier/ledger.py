@@ -14,7 +14,7 @@ device, or that finds a block's place by its parent, drops anything else. Two pa
   as the rule allows, given the tiers due of the block above. A change spreads to the blocks below.
   A block whose path is interrupted is resident and not due: it cannot be hit.
 * A batch takes differences and orders them so that each step between the view and the due state is
-  a tree (see `selection`).
+  a tree (see `Selection`).
 
 A view may be unsure after a lost answer (`LedgerBlock.views`). The rule then holds for what the
 sink may have, and for what it has if it took a leading part of the tasks that it was sent."""
@@ -53,8 +53,7 @@ IDLE_LIMIT = 16_384  # idle blocks kept by default
 STEP_BLOCKS = 256  # blocks processed in one slice by default
 
 MAX_WAITING_ORPHANS = 65_536
-"""Orphans that wait for a parent at most. Beyond that the oldest is dropped, and stays unannounced
-until a request names its path."""
+"""Beyond that the oldest orphan is dropped, and stays unannounced until a request names its path."""
 
 TIERS, DEVICE = int(ALL_TIERS), int(Tier.DEVICE)
 
@@ -209,11 +208,7 @@ class Ledger:
         return self.change_namespace(fact.namespace)
 
     def announce(self, message: PathCached) -> Iterator[None]:
-        """The first `count` blocks of a path are resident. The message names all of them.
-
-        Raises:
-            ValueError: the tokens are not as many as the block hashes need. Nothing changed.
-        """
+        """The first `count` blocks of a path are resident. The message names all of them."""
         tree, total, count = self.tree, count_hashes(message.hashes), message.count
         if len(message.tokens) != self.block_bytes * total:
             raise ValueError(
@@ -295,9 +290,7 @@ class Ledger:
             self.update(block)
             left |= block.tiers
 
-        self.tree.begin()
         yield from self.tree.change_all(leave)
-        yield from self.tree.end()
         for _ in self.orphans.clear(bit, self.tree.step):
             yield
             self.tree.version += 1
@@ -323,17 +316,15 @@ class Ledger:
                 for index in (LAST, *BITS[block.tiers]):
                     block.reasons[index] = REASON_NUMBERS[Reason.NAMESPACE]
 
-        self.tree.begin()
         yield from self.tree.change_all(move)
-        yield from self.tree.end()
 
     # -- the due state
 
     def _learn(
         self, block_hash: bytes, parent: LedgerBlock | None, inputs: HashInputs
     ) -> LedgerBlock:
-        """Add a block that no path has named before. `update` must follow. parent: None exactly if
-        the parent hash is a root hash."""
+        """Add a block that no path has named before. `update` must follow. Without a parent the
+        parent hash is a root hash."""
         block = LedgerBlock(block_hash, parent, inputs, len(self.sinks))
         block.tiers = self.orphans.take_tiers(block_hash)
         self.tree.add(block)
@@ -369,8 +360,7 @@ class Ledger:
         return spread
 
     def _above_first(self, first: LedgerBlock) -> int:
-        """The tiers due above the first block of a path: none unless requests begin at its root
-        now."""
+        """The tiers due above the first block of a path: all if requests begin at its root now."""
         root_of = self._root_of
         if root_of is None or root_of(self._namespace, first.scope) == first.parent_hash:
             return ABOVE_ALL
@@ -455,19 +445,16 @@ class Ledger:
 
     @property
     def _check_step(self) -> int:
-        """Blocks that a check looks at in one slice. Each costs several look-ups, which takes up to
-        20 microseconds where none of them is in the processor's caches."""
+        """Blocks of one slice of a check. Each costs several look-ups, up to 20 microseconds where
+        none of them is in the processor's caches."""
         return max(1, self.tree.step // 16)
 
     def check(self) -> None:
         finish(self.check_steps())
 
     def check_steps(self) -> Iterator[None]:
-        """AssertionError if counts and differences do not match the blocks.
-
-        Each block is checked by itself. Counts over all blocks are compared at the end, if nothing
-        has changed since the beginning: on a system at rest that is always so.
-        """
+        """AssertionError if counts and differences do not match the blocks. Each block is checked by
+        itself. Counts over all blocks are compared if nothing has changed since the beginning."""
         tree, version, step = self.tree, self.tree.version, self._check_step
         blocks = children = idle = 0
         dirty = [0] * len(self.sinks)
@@ -548,11 +535,7 @@ class Ledger:
     ) -> Sliced[int]:
         """Count the blocks on which the view of one of the sinks (by index) and the closed truth of
         the tiers differ. A change between two slices may or may not count: compare at rest.
-
-        Args:
-            mirrors: by sink that keeps its own account of its view, that account. The ledger's
-                account stands for the others.
-        """
+        mirrors: the views of the sinks that keep an account."""
         differing: set[bytes] = set()
         looked, step = 0, self._check_step
         for sink in sinks:

@@ -20,7 +20,7 @@ import zmq
 from msgspec.structs import asdict
 from zmq.utils.monitor import recv_monitor_message
 
-from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT
+from kvactors.flush_notifier.sinks.kv_events import SNAPSHOT
 from kvactors.flush_notifier.sinks.kv_wire import (
     END,
     BlockRemoved,

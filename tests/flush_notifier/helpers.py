@@ -12,9 +12,8 @@ from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.blocks import LedgerBlock, path_to
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import PathCached, WaitFlushed
-from kvactors.flush_notifier.select import DeliveryBatch
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.flush_notifier.view import SinkFilter
+from kvactors.flush_notifier.view import DeliveryBatch, SinkFilter
 from kvactors.identity import hash_of_block
 from kvactors.settings import FlushConfig
 from kvactors.settings.sinks import MemorySinkConfig

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.flush_notifier.select import DeliveryBatch
-from kvactors.flush_notifier.view import SinkFilter
+from kvactors.flush_notifier.view import DeliveryBatch, SinkFilter
 from kvactors.types import ALL_TIERS, Reason, Residency, Tier, join_hashes, split_hashes
 from tests.flush_notifier.helpers import (
     AT_FINISH,

@@ -378,7 +378,7 @@ async def test_without_a_journal_a_process_that_stops_removes_what_it_sent():
 
 
 async def test_a_journal_is_rewritten_when_it_has_grown(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.flush_notifier.sinks.journal.GROWTH_BYTES", 4000)
+    monkeypatch.setattr("kvactors.flush_notifier.sinks.attention_store.GROWTH_BYTES", 4000)
     journal = tmp_path / "told.jsonl"
     wired = Running(sink(journal))
     async with wired.running():

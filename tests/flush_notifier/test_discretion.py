@@ -15,10 +15,10 @@ import kvactors
 from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask, PathCached
-from kvactors.flush_notifier.select import BlockRun, DeliveryBatch
 from kvactors.flush_notifier.sinks import MemorySink
-from kvactors.flush_notifier.sinks.journal import Retraction
+from kvactors.flush_notifier.sinks.attention_store import Retraction
 from kvactors.flush_notifier.sinks.kv_wire import BlockStored, StoredMap
+from kvactors.flush_notifier.view import BlockRun, DeliveryBatch
 from kvactors.identity import CacheScope, RequestScope
 from kvactors.settings import Config
 from kvactors.settings.sinks import MemorySinkConfig

@@ -18,8 +18,7 @@ import kvactors
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
-from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, Window
+from kvactors.flush_notifier.sinks.kv_events import SNAPSHOT, KvEventsSink, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, decode_batch
 from kvactors.identity import PLAIN, RequestScope, media_extra
 from kvactors.scenario.mirror import Mirror, Reader

@@ -14,9 +14,8 @@ import structlog
 import zmq
 
 from kvactors.errors import ConfigError, SinkError
-from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
+from kvactors.flush_notifier.sinks.kv_events import READERS, KvEventsSink, Window
 from kvactors.flush_notifier.sinks.kv_sockets import MAX_REQUEST_BYTES
-from kvactors.flush_notifier.sinks.kv_stream import READERS, Window
 from kvactors.flush_notifier.sinks.kv_wire import END
 from kvactors.settings import Config
 from kvactors.settings.sinks import Endpoint, KvEventsSinkConfig, of_rank
@@ -246,7 +245,7 @@ async def test_many_readers_at_once_all_get_their_answer(tmp_path):
 
 
 async def test_readers_that_take_nothing_lose_their_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_stream.STALL_S", 0.2)
+    monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_events.STALL_S", 0.2)
     async with opened(tmp_path, replay_window=5_000) as sink, AsyncExitStack() as stack:
         await sink.begin_epoch(7)
         for i in range(5_000):

@@ -19,8 +19,8 @@ import kvactors
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks import kv_events, kv_stream, kv_wire
-from kvactors.flush_notifier.sinks.kv_stream import SNAPSHOT, StreamChanges, Window
+from kvactors.flush_notifier.sinks import kv_events, kv_wire
+from kvactors.flush_notifier.sinks.kv_events import SNAPSHOT, StreamChanges, Window
 from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, decode_batch
 from kvactors.identity import RequestScope
 from kvactors.scenario.mirror import Mirror
@@ -330,7 +330,7 @@ async def test_numbers_that_rise_are_not_filled_up(tmp_path):
 
 
 async def test_more_empty_batches_than_the_bound_are_not_sent(tmp_path, monkeypatch):
-    monkeypatch.setattr(kv_stream, "MAX_FILL_BATCHES", 10)
+    monkeypatch.setattr(kv_events, "MAX_FILL_BATCHES", 10)
     async with (
         opened(tmp_path, replay_window=4) as sink,
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
@@ -446,7 +446,7 @@ async def test_a_batch_published_while_a_state_is_made_is_not_in_it(tmp_path, ma
         held = [Tier.DEVICE, Tier(0), Tier(0)]
 
         def source(*, every=False):
-            for i in range(kv_stream.SLICE_BLOCKS):
+            for i in range(kv_events.SLICE_BLOCKS):
                 yield HeldBlock(i.to_bytes(32, "big"), ROOT, 0, b"", 0, RequestScope())
             for i, tiers in enumerate(held):
                 parent = KEYS[i - 1] if i else ROOT
@@ -503,8 +503,8 @@ async def test_a_window_keeps_the_events_after_a_state_within_bounds():
     assert window.first == 5
     for i in range(10, 5_000):
         window.add(i, bytes(10))
-    assert len(window.since(0)) <= 2 * 2 + kv_stream.EXTRA_BATCHES + 1
-    window.needed = kv_stream.END
+    assert len(window.since(0)) <= 2 * 2 + kv_events.EXTRA_BATCHES + 1
+    window.needed = kv_events.END
     window.add(5_000, bytes(10))
     assert [n for n, _ in window.since(0)] == [4_999, 5_000]
 
@@ -623,7 +623,7 @@ async def test_any_number_of_readers_at_once_and_readers_that_take_nothing(tmp_p
         for i in range(3_000):
             await sink.deliver([task(i % 8, 8 - i % 8), gone(i % 8, 8 - i % 8)])
         idle = zmq.asyncio.Context.instance()
-        for _ in range(2 * kv_stream.READERS):
+        for _ in range(2 * kv_events.READERS):
             reader = idle.socket(zmq.DEALER)
             reader.setsockopt(zmq.RCVHWM, 1)
             reader.setsockopt(zmq.RCVBUF, 1024)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvactors.flush_notifier.messages import PathCached
-from kvactors.flush_notifier.select import PATHS
+from kvactors.flush_notifier.view import PATHS
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import (
     AT_FINISH,

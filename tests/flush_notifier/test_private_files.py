@@ -11,7 +11,7 @@ import pytest
 
 import kvactors
 from kvactors.errors import SinkError
-from kvactors.flush_notifier.sinks.journal import Journal, PublishedBlocks
+from kvactors.flush_notifier.sinks.attention_store import Journal, PublishedBlocks
 from kvactors.flush_notifier.sinks.jsonl import CHUNK_HASHES, JsonLinesSink, replay_jsonl
 from kvactors.settings import Config
 from kvactors.settings.sinks import JsonLinesSinkConfig

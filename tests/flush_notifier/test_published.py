@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.flush_notifier.sinks.journal import PublishedBlocks
+from kvactors.flush_notifier.sinks.attention_store import PublishedBlocks
 from tests.flush_notifier.helpers import BLOCK, ROOT, names, path
 
 

@@ -219,7 +219,8 @@ async def test_a_file_that_another_process_changes_loses_written_lines_and_no_la
 SCRIPT = """
     import asyncio, sys, threading
     import kvactors
-    from kvactors.flush_notifier.sinks import jsonl, journal
+    from kvactors.flush_notifier.sinks import jsonl
+    from kvactors.flush_notifier.sinks import attention_store
 
     never = threading.Event()
     plain = jsonl.open_private
@@ -230,7 +231,7 @@ SCRIPT = """
         return plain(path, flags)
 
     armed = False
-    jsonl.open_private = journal.open_private = hung
+    jsonl.open_private = attention_store.open_private = hung
 
     async def main():
         global armed
@@ -245,7 +246,7 @@ SCRIPT = """
             while not cache.health().reasons:
                 await asyncio.sleep(0.01)
         if sys.argv[1] == "journal":
-            waiting = asyncio.ensure_future(journal.Journal({path!r}, None).read())
+            waiting = asyncio.ensure_future(attention_store.Journal({path!r}, None).read())
             await asyncio.sleep(0.05)
             waiting.cancel()
 

@@ -17,7 +17,7 @@ from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.blocks import LedgerBlock, LedgerTree
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, CallLate, Delivered, PathCached
-from kvactors.flush_notifier.select import MAX_RUN_BLOCKS
+from kvactors.flush_notifier.view import MAX_RUN_BLOCKS
 from kvactors.identity import PLAIN
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import (

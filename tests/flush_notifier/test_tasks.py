@@ -9,7 +9,7 @@ import pytest
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.blocks import LedgerBlock
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.select import BlockRun, as_task
+from kvactors.flush_notifier.view import BlockRun, as_task
 from kvactors.identity import RequestScope
 from kvactors.types import Reason, Residency, Tier
 

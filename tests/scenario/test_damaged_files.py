@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError, SinkError
-from kvactors.flush_notifier.sinks.journal import Journal, PublishedBlocks, line_of
+from kvactors.flush_notifier.sinks.attention_store import Journal, PublishedBlocks, line_of
 from kvactors.scenario import trace
 from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.trace import MAX_BLOCKS, read_lines, read_trace

@@ -1,32 +1,518 @@
 """KV events over ZMQ, as vLLM's and SGLang's engines publish them and KV-aware routers read them.
 
 Publishing is sending to ZMQ's queues, which never blocks. A reader that falls behind loses
-messages, sees a gap in the sequence and asks for a replay (`kv_stream`), which begins with the
-state if the gap is older than what is kept.
+messages, sees a gap in the sequence and asks for a replay.
+
+A replay request on the ROUTER socket is [empty, 8-byte big-endian sequence number]. The answer is
+every batch from there on that was published before the request, oldest first, as [empty, topic,
+sequence, payload], and [empty, empty, 2^64 - 1, empty] at the end (older readers: the same without
+the topic). Of batches that are no longer kept the answer has the state they add up to, as ordinary
+batches under the numbers before those that are kept: AllBlocksCleared, then BlockStored events,
+then empty batches where the reader insists on every number (`fill`). A request [empty,
+"kvactors.snapshot"] is answered in the same form with the parts of a snapshot, numbered from 0.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import anyio
+import msgspec
 
 from kvactors.actor.log import get_logger
+from kvactors.actor.sliced import pace
+from kvactors.errors import SinkError
+from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
-from kvactors.flush_notifier.sinks.kv_sockets import Sockets
-from kvactors.flush_notifier.sinks.kv_stream import (
-    QUEUED_MESSAGES,
-    DetailStream,
-    EventStream,
-    ReplayServer,
-)
-from kvactors.flush_notifier.sinks.kv_wire import KvEventEncoder
+from kvactors.flush_notifier.sinks.kv_sockets import Send, Sockets, zmq
+from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, encode_batch, encode_sequence
 from kvactors.settings.sinks import KvEventsSinkConfig, of_rank
+from kvactors.types import ALL_TIERS, HASH_BYTES, Residency, Tier
 
-LINGER_S = 0.5  # seconds in which published messages may leave after the sink is closed
+STATE_PART_BLOCKS = 256  # blocks in one batch of a state
+SLICE_BLOCKS = 128  # blocks read from the ledger, or corrected, in one slice
+KNOWN = 8  # bits by which `StreamChanges` shifts the known tiers
 EARLIEST_TIME_S = 1_735_689_600  # the year 2025: a clock before that is not set
+LINGER_S = 0.5  # seconds in which published messages may leave after the sink is closed
+EXTRA_BYTES = 16 << 20  # beyond twice the bounds of a window that holds what follows a state
+EXTRA_BATCHES = 1_024
+SNAPSHOT = b"kvactors.snapshot"  # a replay request for a snapshot
+
+READERS = 64  # answered at once: a further one waits until one has its answer, or is too slow
+QUEUED_MESSAGES = 128  # messages that wait for one slow reader in ZMQ's queue
+STALL_S = 60.0  # time after which a reader that takes nothing loses its answer
+HURRIED_STALL_S = 2.0  # the same while another reader waits for its turn
+LONG_ANSWER_S = 60.0  # time an answer may take while another reader waits for its turn
+# between attempts to send to a reader whose queue is full
+SEND_PAUSES_S = (0.0, 0.0, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
+SLOW_READER_POLL_S = 0.1  # time between two looks for a reader that is too slow
+BURST_MESSAGES = 64  # messages sent before others may run
+MAX_FILL_BATCHES = 1_000_000  # empty batches sent in one answer at most
+
+
+class Window:
+    """The last batches published, with consecutive numbers.
+
+    Attributes:
+        batches, nbytes: how many, and how large, are kept at most (one batch always is).
+        needed: number from which on batches are kept beyond these bounds, up to about twice as
+            much.
+    """
+
+    def __init__(self, batches: int, nbytes: int) -> None:
+        self.batches = batches
+        self.nbytes = nbytes
+        self.held = 0
+        self.needed = END
+        self._kept: deque[bytes] = deque()
+        self._next = 0  # number after the last one
+
+    def add(self, number: int, payload: bytes) -> None:
+        kept = self._kept
+        kept.append(payload)
+        self._next = number + 1
+        self.held += len(payload)
+        while len(kept) > self.batches or (self.held > self.nbytes and len(kept) > 1):
+            place = len(kept) <= 2 * self.batches + EXTRA_BATCHES and (
+                self.held <= 2 * self.nbytes + EXTRA_BYTES
+            )
+            if self._next - len(kept) >= self.needed and place:
+                return
+            self.held -= len(kept.popleft())
+
+    @property
+    def first(self) -> int:
+        """Number of the oldest batch that is kept; END if there is none."""
+        return self._next - len(self._kept) if self._kept else END
+
+    def since(self, number: int, limit: int = 1 << 62) -> list[tuple[int, bytes]]:
+        """The batches kept from a number on, oldest first, at most `limit` batches."""
+        first, end = self._next - len(self._kept), self._next
+        start = max(first, number)
+        return [(i, self._kept[i - first]) for i in range(start, min(start + limit, end))]
+
+
+class StreamChanges:
+    """How the ledger's view of the sink differs from the stream up to a number. A state is read
+    from the ledger in slices, while deliveries continue, and is exactly that of its number: a
+    reader that applies it and then every batch from that number on applies each change once.
+
+    Attributes:
+        empty: the last task before the number removed everything.
+        cleared: a later task removed everything, so the ledger no longer has the blocks of the
+            number.
+    """
+
+    def __init__(self, last: Sequence[FlushTask]) -> None:
+        self.empty = any(not task.count for task in last)
+        self.cleared = False
+        # by block hash: tiers at the number, and above them for which tiers that is known
+        self._tiers: dict[bytes, int] = {}
+        self._pending: deque[tuple[FlushTask, bool]] = deque((task, True) for task in last)
+
+    def note(self, tasks: Iterable[FlushTask]) -> None:
+        """Note tasks that are about to be published after the number. Before it each of their
+        changes was the other way round."""
+        self._pending.extend((task, False) for task in tasks)
+
+    async def settle(self) -> None:
+        """Apply everything noted so far. Nothing is noted between the return and the caller's next
+        await."""
+        over = pace(SLICE_BLOCKS)
+        while self._pending:
+            task, holds = self._pending.popleft()
+            if not task.count:
+                self.cleared |= not holds
+                continue
+            bit, resident = int(task.tier), task.residency is Residency.RESIDENT
+            for start in range(0, len(task.hashes), HASH_BYTES):
+                block_hash = task.hashes[start : start + HASH_BYTES]
+                tiers = self._tiers.get(block_hash, 0)
+                if holds or not tiers >> KNOWN & bit:
+                    here = resident is holds
+                    self._tiers[block_hash] = tiers & ~bit | bit << KNOWN | (bit if here else 0)
+                if over():
+                    await asyncio.sleep(0)
+
+    def tiers(self, held: HeldBlock) -> int:
+        """The tiers of a block at the number."""
+        changed = self._tiers.get(held.hash)
+        if changed is None:
+            return held.tiers
+        known = changed >> KNOWN
+        return held.tiers & ~known | changed & known
+
+
+class StreamState(NamedTuple):
+    """A state as encoded events: AllBlocksCleared, then the blocks, parents before children.
+    number: of the first batch that is not part of it."""
+
+    number: int
+    parts: list[tuple[bytes, ...]]
+
+    def batches(self, most: int) -> list[list[bytes]]:
+        """The state as at most `most` batches (at least one)."""
+        size = -(-len(self.parts) // max(1, most))
+        starts = range(0, len(self.parts), size)
+        return [list(chain.from_iterable(self.parts[start : start + size])) for start in starts]
+
+
+class EventStream:
+    """The batches of a publisher: numbered, sent, kept for replay, and summed up as states.
+
+    Attributes:
+        sequence, first: numbers of the next batch, and of this process's first.
+        fill: whether readers insist on every number.
+        state_number: of the last state, END if no reader needs it.
+    """
+
+    def __init__(self, config: KvEventsSinkConfig, encoder: KvEventEncoder, first: int) -> None:
+        self.first = self.sequence = first
+        self.fill = config.numbers == "from_zero"
+        self.topic = config.topic.encode()
+        self._dp_rank = config.dp_rank
+        self.window = Window(config.replay_window, config.replay_bytes)
+        self.epoch = 0
+        self.source: SnapshotSource = _no_blocks
+        self.sender: Send = _not_open
+        self.states_made = 0
+        self.state_number = END
+        self._encoder = encoder
+        # published by the last call: may not be in the ledger's view of the sink yet
+        self._last: Sequence[FlushTask] = ()
+        self._call: Sequence[FlushTask] | None = None  # tasks of the call in progress
+        self._call_from = first  # number of that call's first batch
+        self._changes: list[StreamChanges] = []  # of the states in progress
+        self._readers = 0
+        self._state: StreamState | None = None
+        self._making: asyncio.Task[StreamState] | None = None
+
+    def publish(self, events: list[bytes]) -> None:
+        self.send(self.payload(events))
+
+    def payload(self, events: list[bytes]) -> bytes:
+        return self._encoder.batch(time.time(), events)
+
+    def send(self, payload: bytes) -> None:
+        number = self.sequence
+        self.window.add(number, payload)
+        self.sender(self.topic, number, payload)
+        self.sequence = number + 1
+
+    # -- calls
+
+    def begin_call(self, tasks: Sequence[FlushTask]) -> None:
+        """Tasks are about to be published."""
+        self._call, self._call_from = tasks, self.sequence
+        self._keep()
+        for changes in self._changes:
+            changes.note(tasks)
+
+    def end_call(self, published: Sequence[FlushTask]) -> None:
+        """The tasks of the call that were published."""
+        self._last, self._call = published, None
+        self._keep()
+
+    def _keep(self) -> None:
+        """The window must keep the batches of the call in progress, and those after a state that
+        readers are sent."""
+        number = self.state_number
+        self.window.needed = number if self._call is None else min(number, self._call_from)
+
+    # -- the state
+
+    async def state(self) -> StreamState:
+        """A state after which every batch is still kept. The last one is kept for further readers
+        until `drop_state`. Errors of the ledger pass."""
+        if self._state is not None:
+            number = self._state.number
+            if number >= self.window.first or number == self.sequence:
+                return self._state
+        if self._making is None or self._making.done():
+            self._making = asyncio.get_running_loop().create_task(self._make_state())
+            # retrieved here even if no reader waits
+            self._making.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return await asyncio.shield(self._making)
+
+    async def _make_state(self) -> StreamState:
+        while True:
+            if self._call is None:
+                number, changes = self.sequence, StreamChanges(self._last)
+            else:  # the tasks of the call before this one are in the view
+                number, changes = self._call_from, StreamChanges(())
+                changes.note(self._call)
+            self._changes.append(changes)
+            self.state_number = number
+            self._keep()
+            try:
+                state = await self._state_at(number, changes)
+            finally:
+                self._changes.remove(changes)
+            if state is not None:
+                self._state = state
+                self.states_made += 1
+                return state
+
+    async def _state_at(self, number: int, changes: StreamChanges) -> StreamState | None:
+        """The state at a number. None if everything was removed before it was complete."""
+        encoder = self._encoder
+        parts: list[tuple[bytes, ...]] = [(encoder.cleared,)]
+        if changes.empty:
+            return StreamState(number, parts)
+        events: list[bytes] = []
+        blocks = 0
+        held_blocks = iter(self.source(every=True))
+        while True:
+            await changes.settle()
+            some = list(islice(held_blocks, SLICE_BLOCKS))
+            for held in some:
+                tiers = changes.tiers(held) & ALL_TIERS.value
+                if tiers:
+                    events += [encoder.held(held, tier) for tier in Tier if tiers & tier]
+                    blocks += 1
+            if blocks >= STATE_PART_BLOCKS or not some:
+                if events:
+                    parts.append(tuple(events))
+                events, blocks = [], 0
+            if changes.cleared:
+                return None
+            if not some:
+                return StreamState(number, parts)
+            await asyncio.sleep(0)
+
+    def hold(self) -> None:
+        """A reader is being answered: a state made for it is kept."""
+        self._readers += 1
+
+    def release(self) -> None:
+        """One reader less. Without readers the window keeps no more than configured."""
+        self._readers -= 1
+        if not self._readers:
+            self.drop_state()
+            self._keep()
+
+    def drop_state(self) -> None:
+        """No reader needs a state now."""
+        self._state = None
+        self.state_number = END
+        if self._making is not None:
+            self._making.cancel()
+            self._making = None
+
+    async def snapshot(self) -> AsyncIterator[bytes]:
+        """Parts of a snapshot, each a payload of one record. A reader discards its state, applies
+        every part, then every batch from `next_sequence` on."""
+        state = await self.state()
+        parts = [*state.parts[1:], ()]
+        for number, part in enumerate(parts, 1):
+            record = {
+                "type": "Snapshot",
+                "epoch": self.epoch,
+                "next_sequence": state.number,
+                "part": number - 1,
+                "last": number == len(parts),
+                "events": [msgspec.Raw(event) for event in part],
+            }
+            yield encode_batch(time.time(), [record], self._dp_rank)
+            await asyncio.sleep(0)
+
+
+class DetailStream:
+    """The second stream: epochs, reasons and snapshots. Off without a topic."""
+
+    def __init__(self, config: KvEventsSinkConfig, first: int) -> None:
+        self.topic = config.detail_topic.encode()
+        self.sequence = first
+        self.sender: Send = _not_open
+        self._dp_rank = config.dp_rank
+
+    def publish(self, record: dict[str, Any]) -> None:
+        if self.topic:
+            self.send(encode_batch(time.time(), [record], self._dp_rank))
+
+    def send(self, payload: bytes) -> None:
+        self.sender(self.topic, self.sequence, payload)
+        self.sequence += 1
+
+
+def _no_blocks(**_: bool) -> Iterator[Any]:
+    return iter(())
+
+
+def _not_open(*_: object) -> None:
+    raise SinkError("the sink is not open")
+
+
+# -- replay
+
+
+@dataclass(slots=True, eq=False)
+class ReplayAnswer:
+    """One reader's answer."""
+
+    reader: bytes
+    began: float
+    blocked: float = 0.0  # since when its queue has been full
+    task: asyncio.Task[None] = field(init=False)
+
+
+class ReplayServer:
+    """Answers requests, each in its own task, so that a slow reader delays no other. A reader has
+    one answer at a time: with a new request it gives up the one before."""
+
+    def __init__(self, socket: Any, publisher: EventStream, *, with_topic: bool) -> None:
+        self.requests = self.given_up = self.malformed = 0
+        self._socket = socket
+        self._publisher = publisher
+        self._with_topic = with_topic
+        self._answers: dict[bytes, ReplayAnswer] = {}  # by reader
+        self._log = get_logger()
+
+    async def run(self) -> None:
+        """Take requests while fewer than READERS are being answered."""
+        try:
+            while True:
+                try:
+                    await self._turn()
+                    self._take(await self._socket.recv_multipart())
+                except zmq.ZMQError as error:
+                    if self._socket.closed:
+                        return
+                    self._log.warning("replay request failed", error=str(error))
+                    await anyio.sleep(SLOW_READER_POLL_S)
+        finally:
+            for answer in self._answers.values():
+                answer.task.cancel()
+
+    async def _turn(self) -> None:
+        """Wait until one reader more can be answered. A reader that is too slow while others wait
+        loses its answer."""
+        while len(self._answers) >= READERS:
+            tasks = [answer.task for answer in self._answers.values()]
+            await asyncio.wait(
+                tasks, timeout=SLOW_READER_POLL_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            if len(self._answers) < READERS or not await self._socket.poll(0):
+                continue
+            slow = self._slowest()
+            if slow is not None:
+                self._given_up("too slow while others wait")
+                self._answers.pop(slow.reader).task.cancel()
+
+    def _slowest(self) -> ReplayAnswer | None:
+        """The reader that has taken nothing for the longest time, or whose answer takes longest, if
+        that is too long."""
+        now, answers = anyio.current_time(), self._answers.values()
+        blocked = min(
+            (one for one in answers if one.blocked), key=lambda one: one.blocked, default=None
+        )
+        if blocked is not None and now - blocked.blocked >= HURRIED_STALL_S:
+            return blocked
+        oldest = min(answers, key=lambda one: one.began)
+        return oldest if now - oldest.began >= LONG_ANSWER_S else None
+
+    def _given_up(self, error: str) -> None:
+        self.given_up += 1
+        self._log.info("reader of a replay is gone", error=error)
+
+    def _take(self, frames: list[bytes]) -> None:
+        if len(frames) != 3 or frames[1] or (frames[2] != SNAPSHOT and len(frames[2]) != 8):
+            self.malformed += 1
+            return
+        reader, _, body = frames
+        self.requests += 1
+        earlier = self._answers.pop(reader, None)
+        if earlier is not None:
+            earlier.task.cancel()
+        self._answers[reader] = answer = ReplayAnswer(reader, anyio.current_time())
+        self._publisher.hold()
+        answer.task = asyncio.get_running_loop().create_task(self._answer(answer, body))
+
+        def ended(_: asyncio.Task[None]) -> None:
+            if self._answers.get(reader) is answer:
+                del self._answers[reader]
+            self._publisher.release()
+
+        answer.task.add_done_callback(ended)
+
+    async def _answer(self, answer: ReplayAnswer, body: bytes) -> None:
+        try:
+            try:
+                if body == SNAPSHOT:
+                    await self._send_snapshot(answer)
+                else:
+                    await self._send_batches(answer, int.from_bytes(body, "big"))
+            except (zmq.ZMQError, TimeoutError):
+                raise
+            except Exception as error:
+                self.given_up += 1
+                self._log.warning("replay failed", error=f"{type(error).__name__}: {error}")
+            await self._send(answer, END, b"", b"")
+        except (zmq.ZMQError, TimeoutError) as error:  # it will ask again
+            self._given_up(str(error))
+
+    async def _send_batches(self, answer: ReplayAnswer, start: int) -> None:
+        """The batches from `start` on, with the state in place of the batches no longer kept."""
+        publisher, window = self._publisher, self._publisher.window
+        number, end = start, publisher.sequence
+        while number < end:
+            if number < window.first:
+                number = await self._send_state(answer, number)
+                continue
+            for kept, payload in window.since(number, min(BURST_MESSAGES, end - number)):
+                await self._send(answer, kept, payload, publisher.topic)
+                number = kept + 1
+            await asyncio.sleep(0)
+
+    async def _send_state(self, answer: ReplayAnswer, number: int) -> int:
+        """The state under the numbers from `number` on, or under the last ones before it
+        ends. Returns the number of the batch that follows it."""
+        publisher = self._publisher
+        state = await publisher.state()
+        batches = state.batches(state.number - number)
+        left = state.number - number - len(batches)
+        fill = left if publisher.fill and left <= MAX_FILL_BATCHES else 0
+        first_empty = state.number - fill
+        for at, events in enumerate(batches, first_empty - len(batches)):
+            await self._send(answer, at, publisher.payload(events), publisher.topic)
+            await asyncio.sleep(0)
+        nothing = publisher.payload([]) if fill else b""
+        for at in range(first_empty, state.number):
+            await self._send(answer, at, nothing, publisher.topic)
+            if not at % BURST_MESSAGES:
+                await asyncio.sleep(0)
+        return state.number
+
+    async def _send_snapshot(self, answer: ReplayAnswer) -> None:
+        number = 0
+        async for part in self._publisher.snapshot():
+            await self._send(answer, number, part, self._publisher.topic)
+            number += 1
+
+    async def _send(self, answer: ReplayAnswer, number: int, payload: bytes, topic: bytes) -> None:
+        frames = [answer.reader, b"", encode_sequence(number), payload]
+        if self._with_topic:
+            frames.insert(2, topic)
+        attempts = 0
+        while True:
+            try:
+                await self._socket.send_multipart(frames, flags=zmq.NOBLOCK)
+                answer.blocked = 0.0
+                return
+            except zmq.Again:
+                now = anyio.current_time()
+                answer.blocked = answer.blocked or now
+                if now - answer.blocked > STALL_S:
+                    raise TimeoutError(f"it took nothing for {STALL_S} s") from None
+                await anyio.sleep(SEND_PAUSES_S[min(attempts, len(SEND_PAUSES_S) - 1)])
+                attempts += 1
 
 
 def first_number(numbers: str, name: str) -> int:
