@@ -4,10 +4,10 @@ other actor waits for it."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from kvactors.actor import Actor, ActorRef, Envelope, Message, on
+from kvactors.actor import Actor, ActorRef, Envelope, on
 from kvactors.flush_notifier.deliver import SinkDelivery, SinkSet, error_of
 from kvactors.flush_notifier.ledger import IDLE_LIMIT, Ledger, RootOf
 from kvactors.flush_notifier.messages import (
@@ -44,7 +44,6 @@ class FlushNotifier(Actor):
     """
 
     ROLE: ClassVar[str] = "flush_notifier"
-    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {}
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class LedgerBlock:
     """
 
     __slots__ = (
-        *("hash", "parent", "parent_hash", "tokens", "scope", "extra_key", "depth", "children"),
+        *("hash", "parent", "parent_hash", "tokens", "scope", "extra_key", "depth"),
         *("tiers", "due", "views", "pins", "finished", "reasons", "token_addressed"),
         *("child", "left", "right", "number", "before", "after"),
     )
@@ -53,7 +53,7 @@ class LedgerBlock:
         self.parent = parent
         self.parent_hash, self.tokens, self.extra_key, self.scope = inputs
         self.depth: int = parent.depth + 1 if parent is not None else 1
-        self.children = self.tiers = self.pins = 0
+        self.tiers = self.pins = 0
         self.views = bytearray(sinks)
         self.due = bytearray(sinks)
         self.child: LedgerBlock | None = None
@@ -124,7 +124,6 @@ class LedgerTree:
         self._last = block
         above = block.parent
         if above is not None:
-            above.children += 1
             block.right = above.child
             if above.child is not None:
                 above.child.left = block
@@ -144,7 +143,6 @@ class LedgerTree:
             after.before = before
         above, left, right = block.parent, block.left, block.right
         if above is not None:
-            above.children -= 1
             if left is not None:
                 left.right = right
             else:
@@ -213,7 +211,10 @@ class LedgerTree:
             del self.idle[oldest]
             block: LedgerBlock | None = oldest
             while (
-                block is not None and not block.children and block.idle() and block not in self.idle
+                block is not None
+                and block.child is None
+                and block.idle()
+                and block not in self.idle
             ):
                 self._remove(block)
                 block = block.parent

@@ -53,7 +53,7 @@ IDLE_LIMIT = 16_384  # idle blocks kept by default
 STEP_BLOCKS = 256  # blocks processed in one slice by default
 
 MAX_WAITING_ORPHANS = 65_536
-"""Beyond that the oldest orphan is dropped, and stays unannounced until a request names its path."""
+"""Beyond that the oldest is dropped, and stays unannounced until a request names its path."""
 
 TIERS, DEVICE = int(ALL_TIERS), int(Tier.DEVICE)
 
@@ -453,14 +453,13 @@ class Ledger:
         finish(self.check_steps())
 
     def check_steps(self) -> Iterator[None]:
-        """AssertionError if counts and differences do not match the blocks. Each block is checked by
-        itself. Counts over all blocks are compared if nothing has changed since the beginning."""
+        """AssertionError if the ledger is inconsistent. Each block is checked alone. Counts over
+        all blocks are compared if nothing has changed since the beginning."""
         tree, version, step = self.tree, self.tree.version, self._check_step
-        blocks = children = idle = 0
+        blocks = idle = 0
         dirty = [0] * len(self.sinks)
         for blocks, block in enumerate(tree.scan(), 1):
             self._check_block(block)
-            children += block.children - (block.parent is not None)
             idle += block in tree.idle
             for view in self.sinks:
                 dirty[view.index] += block in view.dirty
@@ -477,7 +476,6 @@ class Ledger:
             pending = [view.pending for view in self.sinks]
             _require(waiting <= orphans, "a waiting orphan on no tier")
             _require(blocks == len(tree.blocks), "a block without a place in the order")
-            _require(not children, "child counts disagree")
             _require(dirty == pending, "a difference of a block that is not in the tree")
             _require(idle == len(tree.idle), "an idle block that is not in the tree")
             _require(
@@ -492,11 +490,10 @@ class Ledger:
             _require(tree.blocks.get(parent.hash) is parent, "a block whose parent was removed")
             before, after = block.left, block.right
             linked = (parent.child if before is None else before.right) is block
-            linked = linked and parent.children > 0 and (after is None or after.left is block)
+            linked = linked and (after is None or after.left is block)
             _require(linked, "a block that is not among the children of its parent")
-        _require(bool(block.children) == (block.child is not None), "child counts disagree")
         _require(
-            bool(block.children) or not block.idle() or block in tree.idle,
+            block.child is not None or not block.idle() or block in tree.idle,
             "an idle block that is not among the idle ones",
         )
         for sink in self.sinks:

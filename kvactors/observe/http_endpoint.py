@@ -97,7 +97,7 @@ class HttpEndpoint:
     def __init__(self, *, fastdeploy_names: bool = False) -> None:
         self.port = 0
         self._fastdeploy = fastdeploy_names
-        self._caches: list[tuple[OpenCache, CacheMetrics]] = []
+        self._observed: list[CacheMetrics] = []
         self._server: asyncio.Server | None = None
         self._asking = Unclaimed[asyncio.Task[None]](MAX_CONNECTIONS, asyncio.Task.cancel)
         self._answered = Unclaimed[asyncio.Task[None]](MAX_CONNECTIONS, asyncio.Task.cancel)
@@ -111,13 +111,12 @@ class HttpEndpoint:
         from kvactors.observe.prometheus import CacheMetrics
 
         metrics = CacheMetrics(cache, fastdeploy_names=self._fastdeploy)
-        entry = (cache, metrics)
-        self._caches.append(entry)
+        self._observed.append(metrics)
         await self._drop_renderings()
         try:
             yield
         finally:
-            self._caches.remove(entry)
+            self._observed.remove(metrics)
             await self._drop_renderings()
             metrics.close()
 
@@ -224,9 +223,9 @@ class HttpEndpoint:
     async def _metrics(self) -> HttpAnswer:
         from kvactors.observe.prometheus import CONTENT_TYPE, NO_CACHE
 
-        if not self._caches:
+        if not self._observed:
             return HttpAnswer(200, NO_CACHE, CONTENT_TYPE)
-        render = self._caches[-1][1].render
+        render = self._observed[-1].render
         body = await asyncio.wrap_future(DaemonExecutor("kvactors-metrics").submit(render))
         return HttpAnswer(200, body, CONTENT_TYPE)
 
@@ -234,9 +233,9 @@ class HttpEndpoint:
         """200 while requests are served, also without some parts; 503 otherwise."""
         status = 503
         found: dict[str, object] = {"status": "closed", "reasons": []}
-        if self._caches:
+        if self._observed:
             with suppress(KVActorsError):
-                state = health(self._caches[-1][0].system)
+                state = health(self._observed[-1].cache.system)
                 found, status = state.as_dict(), 503 if state.status == "failed" else 200
         return HttpAnswer(status, json.dumps(found).encode() + b"\n", "application/json")
 
@@ -244,8 +243,8 @@ class HttpEndpoint:
         """`KVCache.statistics` as JSON, with `tenants`: those of the salts with a named
         quota. 503 without an open cache."""
         with suppress(KVActorsError):
-            if self._caches:
-                system = self._caches[-1][0].system
+            if self._observed:
+                system = self._observed[-1].cache.system
                 tenants: dict[str, TenantStatistics] = await in_slices(named_tenants(system))
                 found = collect(system).as_dict() | {"tenants": tenants}
                 return HttpAnswer(200, msgspec.json.encode(found) + b"\n", "application/json")

@@ -37,7 +37,7 @@ ROUTE_OF = dict(zip(("host", "device", "write", "read"), ROUTES, strict=True))
 class Histograms:
     """The histograms of a cache, by the values of their label where they have one."""
 
-    def __init__(self) -> None:
+    def __init__(self, sinks: Iterable[str]) -> None:
         waits = (*TIERS[:2], "pending")
         self.acquire = {tier: Histogram(SECONDS) for tier in waits}
         self.ready = {tier: Histogram(SECONDS) for tier in TIERS}
@@ -46,7 +46,7 @@ class Histograms:
         self.request = Histogram((*SECONDS, 60.0, 120.0, 300.0))
         self.transfer_seconds = {route: Histogram(SECONDS) for route in ROUTES}
         self.transfer_bytes = {route: Histogram(BYTES) for route in ROUTES}
-        self.flush: dict[str, Histogram] = {}
+        self.flush = {sink: Histogram(SECONDS) for sink in sinks}
         self.lifetime, self.idle, self.gap = Histogram(AGES), Histogram(AGES), Histogram(AGES)
         self.loop_lag = Histogram(SECONDS)
 
@@ -58,12 +58,11 @@ class MetricsWatch:
         hit: requests whose blocks are ready, and some of them were cached.
     """
 
-    def __init__(self, block_bytes: int, sinks: tuple[str, ...]) -> None:
+    def __init__(self, system: System) -> None:
         self.operations = OperationWatch(self.operation, self.index_started)
-        self.histograms = histograms = Histograms()
-        histograms.flush = {sink: Histogram(SECONDS) for sink in sinks}
+        self.histograms = Histograms(system.sinks)
         self.hit = 0
-        self._block_bytes = block_bytes
+        self._system = system
         self._index: PrefixIndex | None = None
 
     def index_started(self, index: PrefixIndex) -> None:
@@ -72,12 +71,12 @@ class MetricsWatch:
         index.core.index.pool.ages = BlockAges(found.lifetime, found.idle, found.gap)
         self._index = index
 
-    def attach(self, system: System) -> None:
-        self.operations.attach(system)
+    def attach(self) -> None:
+        self.operations.attach(self._system)
 
-    def detach(self, system: System) -> None:
+    def detach(self) -> None:
         """Observe no longer, and keep no more ages of blocks."""
-        self.operations.detach(system)
+        self.operations.detach(self._system)
         if self._index is not None:
             self._index.core.index.pool.ages = None
 
@@ -93,7 +92,7 @@ class MetricsWatch:
             case "copy" | "read" | "write" if done.blocks:
                 route = ROUTE_OF.get(done.kind) or ROUTE_OF[done.tier]
                 found.transfer_seconds[route].observe(seconds)
-                found.transfer_bytes[route].observe(done.blocks * self._block_bytes)
+                found.transfer_bytes[route].observe(done.blocks * self._system.layout.block_bytes)
             case "flush" if done.ok and done.where in found.flush:
                 found.flush[done.where].observe(seconds)
 
@@ -118,11 +117,6 @@ def take_snapshot(system: System, watch: MetricsWatch) -> Sliced[Snapshot]:
     ranks = () if system.ranks is None else system.ranks.statistics()
     found = collect(system), health(system), summarize(system), watch
     return Snapshot(*found, system.leaked_leases, ranks, system.opened_at, tenants)
-
-
-def watch_of(system: System) -> MetricsWatch:
-    """A watch for a system, not attached."""
-    return MetricsWatch(system.layout.block_bytes, tuple(system.sinks))
 
 
 # -- the table of metrics

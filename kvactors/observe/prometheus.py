@@ -33,10 +33,10 @@ from kvactors.observe.metrics import (
     PREFIX,
     TIER_FAMILIES,
     Family,
+    MetricsWatch,
     Snapshot,
     TierSnapshot,
     take_snapshot,
-    watch_of,
 )
 from kvactors.tier_cache import TierCache, tier_metrics
 
@@ -61,17 +61,17 @@ class CacheMetrics(Collector):
     """
 
     def __init__(self, cache: OpenCache, *, fastdeploy_names: bool = False) -> None:
-        self._cache = cache
+        self.cache = cache
         self._fastdeploy = fastdeploy_names
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
-        self._watch = watch_of(cache.system)
-        self._watch.attach(cache.system)
+        self._watch = MetricsWatch(cache.system)
+        self._watch.attach()
         self._lag = LagTimer(self._watch.histograms.loop_lag, self._is_open)
 
     def close(self) -> None:
         self._lag.stop()
-        self._watch.detach(self._cache.system)
+        self._watch.detach()
 
     def collect(self) -> Iterator[Metric]:
         snapshot = self._snapshot()
@@ -107,12 +107,12 @@ class CacheMetrics(Collector):
             return None
 
     def _is_open(self) -> bool:
-        return self._cache.system.is_open and not self._cache.system.forked
+        return self.cache.system.is_open and not self.cache.system.forked
 
     def _read(self) -> Sliced[Snapshot | None]:
         if not self._is_open():
             return None
-        return (yield from take_snapshot(self._cache.system, self._watch))
+        return (yield from take_snapshot(self.cache.system, self._watch))
 
 
 class TierMetrics(Collector):
@@ -124,15 +124,15 @@ class TierMetrics(Collector):
     """
 
     def __init__(self, cache: TierCache) -> None:
-        self._cache = cache
+        self.cache = cache
 
     def collect(self) -> Iterator[Metric]:
-        statistics, health = self._cache.statistics(), self._cache.health()
+        statistics, health = self.cache.statistics(), self.cache.health()
         up = health.status != "closed"
         yield GaugeMetricFamily(f"{PREFIX}up", "1 while the cache serves requests.", float(up))
         if not up:
             return
-        snapshot = TierSnapshot(self._cache.config, statistics, health)
+        snapshot = TierSnapshot(self.cache.config, statistics, health)
         yield from _exposed(PREFIX, TIER_FAMILIES, snapshot)
         found = dict[str, CounterMetricFamily | GaugeMetricFamily]()
         for sample in tier_metrics(statistics, health):

@@ -96,7 +96,12 @@ def collect(system: System) -> CacheStatistics:
     store = system.store if system.store is not None else system.device_store
     actors = tuple(sums(actor.statistics(), actor.ref.name) for actor in system.supervisor.actors())
     return CacheStatistics(
-        *(getattr(index, name) for name in CacheStatistics._fields[:6]),
+        index.requests,
+        index.blocks_looked_up,
+        index.device_hits,
+        index.host_hits,
+        index.storage_hits,
+        index.no_room,
         sum(actor.sent for actor in actors),
         sum(actor.late_replies for actor in actors),
         index,

@@ -23,7 +23,7 @@ from kvactors.errors import ConfigError
 from kvactors.histogram import Histogram
 from kvactors.observe.chrome_trace import ChromeTrace
 from kvactors.observe.lag import LagMonitor, Tick
-from kvactors.observe.metrics import Histograms, watch_of
+from kvactors.observe.metrics import Histograms, MetricsWatch
 from kvactors.observe.statistics import CacheStatistics
 from kvactors.scenario.engine import Observe, beside
 from kvactors.scenario.output import need, print_details, to_stdout, write_json, write_output
@@ -90,15 +90,15 @@ class Recorder:
         """Sample a cache until the block ends, and once more then."""
         self._begin = asyncio.get_running_loop().time()
         self._sample(cache)
-        watch = watch_of(cache.system)
+        watch = MetricsWatch(cache.system)
         self.recording.histograms = watch.histograms
-        watch.attach(cache.system)
+        watch.attach()
         async with self._lag.running():
             try:
                 async with beside(self._run(cache)):
                     yield self
             finally:
-                watch.detach(cache.system)
+                watch.detach()
                 self._lag.take()  # what came last is the lag of making the report
                 self._sample(cache)
 

@@ -15,7 +15,7 @@ def record(*branches: tuple[int, ...]) -> PublishedBlocks:
 
 def test_each_block_is_retracted_once_the_deepest_path_first():
     retractions = list(record((1, 2, 3), (1, 5)).retractions())
-    assert [(one.start, one.hashes, one.tokens) for one in retractions] == [
+    assert [(start, hashes, tokens) for hashes, start, tokens in retractions] == [
         (0, names(1, 2, 3), path(1, 2, 3)[0]),
         (1, names(1, 5)[1:], path(1, 5)[0]),
     ]
@@ -24,11 +24,11 @@ def test_each_block_is_retracted_once_the_deepest_path_first():
 def test_a_removed_block_stays_for_the_blocks_below_it():
     blocks = record((1, 2))
     blocks.remove(names(1))
-    assert len(blocks) == 2
-    (one,) = blocks.retractions()
-    assert (one.start, one.hashes, one.tokens) == (1, names(1, 2)[1:], path(1, 2)[0])
+    assert len(blocks.blocks) == 2
+    ((hashes, start, tokens),) = blocks.retractions()
+    assert (start, hashes, tokens) == (1, names(1, 2)[1:], path(1, 2)[0])
     blocks.remove(names(1, 2)[1:])
-    assert len(blocks) == 0
+    assert len(blocks.blocks) == 0
 
 
 def test_blocks_below_an_unknown_parent_keep_the_whole_path():

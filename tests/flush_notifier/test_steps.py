@@ -217,11 +217,11 @@ def test_a_check_reports_errors_and_not_concurrent_changes():
         finish(book.lose(path(i, i)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     finish(checking)
     book.check()
-    some = next(entry for entry in book.blocks.values() if entry.children)
-    some.children += 1
-    with pytest.raises(AssertionError, match="child counts"):
+    some = next(entry for entry in book.blocks.values() if entry.child)
+    child, some.child = some.child, None
+    with pytest.raises(AssertionError, match="not among the children"):
         book.check()
-    some.children -= 1
+    some.child = child
     book.orphans.tiers[names(107)[0]] = 1
     with pytest.raises(AssertionError, match="orphan in the tree"):
         book.check()

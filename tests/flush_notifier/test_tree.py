@@ -22,7 +22,7 @@ def test_blocks_are_found_by_hash_in_the_order_they_were_added():
     top, below = chain(tree, b"a", b"b")
     assert tree.blocks == {b"a": top, b"b": below}
     assert list(tree.scan()) == [top, below]
-    assert (top.children, below.depth) == (1, 2)
+    assert (top.child, below.depth) == (below, 2)
 
 
 def test_the_longest_idle_block_is_removed_first():

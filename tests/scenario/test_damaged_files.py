@@ -92,9 +92,9 @@ def read_journal(path, data: bytes) -> PublishedBlocks | None:
 def test_a_damaged_journal_is_refused_or_describes_whole_paths(tmp_path_factory, data):
     published = read_journal(tmp_path_factory.mktemp("journal") / "journal", data)
     if published is not None:
-        for path in published.retractions():
-            assert len(path.tokens) == (path.start + len(path.hashes)) * 4 * BLOCK
-            assert all(len(one) == 32 for one in path.hashes)
+        for hashes, start, tokens in published.retractions():
+            assert len(tokens) == (start + len(hashes)) * 4 * BLOCK
+            assert all(len(one) == 32 for one in hashes)
 
 
 H = [name(number).hex() for number in range(4)]

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import aiofiles
 import aiofiles.os
@@ -31,7 +32,6 @@ from kvactors.errors import SdkError, SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.redact import redacted_repr
 from kvactors.settings.sinks import AttentionStoreSinkConfig
 from kvactors.threads import DaemonExecutor
 from kvactors.types import HASH_BYTES, Residency, split_hashes
@@ -42,34 +42,17 @@ GROWTH_BYTES = 1 << 20  # by which a journal may exceed twice its size after the
 RETRY_AT_CLOSE = (0.0, 0.05, 0.2, 0.8)  # seconds before each attempt to retract everything
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PublishedBlock:
-    """One block.
+    """One block. Its tokens are its own, or from the root if the path above it is not known
+    (`top`). A block that is not resident is kept for the blocks below it."""
 
-    Attributes:
-        tokens: its own, or everything from the root if the path above it is not known (`top`).
-        resident: whether the index may hold it. Otherwise it is kept for the blocks below it.
-    """
-
-    __slots__ = ("children", "parent", "position", "resident", "tokens", "top")
-
-    def __init__(self, parent: bytes, position: int, tokens: bytes, *, top: bool) -> None:
-        self.parent = parent
-        self.position = position
-        self.tokens = tokens
-        self.top = top
-        self.children = 0
-        self.resident = True
-
-
-class Retraction(NamedTuple):
-    """A path to be removed from `start` on. Its tokens are from the root."""
-
-    hashes: list[bytes]
-    start: int
+    parent: bytes
+    position: int
     tokens: bytes
-
-    def __repr__(self) -> str:
-        return redacted_repr(self)
+    top: bool
+    children: int = 0
+    resident: bool = True  # the index may hold it
 
 
 class PublishedBlocks:
@@ -98,7 +81,7 @@ class PublishedBlocks:
                 above = self.blocks.get(parent)
                 first = self.block_bytes * position if above is not None else 0
                 own = tokens[first : self.block_bytes * (position + 1)]
-                self.blocks[block_hash] = PublishedBlock(parent, position, own, top=above is None)
+                self.blocks[block_hash] = PublishedBlock(parent, position, own, above is None)
                 if above is not None:
                     above.children += 1
             else:
@@ -117,8 +100,9 @@ class PublishedBlocks:
                 if block is not None:
                     block.children -= 1
 
-    def retractions(self) -> Iterator[Retraction]:
-        """Paths whose removal takes everything back, the deepest first. Each block is in one."""
+    def retractions(self) -> Iterator[tuple[list[bytes], int, bytes]]:
+        """Paths whose removal takes everything back, the deepest first, each block in one: hashes,
+        the position of the first, and the tokens from the root."""
         leaves = [block_hash for block_hash, block in self.blocks.items() if not block.children]
         leaves.sort(key=lambda block_hash: -self.blocks[block_hash].position)
         seen: set[bytes] = set()
@@ -128,7 +112,7 @@ class PublishedBlocks:
             first = next(i for i in range(fresh, len(chain)) if self.blocks[chain[i]].resident)
             seen.update(chain)
             tokens = b"".join(self.blocks[block_hash].tokens for block_hash in chain)
-            yield Retraction(chain[first:], self.blocks[chain[first]].position, tokens)
+            yield chain[first:], self.blocks[chain[first]].position, tokens
 
     def _chain(self, block_hash: bytes) -> list[bytes]:
         chain = [block_hash]
@@ -140,9 +124,6 @@ class PublishedBlocks:
 
     def path_tokens(self, block_hash: bytes) -> bytes:
         return b"".join(self.blocks[one].tokens for one in self._chain(block_hash))
-
-    def __len__(self) -> int:
-        return len(self.blocks)
 
 
 class Journal:
@@ -161,10 +142,8 @@ class Journal:
         if not self._on:
             return
         try:
-            # a file that is not there is made
-            async with aiofiles.open(
-                self.path, "ab+", opener=open_private, executor=THREADS
-            ) as file:
+            opened = aiofiles.open(self.path, "ab+", opener=open_private, executor=THREADS)
+            async with opened as file:  # made if it is not there
                 await file.seek(0)
                 data = await file.read()
         except OSError as error:
@@ -189,7 +168,7 @@ class Journal:
 
     async def _append(self, lines: list[bytes]) -> None:
         if lines and self._on:
-            self._size += await self._write("ab", lines)
+            self._size += await self._write(lines)
             if self._size > self._limit:
                 await self.rewrite()
 
@@ -203,20 +182,19 @@ class Journal:
             lines.append(line_of(block.position, block.parent, [name], tokens, whole=block.top))
         lines.append(gone_line(name for name, block in blocks.items() if not block.resident))
         fresh = self.path.with_name(self.path.name + ".new")
-        self._size = await self._write("wb", lines, fresh)
+        self._size = await self._write(lines, fresh)
         self._limit = 2 * self._size + GROWTH_BYTES
 
-    async def _write(
-        self, mode: Literal["ab", "wb"], lines: list[bytes], fresh: Path | None = None
-    ) -> int:
+    async def _write(self, lines: list[bytes], fresh: Path | None = None) -> int:
         """Append to the file, or replace it with `fresh`. Runs to the end even if the sink's
         deadline passes, so that lines stay in order. Returns the bytes written."""
         data = b"".join(line + b"\n" for line in lines)
 
         async def work() -> None:
-            async with aiofiles.open(
-                fresh or self.path, mode, opener=open_private, executor=THREADS
-            ) as file:
+            mode: Literal["ab", "wb"] = "ab" if fresh is None else "wb"
+            path = fresh or self.path
+            opened = aiofiles.open(path, mode, opener=open_private, executor=THREADS)
+            async with opened as file:
                 await file.write(data)
             if fresh is not None:
                 await aiofiles.os.replace(fresh, self.path, executor=THREADS)
@@ -327,12 +305,12 @@ class AttentionStoreSink(Sink):
         """Retract what was published in earlier epochs. An interrupted retraction is continued by
         the next attempt."""
         for path in list(self._published.retractions()):
-            await self._retract(path)
+            await self._retract(*path)
         await self._journal.rewrite()
 
-    async def _retract(self, path: Retraction) -> None:
-        await self._flush(path.tokens, path.start, resident=False)
-        self._published.remove(path.hashes)
+    async def _retract(self, hashes: list[bytes], start: int, tokens: bytes) -> None:
+        await self._flush(tokens, start, resident=False)
+        self._published.remove(hashes)
 
     async def _flush(self, tokens: bytes, start: int, *, resident: bool) -> None:
         self._answers = False
@@ -376,7 +354,7 @@ class AttentionStoreSink(Sink):
             failure: SdkError | None = None
             for path in list(self._published.retractions()):
                 try:
-                    await self._retract(path)
+                    await self._retract(*path)
                 except SdkError as error:
                     failure = error
             if failure is None:
@@ -395,7 +373,7 @@ class AttentionStoreSink(Sink):
                 "retraction at close failed",
                 sink=self.name,
                 error=str(error),
-                blocks=len(self._published),
+                blocks=len(self._published.blocks),
             )
         finally:
             self.sdk.close()

@@ -88,12 +88,12 @@ class ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBlock
     """For older readers."""
 
 
-_encoder = msgspec.msgpack.Encoder()
+_pack = msgspec.msgpack.Encoder().encode
 
 
 def encode_batch(timestamp: float, events: Sequence[Any], dp_rank: int) -> bytes:
     """A batch as its payload frame."""
-    return _encoder.encode((timestamp, events, dp_rank))
+    return _pack((timestamp, events, dp_rank))
 
 
 def encode_sequence(number: int) -> bytes:
@@ -198,20 +198,12 @@ def identity_fields(
 
 # -- the encoder, in the form that a sink is configured for
 
-
 IDENTITIES = 256  # identities without media that are kept encoded
-
-_pack = msgspec.msgpack.Encoder().encode
 
 
 class Form(NamedTuple):
-    """How the identity of blocks is sent.
-
-    Attributes:
-        array: in arrays, where a field without a value is nil. Otherwise in maps, where it is left
-            out.
-        num_fields: how many of the fields of `Fields` are sent.
-    """
+    """How the identity of blocks is sent: in arrays, where a field without a value is nil, or in
+    maps, where it is left out. num_fields: how many of the fields of `Fields` are sent."""
 
     array: bool
     num_fields: int
@@ -299,19 +291,20 @@ class KvEventEncoder:
         if count <= max_blocks:
             yield self.event(task), count
             return
-        if task.residency is Residency.GONE:
-            for end in range(count, 0, -max_blocks):  # children before parents
-                part = hashes[HASH_BYTES * max(0, end - max_blocks) : HASH_BYTES * end]
-                yield self._native.removed(part, task.tier), len(part) // HASH_BYTES
-            return
+        spans = [(at, min(at + max_blocks, count)) for at in range(0, count, max_blocks)]
+        if task.residency is Residency.GONE:  # children before parents
+            spans = [(max(0, end - max_blocks), end) for end in range(count, 0, -max_blocks)]
         size = len(task.tokens) // count
-        for at in range(0, count, max_blocks):
-            end = min(at + max_blocks, count)
-            part = hashes[HASH_BYTES * at : HASH_BYTES * end]
-            parent = hashes[HASH_BYTES * (at - 1) : HASH_BYTES * at] if at else task.parent
-            content = part, parent, task.tokens[size * at : size * end], task.tier
-            place = task.start_block_idx + at, task.scope, task.extra_keys
-            yield self.stored(*content, *place), end - at
+        for at, end in spans:
+            part = msgspec.structs.replace(
+                task,
+                tokens=task.tokens[size * at : size * end],
+                start_block_idx=task.start_block_idx + at,
+                count=end - at,
+                hashes=hashes[HASH_BYTES * at : HASH_BYTES * end],
+                parent=hashes[HASH_BYTES * (at - 1) : HASH_BYTES * at] if at else task.parent,
+            )
+            yield self.event(part), end - at
 
     def held(self, held: HeldBlock, tier: Tier) -> bytes:
         extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
