@@ -343,13 +343,12 @@ class SinkSet:
         """Count the blocks on which a sink's view differs from the announceable blocks of the
         tiers: not those whose path is unknown or interrupted (see `Ledger`), nor gains that are due
         to a sink when the request finishes."""
-        chosen = {
-            i: one
-            for i, one in enumerate(self.deliveries)
-            if names is None or one.sink.name in names
-        }
-        mirrors = {i: own for i, one in chosen.items() if (own := one.own_account()) is not None}
-        return self.ledger.divergence_steps(chosen, mirrors, tiers)
+        differing: set[bytes] = set()
+        for one in self.deliveries:
+            if names is None or one.sink.name in names:
+                account = one.own_account()
+                differing |= yield from self.ledger.divergence_steps(one.view, account, tiers)
+        return len(differing)
 
     def divergence(self, tiers: Tiers, names: Collection[str] | None = None) -> int:
         return finish(self.divergence_steps(tiers, names))

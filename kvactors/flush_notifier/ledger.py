@@ -22,11 +22,11 @@ sink may have, and for what it has if it took a leading part of the tasks that i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from itertools import islice
+from itertools import chain, islice
 
-from kvactors.actor.sliced import Sliced, finish
+from kvactors.actor.sliced import Sliced, finish, pace
 from kvactors.flush_notifier.blocks import (
     BITS,
     LAST,
@@ -528,33 +528,29 @@ class Ledger:
     # -- comparison with the tiers
 
     def divergence_steps(
-        self, sinks: Collection[int], mirrors: Mapping[int, Tiers], tiers: Tiers
-    ) -> Sliced[int]:
-        """Count the blocks on which the view of one of the sinks (by index) and the closed truth of
-        the tiers differ. A change between two slices may or may not count: compare at rest.
-        mirrors: the views of the sinks that keep an account."""
+        self, view: SinkView, mirror: Tiers | None, tiers: Tiers
+    ) -> Sliced[set[bytes]]:
+        """The blocks on which a sink's view, by the sink's own account if there is a mirror, and
+        the closed truth of the tiers differ. A change between two slices may or may not count."""
         differing: set[bytes] = set()
-        looked, step = 0, self._check_step
-        for sink in sinks:
-            mirror, found, expected = mirrors.get(sink), 0, ShardedDict[int]()
-            for block, due in self.announceable(self.sinks[sink].filter, tiers, expected):
-                looked += 1
-                if not looked % step:
+        over, found, expected = pace(self._check_step), 0, ShardedDict[int]()
+        for block, due in self.announceable(view.filter, tiers, expected):
+            if over():
+                yield
+            held = (
+                block.views[view.index] & TIERS if mirror is None else tiers_of(mirror, block.hash)
+            )
+            found += held.bit_count()
+            if due != held:
+                differing.add(block.hash)
+        if mirror is not None and found != sum(map(len, mirror.values())):
+            for block_hash in chain.from_iterable(map(list, mirror.values())):
+                if over():
                     yield
-                held = block.views[sink] & TIERS if mirror is None else tiers_of(mirror, block.hash)
-                found += held.bit_count()
-                if due != held:
-                    differing.add(block.hash)
-            if mirror is not None and found != sum(map(len, mirror.values())):
-                for hashes in mirror.values():  # blocks that are not in the ledger
-                    for block_hash in list(hashes):
-                        looked += 1
-                        if not looked % step:
-                            yield
-                        if block_hash not in self.blocks:
-                            differing.add(block_hash)
-            yield from expected.free()
-        return len(differing)
+                if block_hash not in self.blocks:
+                    differing.add(block_hash)
+        yield from expected.free()
+        return differing
 
     def announceable(
         self, sink: SinkFilter, tiers: Tiers, expected: ShardedDict[int]

@@ -164,9 +164,9 @@ def test_divergence_is_counted_in_steps():
     bounded(book.announce(CHAIN))
     sent(book)
     tiers = {Tier.DEVICE: set(KEYS[:-3]), Tier.HOST: set(KEYS[:5])}
-    assert bounded(book.divergence_steps([0], {}, tiers)) == 8
+    assert len(bounded(book.divergence_steps(book.sinks[0], None, tiers))) == 8
     mirror = {Tier.DEVICE: set(KEYS), Tier.HOST: set()}
-    assert bounded(book.divergence_steps([0], {0: mirror}, tiers)) == 8
+    assert len(bounded(book.divergence_steps(book.sinks[0], mirror, tiers))) == 8
 
 
 def test_a_snapshot_continues_while_entries_are_added_and_removed():

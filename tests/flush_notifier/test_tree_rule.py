@@ -328,8 +328,7 @@ def test_blocks_that_cannot_be_announced_do_not_differ(view, differing):
     do(book.lose(names(1)[0], DEVICE, Reason.CORRUPT))
     settle(book)
     tiers = {DEVICE: set(names(1, 2, 3)[1:]), HOST: set(names(1, 2, 3)[2:])}
-    assert finish(book.divergence_steps([0], {}, tiers)) == differing
-    assert finish(book.divergence_steps([0], {0: {DEVICE: {names(1, 2)[1]}}}, tiers)) == 1
-    assert finish(book.divergence_steps([0], {0: {DEVICE: {bytes(32)}}}, tiers)) == 1, (
-        "a block of which the ledger has no entry"
-    )
+    assert len(finish(book.divergence_steps(book.sinks[0], None, tiers))) == differing
+    for wrong in (names(1, 2)[1], bytes(32)):  # the ledger has no entry of the second
+        mirror = {DEVICE: {wrong}}
+        assert len(finish(book.divergence_steps(book.sinks[0], mirror, tiers))) == 1
