@@ -230,26 +230,17 @@ class Selection:
         """
         if len(blocks) == 1:
             return [BlockRun([one], bit, resident, REASONS[one.reasons[index]]) for one in blocks]
-        heirs = yield from self._heirs(blocks if alike is None else alike)
+        heirs = yield from self._heirs(blocks if alike is None else alike, index, alike)
         over = pace(self._step)
         runs: list[BlockRun] = []
         for block in blocks:
             if over():
                 yield
             number, parent = block.reasons[index], block.parent
-            if (
-                parent is not None
-                and heirs.get(parent) is block
-                and parent.reasons[index] == number
-                and (alike is None or alike[parent] == alike[block])
-            ):
+            if parent is not None and heirs.get(parent) is block:
                 continue  # part of its parent's run
             run, below = [block], heirs.get(block)
-            while (
-                below is not None
-                and below.reasons[index] == number
-                and (alike is None or alike[below] == alike[block])
-            ):
+            while below is not None:
                 if len(run) == MAX_RUN_BLOCKS:
                     runs.append(BlockRun(run, bit, resident, REASONS[number]))
                     run = []
@@ -261,10 +252,13 @@ class Selection:
         return runs
 
     def _heirs(
-        self, members: Collection[LedgerBlock]
+        self,
+        members: Collection[LedgerBlock],
+        index: int,
+        alike: Mapping[LedgerBlock, int] | None,
     ) -> Sliced[dict[LedgerBlock, LedgerBlock | None]]:
         """By member that has children among the members: its only child there, None if there are
-        several."""
+        several or the child changes otherwise."""
         over = pace(self._step)
         found: set[LedgerBlock] = set()
         for block in members:
@@ -275,7 +269,9 @@ class Selection:
         for block in members:
             parent = block.parent
             if parent is not None and parent in found:
-                heirs[parent] = None if parent in heirs else block
+                same = parent.reasons[index] == block.reasons[index]
+                same = same and (alike is None or alike[parent] == alike[block])
+                heirs[parent] = block if same and parent not in heirs else None
             if over():
                 yield
         return heirs

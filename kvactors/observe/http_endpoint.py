@@ -36,8 +36,7 @@ log = get_logger()
 LOOPBACK = "127.0.0.1"
 
 MAX_CONNECTIONS = 32
-"""Connections whose request has not arrived, and as many that are answered. The oldest is closed
-for a new one."""
+"""Connections whose request has not arrived, and as many that are answered, at most."""
 
 MAX_HEAD_BYTES = 8192  # bytes of a request's head
 
@@ -166,10 +165,16 @@ class HttpEndpoint:
         self._asking.add(task)
         try:
             with suppress(OSError, EOFError):
-                head, answer = await self._read(reader)
+                head, answer = b"", HttpAnswer(408, b"the request did not arrive in time\n")
+                with anyio.move_on_after(EXCHANGE_LIMIT_S):
+                    try:
+                        head = await reader.readuntil(b"\r\n\r\n")
+                    except asyncio.LimitOverrunError:
+                        answer = HttpAnswer(431, b"the request is too large\n")
                 self._asking.discard(task)
                 self._answered.add(task)
                 if head:
+                    answer = HttpAnswer(503, b"no answer was made in time\n")
                     with anyio.move_on_after(EXCHANGE_LIMIT_S):
                         answer = await self.answer(head)
                 body = b"" if head.startswith(b"HEAD ") else answer.body
@@ -182,16 +187,6 @@ class HttpEndpoint:
             self._asking.discard(task)
             self._answered.discard(task)
             writer.transport.abort()  # everything that is sent was taken, or is late
-
-    async def _read(self, reader: asyncio.StreamReader) -> tuple[bytes, HttpAnswer]:
-        """The head of a request, empty if it does not arrive, and the answer in case of none."""
-        with anyio.move_on_after(EXCHANGE_LIMIT_S):
-            try:
-                head = await reader.readuntil(b"\r\n\r\n")
-                return head, HttpAnswer(503, b"no answer was made in time\n")
-            except asyncio.LimitOverrunError:
-                return b"", HttpAnswer(431, b"the request is too large\n")
-        return b"", HttpAnswer(408, b"the request did not arrive in time\n")
 
     async def _send(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes

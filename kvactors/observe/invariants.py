@@ -1,11 +1,10 @@
 """Invariants of a whole system.
 
 Each actor is checked separately at any time. State that two actors hold is compared while the
-system is idle.
+system is idle: the comparison ends without a result when it is no longer idle.
 
 The checks run in steps, so that a production loop can run other tasks in between. A change between
-two steps can look like a violation. An actor with such a suspected violation is checked again in
-one step. A comparison of actors ends without a result when the system is no longer idle.
+two steps can look like a violation: such an actor is checked again in one step.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from kvactors.system import System
 from kvactors.tables import ShardedSet
 from kvactors.types import Tier, split_hashes
 
-SLICE_S = 0.0003
-"""Time of steps before other tasks run. The last step may take three times as long."""
-
+SLICE_S = 0.0003  # time of steps before other tasks run: the last may take three times as long
 PAGE_KEYS = 64  # keys a step
 GATHER_ATTEMPTS = 3  # attempts to collect the keys of a tier while they change
 
@@ -39,16 +36,13 @@ def invariants(system: System) -> list[str]:
     The check is safe under load, where only each actor alone is checked. It blocks the loop until
     it returns (see docs/health.md).
     """
-    violated: list[str] = []
-    finish(check_steps(system, violated))
-    return violated
+    return finish(check_steps(system))
 
 
 async def invariants_in_slices(system: System) -> list[str]:
     """`invariants` in slices of less than two milliseconds, with other tasks in between."""
-    violated: list[str] = []
-    await in_slices(check_steps(system, violated))
-    return violated
+    found: list[str] = await in_slices(check_steps(system))
+    return found
 
 
 async def divergence_in_slices(system: System, sinks: Collection[str] | None) -> int:
@@ -73,22 +67,21 @@ async def in_slices(steps: Sliced[T] | Iterator[None]) -> T:
             until = now() + SLICE_S
 
 
-def check_steps(system: System, violated: list[str]) -> Iterator[None]:
-    """Run every check in steps and append descriptions of violations to `violated`."""
-    off = system.supervisor.switched_off.values()
-    violated += [
-        f"{one.name}: switched off after too many failures, the last {one.cause}" for one in off
+def check_steps(system: System) -> Sliced[list[str]]:
+    """Run every check in steps. Returns descriptions of the violations."""
+    supervisor = system.supervisor
+    violated = [
+        f"{one.name}: switched off after too many failures, the last {one.cause}"
+        for one in supervisor.switched_off.values()
     ]
-    if system.supervisor.failed is not None:
-        violated.append(
-            f"{system.supervisor.failed_actor}: the cache has failed: "
-            f"{brief(system.supervisor.failed)}"
-        )
-        return
-    for actor in system.supervisor.actors():
+    if supervisor.failed is not None:
+        cause = brief(supervisor.failed)
+        return [*violated, f"{supervisor.failed_actor}: the cache has failed: {cause}"]
+    for actor in supervisor.actors():
         yield from _one_actor(actor, violated)
     if not system.in_flight.count:
         yield from _between_actors(system, violated)
+    return violated
 
 
 def _one_actor(actor: Actor, violated: list[str]) -> Iterator[None]:
@@ -107,11 +100,7 @@ def _one_actor(actor: Actor, violated: list[str]) -> Iterator[None]:
 
 
 def _between_actors(system: System, violated: list[str]) -> Iterator[None]:
-    """Compare the actors of an idle system.
-
-    No message is queued, the tiers are consistent, and every sink without pending deliveries
-    matches the tiers.
-    """
+    """Compare the actors of an idle system."""
     before, found = _events(system), list[str]()
     for _ in _comparisons(system, found):
         yield
