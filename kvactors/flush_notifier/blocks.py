@@ -15,9 +15,7 @@ UNSURE = 3  # bits by which `LedgerBlock.views` shifts the tiers on which an ans
 BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL_TIERS + 1))
 """By set of tiers: its members as numbers (plain ints: arithmetic on flags is slow)."""
 
-LAST = 0
-"""Index of `LedgerBlock.reasons` for the last change on any tier. Otherwise it is a tier's bit."""
-
+LAST = 0  # index of `LedgerBlock.reasons` for the last change on any tier, beside the tiers' bits
 REASONS = tuple(Reason)  # by the numbers in `LedgerBlock.reasons`
 
 REASON_NUMBERS = {reason: number for number, reason in enumerate(REASONS)}

@@ -252,10 +252,7 @@ class Selection:
         return runs
 
     def _heirs(
-        self,
-        members: Collection[LedgerBlock],
-        index: int,
-        alike: Mapping[LedgerBlock, int] | None,
+        self, members: Collection[LedgerBlock], index: int, alike: Mapping[LedgerBlock, int] | None
     ) -> Sliced[dict[LedgerBlock, LedgerBlock | None]]:
         """By member that has children among the members: its only child there, None if there are
         several or the child changes otherwise."""

@@ -19,11 +19,8 @@ from kvactors.actor.clock import now
 from kvactors.observe import OpenCache
 from kvactors.observe.operations import Operation, OperationWatch
 
-MOST_EVENTS = 1_000_000
-"""Events of a trace. Later ones are counted only."""
-
-ACTORS, CALLERS = 1, 0
-"""Process of every track, and the track of messages from outside."""
+MOST_EVENTS = 1_000_000  # of a trace: later ones are counted only
+ACTORS, CALLERS = 1, 0  # process of every track, and the track of messages from outside
 
 Event = dict[str, Any]
 

@@ -35,14 +35,9 @@ log = get_logger()
 
 LOOPBACK = "127.0.0.1"
 
-MAX_CONNECTIONS = 32
-"""Connections whose request has not arrived, and as many that are answered, at most."""
-
+MAX_CONNECTIONS = 32  # whose request has not arrived, and as many that are answered
 MAX_HEAD_BYTES = 8192  # bytes of a request's head
-
-EXCHANGE_LIMIT_S = 5.0
-"""Seconds in which a request must arrive, in which its answer must be made, and taken."""
-
+EXCHANGE_LIMIT_S = 5.0  # in which a request must arrive, in which its answer is made, and taken
 FRESH_S = 0.25  # seconds for which one rendering answers every request for it, at least
 RENDER_SHARE = 0.25  # share of the time that may be spent on renderings, at most
 

@@ -18,8 +18,8 @@ from kvactors.histogram import Histogram
 TICK_S = 0.001
 LAG_TIMER_S = 0.05
 
+# Linux: nanoseconds that a thread ran, and that it was runnable without a core
 SCHEDSTAT = "/proc/thread-self/schedstat"
-"""Linux: nanoseconds that a thread ran, and that it was runnable without a core."""
 
 
 class Lag(NamedTuple):

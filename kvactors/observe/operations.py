@@ -24,8 +24,7 @@ from kvactors.storage import messages as storage
 from kvactors.system import System
 from kvactors.types import HASH_BYTES
 
-MOST_OPEN = 100_000
-"""Operations in flight that are followed. Beyond them all are forgotten."""
+MOST_OPEN = 100_000  # operations in flight that are followed: beyond them all are forgotten
 
 Key = tuple[Any, ...]
 

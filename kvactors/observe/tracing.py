@@ -14,9 +14,7 @@ from kvactors.actor.clock import now
 from kvactors.observe import OpenCache
 from kvactors.observe.operations import Operation, OperationWatch
 
-MAX_REQUESTS = 100_000
-"""Requests whose spans are open. Further ones have none, and their acquires no parent."""
-
+MAX_REQUESTS = 100_000  # whose spans are open: further ones have none, and their acquires no parent
 ROOT = context.Context()  # the context of a span without a parent
 
 

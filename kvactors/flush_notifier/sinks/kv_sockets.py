@@ -32,21 +32,12 @@ __all__ = ["Sockets", "zmq"]
 Send = Callable[[bytes, int, bytes], None]
 """Sends a topic, a sequence number and a payload as one message of three frames."""
 
-MAX_TOPIC_BYTES = 4_096
-"""Of a topic that a subscriber may ask for. A larger message ends its connection."""
-
-MAX_REQUEST_BYTES = 256
-"""Of a frame sent to a replay socket. A larger one ends the connection before it is read."""
-
+MAX_TOPIC_BYTES = 4_096  # of a topic that is asked for: a larger message ends its connection
+MAX_REQUEST_BYTES = 256  # of a frame to a replay socket: a larger one ends its connection unread
 MAX_QUEUED_REQUESTS = 16  # of one reader, in ZMQ's queue
-
 BIND_TIMEOUT_S = 1.0
 BIND_RETRY_S = 0.02
-
-LEFTOVER_TRIES = 3
-"""Tries after which a socket file that nothing listens at counts as left over by a process that has
-ended."""
-
+LEFTOVER_TRIES = 3  # after which a socket file that nothing listens at counts as left over
 HANDSHAKE_TIMEOUT_MS = 5_000
 
 

@@ -119,12 +119,8 @@ def decode_batch(
 
 # -- the identity of a block beside its tokens, as vLLM, llm-d and Dynamo read it
 
-DYNAMO_SALT = "dynamo-cache-salt:"
-"""Dynamo's prefix of a salt where a bare text would be ambiguous."""
-
-EMPTY = "\0"
-"""In place of an empty salt or adapter's name, which readers take for none at all."""
-
+DYNAMO_SALT = "dynamo-cache-salt:"  # Dynamo's prefix of a salt, where a bare one is ambiguous
+EMPTY = "\0"  # in place of an empty salt or adapter's name, which readers take for none at all
 DIGEST = re.compile("[0-9a-fA-F]{64}")  # the identifiers that vLLM computes
 
 
