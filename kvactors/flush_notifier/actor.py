@@ -34,13 +34,11 @@ from kvactors.settings import FlushConfig
 
 
 class FlushNotifier(Actor):
-    """Owns the ledger and calls the sinks.
+    """Owns the ledger and calls the sinks, each with one call in flight.
 
     Facts go to the ledger in the order in which they arrive. A large fact runs in slices, and no
-    other fact is taken before its last slice. Each sink has one call in flight.
-
-    Args:
-        epoch: number of this process. Each incarnation of the actor adds one.
+    other fact is taken before its last slice. The epoch is a number of this process, to which each
+    incarnation of the actor adds one.
     """
 
     ROLE: ClassVar[str] = "flush_notifier"
@@ -116,9 +114,8 @@ class FlushNotifier(Actor):
         self._work(message.work)
 
     def _work(self, work: Iterator[None]) -> None:
-        """Run one slice. The next one overtakes every other fact, and other actors may run before
-        it. Sinks are called after the last slice: half a path in each of two tasks would carry its
-        tokens twice."""
+        """Run one slice. The next one overtakes every other fact. Sinks are called after the last
+        slice: half a path in each of two tasks would carry its tokens twice."""
         if next(work, self) is None:
             self._unfinished += 1
             self.to_self(Continue(work))

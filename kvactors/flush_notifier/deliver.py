@@ -159,8 +159,7 @@ class SinkDelivery:
         return None if since is None else now() - since
 
     def apply_result(self) -> Iterator[None]:
-        """Apply the end of the call to the ledger, in slices. `call_failed` or `call_succeeded`
-        came before, `call_ended` follows."""
+        """Apply the end of the call to the ledger, in slices. `call_ended` follows."""
         acknowledged, rest = (self.batch, None) if not self.failed else self._split()
         yield from self.view.delivered(acknowledged)
         self.delivered += len(acknowledged.tasks)
@@ -317,8 +316,7 @@ class SinkSet:
         self.wait(envelope, asked)
 
     def wait(self, envelope: Envelope[bool], sinks: Iterable[SinkDelivery]) -> None:
-        """Wait for these sinks. What a call in flight leaves to be corrected is known when it
-        ends."""
+        """What a call in flight leaves to be corrected is known when it ends."""
         marks = {one: None if one.in_flight else one.view.clock for one in sinks}
         self.waiters.append((envelope, marks))
 
@@ -393,8 +391,7 @@ async def open_sink(sink: Sink) -> None:
 
 
 async def close_sink(sink: Sink, limit: float) -> None:
-    """Let the last call end and close a sink, in about `limit` seconds. Never raises: failures are
-    logged."""
+    """Close a sink after its last call, in about `limit` seconds. Failures are logged."""
     log = get_logger()
 
     async def work() -> None:

@@ -163,9 +163,8 @@ class Ledger:
     """Facts in, differences out. Facts run in slices. No other fact may come between the slices.
 
     Args:
-        token_root: root hash of the only scope whose blocks go to sinks that address blocks by
-            tokens alone.
-        root_of: None if requests begin at every root.
+    token_root: of the only scope whose blocks go to sinks that address blocks by tokens alone.
+    root_of: None if requests begin at every root.
     """
 
     def __init__(
@@ -300,11 +299,8 @@ class Ledger:
                     view.clear_due = True
 
     def change_namespace(self, namespace: str) -> Iterator[None]:
-        """Announce only the blocks below the roots of a namespace.
-
-        A sink is not sent the namespace: to a router, a token path under two namespaces is one path
-        with different hashes, and it would answer with blocks that no request can get.
-        """
+        """Announce only the blocks below the roots of a namespace: to a router, a token path under
+        two namespaces is one path, and it would answer with blocks that no request can get."""
         self._namespace = namespace
         if self._root_of is None:
             return
@@ -396,8 +392,7 @@ class Ledger:
     # -- orphans
 
     def attach_found(self, message: PathsFound) -> Iterator[None]:
-        """Blocks found in storage have these parents and tokens: add the resident ones whose
-        parents are in the tree."""
+        """Add the resident blocks of these whose parents are in the tree."""
         looked, tree, orphans = 0, self.tree, self.orphans
         tree.begin()
         for part in message.parts:
@@ -445,8 +440,7 @@ class Ledger:
 
     @property
     def _check_step(self) -> int:
-        """Blocks of one slice of a check. Each costs several look-ups, up to 20 microseconds where
-        none of them is in the processor's caches."""
+        """Blocks of one slice of a check. Each costs up to 20 microseconds of cache misses."""
         return max(1, self.tree.step // 16)
 
     def check(self) -> None:

@@ -73,11 +73,7 @@ class BlockRun(NamedTuple):
 
 
 class Selection:
-    """The differences of a sink that go into one batch.
-
-    Attributes:
-        gains, losses: sets of tiers by block.
-    """
+    """The differences of a sink that go into one batch: sets of tiers by block."""
 
     def __init__(self, dirty: Mapping[LedgerBlock, int], sink: int, limit: int, step: int) -> None:
         self.gains: dict[LedgerBlock, int] = {}
@@ -144,8 +140,7 @@ class Selection:
         self._gained = block
 
     def _lose(self, top: LedgerBlock) -> Iterator[None]:
-        """Take a loss, after the losses below it. If there are too many, only as many of them as
-        fit."""
+        """Take a loss, after the losses below it, as many of them as fit."""
         sink, losses = self._sink, self.losses
         node: LedgerBlock = top
         below = top.child
@@ -222,12 +217,9 @@ class Selection:
         index: int,
         alike: Mapping[LedgerBlock, int] | None = None,
     ) -> Sliced[list[BlockRun]]:
-        """Join blocks into runs. Linear in the number of blocks.
-
-        A run follows the parent chain while the reason stays the same. It ends at a branch and at
-        MAX_RUN_BLOCKS. alike: further blocks, each with a value. A branch among them all ends a
-        run, and so does another value.
-        """
+        """Join blocks into runs, in linear time. A run follows the parent chain while the reason
+        stays the same. It ends at a branch and at MAX_RUN_BLOCKS. alike: further blocks, each with
+        a value. A branch among them all ends a run, and so does another value."""
         if len(blocks) == 1:
             return [BlockRun([one], bit, resident, REASONS[one.reasons[index]]) for one in blocks]
         heirs = yield from self._heirs(blocks if alike is None else alike, index, alike)
@@ -275,12 +267,8 @@ class Selection:
 
 
 class DeliveryBatch(NamedTuple):
-    """One delivery: the tasks, and the runs behind them one for one.
-
-    Attributes:
-        cleared: not 0 if the only task removes everything: the view of every block numbered up to
-            `cleared` goes.
-    """
+    """One delivery: the tasks, and the runs behind them one for one. cleared: not 0 if the only
+    task removes everything: every block numbered up to it."""
 
     tasks: list[FlushTask]
     runs: list[BlockRun]
@@ -355,10 +343,8 @@ class SinkFilter(NamedTuple):
     """The changes that one sink is sent. The ledger asks nothing else about a sink.
 
     Attributes:
-        node: report one fact for all tiers, as Tier.DEVICE: resident while any of them holds the
-            block.
-        at_finish: gains are due when a request that covers the block finishes, losses immediately.
-            Otherwise both are due immediately.
+        node: one fact for all tiers, as Tier.DEVICE: resident while any of them holds the block.
+        at_finish: gains are due when a request that covers the block finishes.
     """
 
     tiers: int
@@ -380,17 +366,13 @@ class SinkFilter(NamedTuple):
         )
 
     def table(self) -> tuple[int, ...]:
-        """By the set of tiers that hold a block: the tiers on which to announce it, without regard
-        to the block above."""
+        """By the tiers that hold a block: where to announce it, without regard to its parent."""
         sets = (tiers & self.tiers for tiers in range(ALL_TIERS + 1))
         return tuple(int(Tier.DEVICE) * bool(tiers) if self.node else tiers for tiers in sets)
 
     def closed(self) -> tuple[int, ...]:
-        """The due state of a block, by the due state of the block above, shifted by SHIFT, and the
-        set of tiers that hold the block.
-
-        Nothing is due below a block of which nothing is due, and DEVICE only below DEVICE.
-        """
+        """The due state of a block, by that of its parent, shifted by SHIFT, and its own tiers.
+        Nothing is due below a block that is not due, and DEVICE only below DEVICE."""
         table = self.table()
         below_other_tiers = tuple(tiers & ~int(Tier.DEVICE) for tiers in table)
         closed = (0,) * len(table)

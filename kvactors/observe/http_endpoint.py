@@ -230,8 +230,7 @@ class HttpEndpoint:
         return HttpAnswer(status, json.dumps(found).encode() + b"\n", "application/json")
 
     async def _statistics(self) -> HttpAnswer:
-        """`KVCache.statistics` as JSON, with `tenants`: those of the salts with a named
-        quota. 503 without an open cache."""
+        """`KVCache.statistics` as JSON, with `tenants` that have a named quota."""
         with suppress(KVActorsError):
             if self._observed:
                 system = self._observed[-1].cache.system

@@ -31,11 +31,8 @@ Residency = dict[Tier, ShardedSet]
 
 
 def invariants(system: System) -> list[str]:
-    """Descriptions of the violated invariants.
-
-    The check is safe under load, where only each actor alone is checked. It blocks the loop until
-    it returns (see docs/health.md).
-    """
+    """Descriptions of the violated invariants. Safe under load, where only each actor alone is
+    checked. The loop stands still until it returns (see docs/health.md)."""
     return finish(check_steps(system))
 
 

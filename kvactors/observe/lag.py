@@ -52,11 +52,7 @@ NO_LAGS = Lags(NO_LAG, None, NO_LAG)  # of a loop whose time is not real
 
 
 class Tick(NamedTuple):
-    """One late tick, in seconds.
-
-    Attributes:
-        waited: time since the tick before in which the thread was runnable without a core.
-    """
+    """One late tick, in seconds. waited: since the tick before, runnable without a core."""
 
     lag: float
     cpu: float
@@ -68,11 +64,7 @@ class Tick(NamedTuple):
 
 
 class LagMonitor:
-    """Collects lags while `running`.
-
-    Args:
-        clock: seconds, None for the loop's clock. A loop may keep the time of its last pass.
-    """
+    """Collects lags while `running`. clock: instead of the loop's, which may be coarse."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.ticks: list[Tick] = []

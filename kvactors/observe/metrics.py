@@ -52,11 +52,7 @@ class Histograms:
 
 
 class MetricsWatch:
-    """Fills the histograms of one system.
-
-    Attributes:
-        hit: requests whose blocks are ready, and some of them were cached.
-    """
+    """Fills the histograms of one system. hit: requests that found cached blocks."""
 
     def __init__(self, system: System) -> None:
         self.operations = OperationWatch(self.operation, self.index_started)
@@ -111,8 +107,7 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(system: System, watch: MetricsWatch) -> Sliced[Snapshot]:
-    """Read the values, in the loop's thread: those of the salts in steps, all others at the end in
-    one."""
+    """Read the values in the loop's thread: of the salts in steps, all others in the last one."""
     tenants = yield from named_tenants(system)
     ranks = () if system.ranks is None else system.ranks.statistics()
     found = collect(system), health(system), summarize(system), watch
@@ -133,12 +128,7 @@ statistics or of the snapshot, or such a path by label. The value of a mapping i
 
 
 class Family(NamedTuple):
-    """One metric.
-
-    Attributes:
-        kind: `counter` (grows while the cache is open), `gauge` (a value of now), `histogram`, or
-            `info` (labels that describe the cache, with the value 1).
-    """
+    """One metric. An `info` has labels that describe the cache, and the value 1."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram", "info"]

@@ -95,11 +95,8 @@ def _of_outcomes(outcomes: bytes) -> tuple[int, bool]:
 
 
 class OperationWatch(Instrument):
-    """Finds the operations of one system.
-
-    Args:
-        index_started: called with each incarnation of PrefixIndex, the present one included.
-    """
+    """Finds the operations of one system. index_started: called with each incarnation of
+    PrefixIndex, the present one included."""
 
     def __init__(
         self,

@@ -144,11 +144,9 @@ class TenantStatistics(msgspec.Struct, frozen=True):
     Attributes:
         requests: requests that got their device blocks. Forks, and requests that come again after
             they were preempted, are not counted again.
-        host_blocks: resident blocks of the host tier, None without a quota of the host tier: it
-            does not follow blocks by salt then.
-        storage_blocks: blocks in the store that are known to be of the salt, None without a quota
-            of the store: it does not follow blocks by salt then.
-        storage_quota_evictions: the same in the store, with the blocks that it did not take.
+        host_blocks: None without a quota of the host tier: it does not follow blocks by salt then.
+        storage_blocks: known to be of the salt, None without a quota of the store.
+        storage_quota_evictions: with the blocks that the store did not take.
     """
 
     requests: int

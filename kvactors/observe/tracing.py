@@ -23,9 +23,6 @@ class SpanWatch:
 
     The span of a request (from its acquire to the end of its lease) is the parent of its acquire
     and its load. Other operations serve several requests, and have no parent.
-
-    Args:
-        tracer: makes the spans, None for that of the global provider.
     """
 
     def __init__(self, tracer: Tracer | None = None) -> None:

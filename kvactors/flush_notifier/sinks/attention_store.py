@@ -57,11 +57,7 @@ class PublishedBlock:
 
 class PublishedBlocks:
     """Blocks that the index may hold, unacknowledged ones included, and their ancestors, parents
-    before children.
-
-    The record outlives the notifier's ledger: it is what a new incarnation, or the next process,
-    must take back from an index that cannot be emptied.
-    """
+    before children: what a new incarnation, or the next process, must take back."""
 
     def __init__(self, block_size: int) -> None:
         self.block_bytes = 4 * block_size
@@ -271,11 +267,8 @@ def token_bytes(ids: list[object]) -> bytes:
 
 
 class AttentionStoreSink(Sink):
-    """One index call a task, with the complete token path.
-
-    The index cannot be emptied. The sink records what it published, in a journal if one is
-    configured, and retracts that when an epoch begins.
-    """
+    """One index call a task, with the complete token path. The index cannot be emptied: the sink
+    records what it published, and retracts that when an epoch begins."""
 
     by_tokens = True
     repeats = True
@@ -346,9 +339,7 @@ class AttentionStoreSink(Sink):
         await self._journal.gone(gone)
 
     async def _retract_all(self) -> None:
-        """Retract everything. A path whose retraction fails does not keep the others from theirs,
-        and is tried again a few times.
-        """
+        """Retract everything, and try a path whose retraction fails again a few times."""
         for pause in RETRY_AT_CLOSE:
             await asyncio.sleep(pause)
             failure: SdkError | None = None

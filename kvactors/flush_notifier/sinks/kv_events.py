@@ -62,8 +62,7 @@ class Window:
 
     Attributes:
         batches, nbytes: how many, and how large, are kept at most (one batch always is).
-        needed: number from which on batches are kept beyond these bounds, up to about twice as
-            much.
+        needed: number from which on batches are kept up to about twice these bounds.
     """
 
     def __init__(self, batches: int, nbytes: int) -> None:
@@ -106,8 +105,7 @@ class StreamChanges:
 
     Attributes:
         empty: the last task before the number removed everything.
-        cleared: a later task removed everything, so the ledger no longer has the blocks of the
-            number.
+        cleared: a later task removed everything, also from the ledger.
     """
 
     def __init__(self, last: Sequence[FlushTask]) -> None:
@@ -118,13 +116,11 @@ class StreamChanges:
         self._pending: deque[tuple[FlushTask, bool]] = deque((task, True) for task in last)
 
     def note(self, tasks: Iterable[FlushTask]) -> None:
-        """Note tasks that are about to be published after the number. Before it each of their
-        changes was the other way round."""
+        """Note tasks published after the number, before which each change was the other way."""
         self._pending.extend((task, False) for task in tasks)
 
     async def settle(self) -> None:
-        """Apply everything noted so far. Nothing is noted between the return and the caller's next
-        await."""
+        """Apply everything noted until the return."""
         over = pace(SLICE_BLOCKS)
         while self._pending:
             task, holds = self._pending.popleft()
@@ -392,8 +388,7 @@ class ReplayServer:
                 answer.task.cancel()
 
     async def _turn(self) -> None:
-        """Wait until one reader more can be answered. A reader that is too slow while others wait
-        loses its answer."""
+        """Wait until one reader more can be answered, instead of one that is too slow."""
         while len(self._answers) >= READERS:
             tasks = [answer.task for answer in self._answers.values()]
             await asyncio.wait(

@@ -97,8 +97,7 @@ class Sockets:
         return str(socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0"))
 
     def close(self, linger: float = 0.0) -> None:
-        """Close everything. What was published may still leave within `linger` seconds, in ZMQ's
-        own thread."""
+        """Close everything. ZMQ's own thread sends what was published for `linger` seconds."""
         for sender in self._senders:
             sender.close()
         for socket in self._opened:

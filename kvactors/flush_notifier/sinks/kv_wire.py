@@ -112,8 +112,7 @@ _decoders: dict[str, Any] = {
 def decode_batch(
     payload: bytes, dialect: Literal["map", "array"] = "map"
 ) -> tuple[float, Sequence[Event], int | None]:
-    """A payload frame as timestamp, events and rank. msgspec.DecodeError (or its ValidationError)
-    if it is none."""
+    """A payload frame as timestamp, events and rank, or msgspec.DecodeError."""
     return _decoders[dialect].decode(payload)  # type: ignore[no-any-return]
 
 
@@ -281,8 +280,7 @@ class KvEventEncoder:
         return self._native.removed(task.hashes, task.tier) if task.count else self.cleared
 
     def events(self, task: FlushTask, max_blocks: int) -> Iterator[tuple[bytes, int]]:
-        """Encode a task as events of at most `max_blocks` blocks each, with the number of blocks of
-        each."""
+        """Encode a task as events of at most `max_blocks` blocks, with their numbers."""
         count, hashes = task.count, task.hashes
         if count <= max_blocks:
             yield self.event(task), count
