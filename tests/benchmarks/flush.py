@@ -157,7 +157,7 @@ async def changes(seconds: float, folder: str) -> tuple[list[float], Lag, Lag]:
                 told = due
                 await asyncio.sleep(0.0005)
         await ref.ask(WaitFlushed(), deadline=deadline_after(30.0))
-    return sorted(sink.took), idle.results().wall, busy.result()
+    return sorted(sink.took), idle.results().wall, busy.results().wall
 
 
 @asynccontextmanager
