@@ -133,9 +133,8 @@ class SinkService:
             for one in supervisor.switched_off.values()
         ]
         with suppress(KeyError):
-            found += [
-                f"sink {one.name}: {one.reason}" for one in self.actor.sinks.health() if not one.ok
-            ]
+            sinks = self.actor.sinks.deliveries
+            found += [f"sink {one.sink.name}: {one.last_error}" for one in sinks if one.failures]
         return found
 
     async def flushed(self, limit: float) -> bool | None:
