@@ -44,23 +44,14 @@ class EngineStreams(Protocol):
         """Make a stream wait until one layer of copies in flight into device blocks has arrived.
 
         Args:
-            stream: the driver's handle.
-            blocks: device blocks.
             layer: counted from the layout's first.
 
         Returns:
             Whether it waits for all of the blocks. Otherwise its owner must wait in another way.
-
-        Raises:
-            DeviceError: the driver refused it.
         """
 
     def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
         """Make a stream wait for copies into device blocks, also for those that begin later.
-
-        Args:
-            stream: the driver's handle.
-            blocks: device blocks.
 
         Returns:
             Done when the stream waits for the copies of all blocks, which is never for blocks that
@@ -70,11 +61,7 @@ class EngineStreams(Protocol):
         """
 
     def record_event(self, stream: int) -> RecordedEvent:
-        """Record an event on a stream: it completes after the work put there so far.
-
-        Raises:
-            DeviceError: the device has no such streams, or the driver refused it.
-        """
+        """Record an event on a stream: it completes after the work put there so far."""
 
 
 class StreamsOutOfReach:
@@ -118,9 +105,6 @@ class DataPlane(ABC):
     """Moves the bytes of blocks.
 
     Attributes:
-        device: the device blocks.
-        slots: the host slots.
-        backend: the store below the host slots, None without one.
         store: the same, with its answers checked.
         device_store: the store that moves device memory itself, None without one.
     """
@@ -183,10 +167,6 @@ class DataPlane(ABC):
         cancelled.
 
         Args:
-            generation: the memory generation of the blocks and slots.
-            direction: from the blocks to the slots, or back.
-            blocks: device blocks.
-            slots: as many host slots.
             progress: with it, a copy to the device goes layer by layer.
 
         Returns:
@@ -217,9 +197,6 @@ class DataPlane(ABC):
         """Read objects of the store into slots. UNAVAILABLE if the memory was lost.
 
         Args:
-            generation: the memory generation of the slots.
-            keys: objects.
-            slots: as many host slots.
             expired: whether the deadline has passed. Keys not begun by then are LATE.
         """
         if self.store is None or self.refuses(generation):
@@ -248,11 +225,8 @@ class DataPlane(ABC):
         memory was lost.
 
         Args:
-            generation: the memory generation of the device blocks.
             tokens: of the whole path.
             start: the path's first block to read, into blocks[0].
-            blocks: device blocks.
-            seconds: limit of the operation.
 
         Returns:
             How many blocks, from the first on, have their bytes.
@@ -276,11 +250,6 @@ class DataPlane(ABC):
         """Open every part. On exit close the parts in reverse within the shutdown's limit, and free
         the memory. If a part cannot be opened, the parts before it are closed. Yields the stack, on
         which the caller puts what must be closed before the plane.
-
-        Raises:
-            StoreError: a store cannot be opened, or is late.
-            DeviceError: the copy engine cannot be opened, or is late.
-            RankError: not all ranks came in time.
         """
         shutdown = opening.shutdown
         shutdown.waits.enter()

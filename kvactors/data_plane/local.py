@@ -26,12 +26,7 @@ from kvactors.storage.factory import make_backend, make_device_store
 
 
 def make_device(config: DeviceConfig, layout: Layout) -> Device:
-    """Make the device that `[device]` describes.
-
-    Raises:
-        LayoutError: the layout's dtypes cannot be held by tensors of this kind.
-        DeviceError: there is no such device, or the framework is not installed.
-    """
+    """Make the device that `[device]` describes."""
     if config.kind == "paddle":
         return _paddle_device(layout, config.num_blocks, config.place)
     if config.kind == "cuda":
@@ -62,12 +57,6 @@ CUDA_ONLY = {"dma_min_bytes", "merge_min_blocks", "staging_bytes", "staging_min_
 class LocalPlane(DataPlane):
     """Its memory is lost only with the process, or with the GPU's context: then it copies nothing
     any more. So its memory generation never changes.
-
-    Args:
-        make_engine: makes the copy engine for a device (see `set_device` for one of 0 blocks).
-
-    Attributes:
-        engine: carries out copies.
     """
 
     def __init__(
@@ -156,16 +145,10 @@ def make_local_plane(
     """Make the data plane that a config describes.
 
     Args:
-        config: the cache's.
-        storage: the store of this process.
-        layout: of the device's blocks.
         device: in place of the config's. The caller closes it.
         backend: in place of the config's, not used in flush-only mode.
         shard: rank and number of ranks, if this process is one of several.
         inline: copy in the loop's thread (for loops of virtual time, which have no threads).
-
-    Raises:
-        ConfigError, LayoutError, DeviceError, StoreError, SdkError: it cannot be made.
     """
     owned = device is None
     blocks: DeviceBlocks
@@ -221,9 +204,6 @@ def _arena(config: Config, kind: str, layout: Layout, backend: Backend | None) -
 def check_copy_settings(kind: str, config: HostConfig) -> None:
     """Check the settings of copies against the device that is copied. An engine may pass its own,
     so `device.kind` alone does not decide.
-
-    Raises:
-        ConfigError: names a setting that is given and has no use with this device.
     """
     given = changed_in(config)
     if not config.staging_bytes:

@@ -181,7 +181,6 @@ class SimBackend(LocalStore, StoreFaults):
         lineages: of the objects, also of those removed since.
         salts: numbers of the objects' salts, also of those removed since.
         tearing: writes still to be cut short, unnoticed.
-        torn: writes cut short so far.
     """
 
     keeps_lineages = True
@@ -353,7 +352,6 @@ class SimSink(FaultySink):
     """A sink with a latency.
 
     Attributes:
-        latency: seconds each call takes.
         reader: of what the inner sink acknowledged.
     """
 

@@ -181,9 +181,6 @@ class FaultySink(Sink):
             seconds more), fail_every (refuses every `every`-th call), lose_answers (carries out the
             call and then fails), or empty.
         twice: every delivery arrives twice.
-        calls: number of calls.
-        troubled: calls that met a fault_mode.
-        doubled: deliveries that arrived twice.
     """
 
     def __init__(self, inner: Sink) -> None:
@@ -286,17 +283,7 @@ class FaultySink(Sink):
 
 
 class StoreFaults:
-    """Faults of one store: the injector of the stores' seam.
-
-    Attributes:
-        latency: seconds of each call.
-        slower: seconds more of each call.
-        gate: calls hang while it is shut.
-        down: nothing can be read or written.
-        full: nothing can be written.
-        troubled: calls that met any of these faults.
-        flipped, vanished: objects damaged and removed so far.
-    """
+    """Faults of one store: the injector of the stores' seam."""
 
     def __init__(self, latency: Latency = instant) -> None:
         self.latency = latency
@@ -326,11 +313,7 @@ class StoreFaults:
             self.damage(fault)
 
     def damage(self, fault: Fault) -> None:
-        """Damage objects at once.
-
-        Raises:
-            ValueError: this store has no such fault.
-        """
+        """Damage objects at once."""
         raise ValueError(f"{fault.kind} is no fault of this store")
 
     async def recover(self, fault: Fault) -> None:
@@ -347,9 +330,6 @@ class StoreFaults:
 class BackendFaults(StoreFaults):
     """Faults of a store around which a `FaultyBackend` is. A new lasting fault replaces the last
     one.
-
-    Args:
-        backend: the store.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -386,11 +366,7 @@ class Inner:
 
 
 class FaultyBackend(Backend):
-    """A store around another, which gets every call that no fault keeps from it.
-
-    Attributes:
-        faults: the injector.
-    """
+    """A store around another, which gets every call that no fault keeps from it."""
 
     open: Any = Inner()
     attach: Any = Inner()

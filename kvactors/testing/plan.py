@@ -160,12 +160,7 @@ class Injectable(Protocol):
 
 
 class Injector:
-    """Runs the timed faults of plans on a simulated loop.
-
-    Args:
-        target_of: the fake that a fault is for, None if there is none.
-        begun: called with each fault when it begins.
-    """
+    """Runs the timed faults of plans on a simulated loop."""
 
     def __init__(
         self, target_of: Callable[[Fault], Injectable | None], begun: Callable[[Fault], None]
@@ -182,11 +177,7 @@ class Injector:
         ]
 
     async def stop(self) -> list[Exception]:
-        """Cancel the faults that have not begun or ended yet.
-
-        Returns:
-            Errors of faults that could not be carried out.
-        """
+        """Cancel the faults that have not begun or ended yet."""
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()

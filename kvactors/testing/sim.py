@@ -92,14 +92,7 @@ async def check_at_rest(
     """Check a cache that is no longer used.
 
     Args:
-        cache: the cache.
         forgotten: requests whose leases were dropped, as `watch_leases` recorded them.
-        held: finds writes to blocks that no lease held.
-        deadline: seconds within which all work must end.
-
-    Raises:
-        Unclean: lists leases that were not ended, violated invariants, sinks whose view differs
-            from the tiers, and work that did not end within `deadline` seconds.
     """
     problems = [f"the lease of {name!r} was dropped and never finished" for name in forgotten]
     try:
@@ -250,14 +243,6 @@ class Sim:
 class HeldBlocks(Instrument):
     """Compares the bytes of each device block from the end of the lease that held it until the next
     request gets it: a forward pass that goes on after the end of its lease has changed them.
-
-    Args:
-        system: of the cache.
-        on_acquire: called with the task of each request.
-
-    Attributes:
-        problems: each changed block as text.
-        requests: the requests that held the changed blocks.
     """
 
     def __init__(self, system: System, on_acquire: Callable[[asyncio.Task[Any]], None]) -> None:
@@ -329,16 +314,9 @@ class HeldBlocks(Instrument):
 async def problems_at_rest(cache: KVCache, deadline: float = 30.0) -> list[str]:
     """Wait until a cache without requests is idle and its sinks are up to date, then check it.
 
-    Args:
-        cache: open, and without requests.
-        deadline: seconds in which it must become idle.
-
     Returns:
         One text per problem, see `left_over`. An idle cache's invariants include that every sink's
         view equals the tiers.
-
-    Raises:
-        KVActorsError: the cache has failed or is closed.
     """
     at = now() + deadline
     try:

@@ -31,13 +31,7 @@ TRIES = 3
 
 
 class Calibration(NamedTuple):
-    """The measurements, and the choice that follows from them.
-
-    Attributes:
-        choice: how pieces go.
-        timings: of pieces, empty if there was no choice.
-        runs: of neighbouring blocks, empty if there was no choice.
-    """
+    """The measurements, and the choice that follows from them."""
 
     choice: Choice = Choice()
     timings: tuple[Timing, ...] = ()
@@ -51,11 +45,7 @@ def calibrate(
 
     Args:
         copies: receives whether the driver has batched copies.
-        gpu: streams of the direction to the device.
         given: fields of `Choice` that need not be measured.
-
-    Raises:
-        CudaError: a call of the driver failed.
     """
     known = given or {}
     with ExitStack() as undo:

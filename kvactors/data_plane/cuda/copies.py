@@ -57,18 +57,7 @@ class GpuStream:
     Without one, both are the same stream. Made and closed with the GPU's context current.
 
     Args:
-        driver: the GPU's.
-        to_device: the direction.
-        event_flags: of the events.
         staging_bytes: of the buffer, 0 for none. Without memory for it there is none.
-
-    Attributes:
-        stream: of the copy engines, the driver's handle.
-        kernels: of the kernels.
-        buffer: for small pieces, or None.
-
-    Raises:
-        CudaError: a call of the driver failed.
     """
 
     def __init__(
@@ -134,7 +123,6 @@ class GpuStream:
         """Record an event after everything that both streams have got. CudaError.
 
         Args:
-            event: the driver's handle.
             whole: whether any part of it may be missing, after an error.
         """
         last = self.stream
@@ -236,14 +224,7 @@ class Choice(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A measurement of 64 pieces there and back, the best of several.
-
-    Attributes:
-        piece: bytes of a piece.
-        batch: seconds by the copy engines.
-        kernel: seconds by a kernel that reads and writes the host's memory.
-        gathered: seconds by a kernel and one copy, 0 if the buffer is too small.
-    """
+    """A measurement of 64 pieces there and back, the best of several."""
 
     piece: int
     batch: float
@@ -252,13 +233,7 @@ class Timing(NamedTuple):
 
 
 class RunTiming(NamedTuple):
-    """A measurement of a piece of neighbouring blocks there and back, the best of several.
-
-    Attributes:
-        blocks: how many.
-        batch: seconds with a copy for each.
-        rectangle: seconds with one copy for all.
-    """
+    """A measurement of a piece of neighbouring blocks there and back, the best of several."""
 
     blocks: int
     batch: float
@@ -266,13 +241,7 @@ class RunTiming(NamedTuple):
 
 
 def choose(timings: Sequence[Timing], runs: Sequence[RunTiming], pieces: int) -> Choice:
-    """The choice that follows from timings.
-
-    Args:
-        timings: by ascending size.
-        runs: by ascending length.
-        pieces: pieces of one timing.
-    """
+    """The choice that follows from timings."""
     kernels = [min(one.kernel, one.gathered or one.kernel) for one in timings]
     sizes = [one.piece for one in timings]
     batches = [one.batch for one in timings]
@@ -307,9 +276,6 @@ def first_not_slower(
     """The smallest size from which on one way is never slower than the other one.
 
     Args:
-        sizes: ascending.
-        seconds: of the way, by size.
-        others: of the other way.
         otherwise: the answer without timings, or if one is impossible.
         beyond: the answer if the way is slower at the largest size.
     """
@@ -353,17 +319,9 @@ class Copies:
     """Puts copies on streams. Made with the GPU's context current.
 
     Args:
-        device: the GPU's regions.
-        arena: the host slots.
         slots: the arena's address as the GPU sees it. The arena is pinned.
         undo: receives the clean-up of each resource.
         step: slots from one block to its neighbour, in the numbers that `enqueue` is given.
-
-    Attributes:
-        choice: how pieces go, from `split` on.
-
-    Raises:
-        CudaError: a call of the driver failed.
     """
 
     def __init__(
@@ -441,13 +399,9 @@ class Copies:
         """Copy some pieces of n pairs. CudaError: some of it may run nevertheless.
 
         Args:
-            blocks: of the device.
             slots: as many, in ascending order if neighbours are to be found.
-            pieces: in contract order.
             ids: the device's address of the n blocks and, behind them, the n slots, there by the
                 time `gpu.kernels` gets so far.
-            gpu: the streams, with the direction.
-            counts: of the direction.
         """
         places = self.arena.address + slots * self.arena.stride
         first, last = np.searchsorted(self._small, (pieces.start, pieces.stop)).tolist()

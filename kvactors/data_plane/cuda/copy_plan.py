@@ -34,16 +34,7 @@ class Columns(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """A copy of rows with gaps between them.
-
-    Attributes:
-        on_device: address of the first row.
-        on_host: address of the first row.
-        width: bytes of a row.
-        height: rows.
-        device_pitch: bytes from a row to the next one on the device.
-        host_pitch: the same on the host.
-    """
+    """A copy of rows with gaps between them."""
 
     on_device: int
     on_host: int
@@ -54,14 +45,7 @@ class Rectangle(NamedTuple):
 
 
 class CopyPlan(NamedTuple):
-    """Copies between the device and the host, in any order.
-
-    Attributes:
-        on_device: addresses of copies without gaps.
-        on_host: their addresses on the host.
-        sizes: their bytes.
-        rectangles: copies with gaps.
-    """
+    """Copies between the device and the host, in any order."""
 
     on_device: Numbers
     on_host: Numbers
@@ -73,7 +57,6 @@ def join_columns(columns: Columns, allocations: Numbers) -> Columns:
     """Columns in which neighbours are joined.
 
     Args:
-        columns: in the order of their offsets.
         allocations: of each column. A copy must not reach from one allocation into another one,
             even if their addresses follow one another.
     """
@@ -93,11 +76,6 @@ def join_columns(columns: Columns, allocations: Numbers) -> Columns:
 def runs(rows: Numbers, places: Numbers, step: int) -> tuple[Numbers, Numbers]:
     """Pairs that follow one another on both sides.
 
-    Args:
-        rows: on the device.
-        places: addresses of the slots, as many.
-        step: bytes from a slot to the next one.
-
     Returns:
         The first pair of each run, and its length.
     """
@@ -112,12 +90,7 @@ def plan_copies(
     """The copies of n pairs.
 
     Args:
-        columns: what to copy of each pair.
-        rows: n numbers of rows on the device.
-        places: n addresses of slots.
-        step: bytes from a slot to the next one.
         merge_from: length of a run from which on its rows are one rectangle. At least 2.
-        max_pitch: the driver's limit of the bytes from a row to the next one.
     """
     first, lengths = runs(rows, places, step)
     regions, strides, sizes, offsets = columns
@@ -182,10 +155,7 @@ class GpuPieces(Protocol):
     """Regions of a GPU, one for each piece of a block.
 
     Attributes:
-        driver: the GPU's.
-        ordinal: the GPU's number.
         regions: addresses, int64, in contract order.
-        piece_bytes: bytes of a piece.
         strides: bytes from a block's piece to that of the next block.
         offsets: of the pieces within a slot, in bytes.
     """

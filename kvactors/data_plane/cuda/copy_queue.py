@@ -49,12 +49,7 @@ log = get_logger()
 
 
 class SlotBytes(NamedTuple):
-    """Host slots counted in bytes, so that a slot may begin anywhere in a row.
-
-    Attributes:
-        address: of the first slot.
-        stride: 1.
-    """
+    """Host slots counted in bytes, so that a slot may begin anywhere in a row."""
 
     address: int
     stride: int = 1
@@ -64,12 +59,9 @@ class HostSlotPlan(NamedTuple):
     """Where the blocks of a worker are in host memory.
 
     Attributes:
-        address: of the memory.
-        nbytes: of the memory.
         offset: bytes from the start of a row to the worker's share.
         row_stride: bytes from one row to the next.
         slots_per_row: blocks in a row.
-        num_slots: blocks in all rows.
     """
 
     address: int
@@ -102,9 +94,6 @@ class CudaJob:
     """A copy in flight.
 
     Attributes:
-        number: counts the copies of a queue.
-        to_host: the direction.
-        event: reached when the copy has ended.
         recorded: whether the event is on the stream.
         error: why bytes did not arrive, empty if they did.
         ended: whether no part of it runs any more.
@@ -130,16 +119,9 @@ class CudaCopyQueue:
 
     Args:
         rows: the tensors. Block b is row b of each.
-        plan: the host slots.
-        driver: the system's, or a stand-in.
         event_fd: whether `event_fd` becomes readable when copies have ended.
         choice: how pieces go. None: measured.
         staging_bytes: device memory of each direction that small pieces are gathered in. 0: none.
-
-    Raises:
-        DeviceError: a tensor is not memory of the GPU that it names, or the tensors are on several
-            GPUs, or the host memory cannot be pinned.
-        CudaError: a call of the driver failed.
     """
 
     def __init__(
@@ -219,20 +201,9 @@ class CudaCopyQueue:
         bytes may be on their way.
 
         Args:
-            to_host: the direction.
-            blocks: of the device.
-            slots: as many.
             stream: copies begin after the work that this stream has got so far. 0: the default
                 stream.
             event: copies begin after this event, as it was last recorded.
-
-        Returns:
-            The number of the copy.
-
-        Raises:
-            ValueError: a number is out of range, or the lengths differ.
-            CacheClosed: the queue was made before a fork.
-            DeviceError: the GPU's context is broken, or the stream or event is none of the GPU's.
         """
         if os.getpid() != self._process:
             raise CacheClosed(

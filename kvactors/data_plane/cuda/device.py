@@ -45,9 +45,6 @@ def cuda_region_of(tensor: Any) -> Region:
 class DeviceMemory(NamedTuple):
     """Memory that the device has allocated, as a tensor that every framework with the CUDA array
     interface accepts.
-
-    Attributes:
-        address: the device's.
     """
 
     address: int
@@ -256,21 +253,7 @@ class CudaDevice(CudaContext, Device):
 
 
 class CudaTensors(CudaContext):
-    """Tensors of one GPU, whose rows are the pieces of its blocks.
-
-    Args:
-        rows: the tensors, each with a row for every block.
-        driver: the GPU's.
-
-    Attributes:
-        num_blocks: rows of each tensor.
-        regions, piece_bytes, strides, offsets: see `GpuPieces`.
-
-    Raises:
-        DeviceError: the tensors are on several GPUs, or a tensor is not memory of the GPU that it
-            names.
-        CudaError: a call of the driver failed.
-    """
+    """Tensors of one GPU, whose rows are the pieces of its blocks."""
 
     def __init__(self, rows: Sequence[Rows], driver: CudaDriver) -> None:
         ordinals = sorted({one.ordinal or 0 for one in rows})

@@ -116,13 +116,7 @@ SUFFIXED = {
 
 
 class CudaError(DeviceError):
-    """A call of the driver failed.
-
-    Attributes:
-        function: the call.
-        code: the driver's number for the error.
-        name: the driver's name for it.
-    """
+    """A call of the driver failed."""
 
     def __init__(self, function: str, code: int, name: str) -> None:
         super().__init__(f"{function}: {name} ({code})")
@@ -170,7 +164,6 @@ class CudaDriver:
 
     Attributes:
         version: 1000 * major + 10 * minor.
-        has_batch: whether it has cuMemcpyBatchAsync.
     """
 
     def __init__(self, library: str = LIBRARY) -> None:
@@ -390,20 +383,7 @@ log = get_logger()
 
 
 class CudaContext:
-    """The primary context of a GPU, which the frameworks use too, with a stream.
-
-    Args:
-        ordinal: the GPU's number.
-        driver: of the system, or a stand-in.
-
-    Attributes:
-        name: the GPU's name.
-        context: the driver's handle.
-
-    Raises:
-        DeviceError: there is no such GPU.
-        CudaError: a call of the driver failed.
-    """
+    """The primary context of a GPU, which the frameworks use too, with a stream."""
 
     def __init__(self, ordinal: int, driver: CudaDriver) -> None:
         self.ordinal = ordinal
@@ -466,11 +446,7 @@ def quietly(driver: CudaDriver, function: str, handle: int) -> None:
 
 
 def verify_memory(driver: CudaDriver, address: int, nbytes: int, ordinal: int, what: str) -> None:
-    """Check that memory belongs to a GPU. The context of a GPU must be current.
-
-    Raises:
-        DeviceError: the first or the last byte is not memory of this GPU.
-    """
+    """Check that memory belongs to a GPU. The context of a GPU must be current."""
     for place in (address, address + max(nbytes, 1) - 1):
         try:
             kind = driver.read_int("cuPointerGetAttribute", MEMORY_TYPE, place)

@@ -42,22 +42,10 @@ class CudaStatistics(NamedTuple):
 
     Attributes:
         batches: calls for many copies.
-        launches: launches of the copy kernel.
         singles: calls for one copy.
-        bytes_to_host: bytes put on the stream to the host, whether they arrived or not.
-        bytes_to_device: bytes put on the stream to the device, whether they arrived or not.
-        errors: operations that failed.
-        batch_from: bytes from which on a piece goes by the copy engines.
-        timings: the measurements behind that choice, empty if there were none.
-        has_batch: whether the driver copies many pieces with one call.
-        has_kernel: whether the copy kernel can be used.
         broken: why copies are impossible from now on, or None.
         staged: halves of the buffers for small pieces that were filled.
         rectangles: calls for the pieces of neighbouring blocks.
-        stage_from: bytes of small pieces from which on they are gathered on the device.
-        merge_from: neighbouring blocks from which on a piece of theirs is one copy.
-        run_timings: the measurements behind that choice, empty if there were none.
-        staging_bytes: device memory of the buffers for small pieces.
     """
 
     batches: int
@@ -85,14 +73,7 @@ def statistics_of(
     calibration: Calibration,
     broken: str | None,
 ) -> CudaStatistics:
-    """A moment's picture of an engine.
-
-    Args:
-        lanes: its directions, empty unless it is open.
-        copies: the choices behind them, None unless it is open.
-        calibration: the last one.
-        broken: why copies are impossible, or None.
-    """
+    """A moment's picture of an engine."""
     counts = {direction: lane.counts for direction, lane in lanes.items()}
     to_host = counts.get(Direction.TO_HOST, LaneCounts())
     to_device = counts.get(Direction.TO_DEVICE, LaneCounts())
@@ -133,13 +114,10 @@ class CudaCopyEngine(CopyEngine):
     driver, because the state of the GPU's work is then unknown.
 
     Args:
-        device: the GPU's blocks.
-        arena: the host slots.
         batch_from: see `Choice`. None: measured by `open`.
         stage_from: likewise.
         merge_from: likewise.
         staging_bytes: device memory of each direction that small pieces are gathered in. 0: none.
-        limit: seconds that `close` waits for copies in flight.
     """
 
     device: CudaDevice

@@ -32,17 +32,11 @@ class HostPin:
     Memory that its owner has pinned stays the owner's, who keeps it pinned as long as copies of it
     are made. Pins of the same memory are made by one thread at a time.
 
-    Args:
-        context: of a GPU, current.
-        address: of the memory.
-        nbytes: of the memory.
-
     Attributes:
         on_device: the address by which the GPU reaches the memory.
 
     Raises:
         DeviceError: the memory is pinned in part.
-        CudaError: the driver refuses the memory.
     """
 
     def __init__(self, context: CudaContext, address: int, nbytes: int) -> None:
@@ -96,16 +90,7 @@ class HostPin:
 
 
 class StagedBlocks:
-    """Host memory for some blocks, one region for each piece.
-
-    Args:
-        piece_bytes: sizes of the pieces.
-        count: number of blocks.
-
-    Attributes:
-        regions: addresses of the pieces' memory.
-        numbers: of the blocks in it.
-    """
+    """Host memory for some blocks, one region for each piece."""
 
     def __init__(self, piece_bytes: NDArray[np.int64], count: int) -> None:
         self._memory = [np.zeros(max(1, count * int(size)), np.uint8) for size in piece_bytes]
@@ -116,16 +101,7 @@ class StagedBlocks:
     def copies(
         self, regions: NDArray[np.int64], blocks: Sequence[int], num_blocks: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Addresses on the device, addresses here, and bytes of the copies of some blocks.
-
-        Args:
-            regions: of the device.
-            blocks: of the device.
-            num_blocks: how many it has.
-
-        Raises:
-            ValueError: a block is out of range.
-        """
+        """Addresses on the device, addresses here, and bytes of the copies of some blocks."""
         ids = np.asarray(blocks, np.int64)
         if ids.size and not (ids.min() >= 0 and ids.max() < num_blocks):
             raise ValueError(f"a block is out of range: there are {num_blocks}")
@@ -189,7 +165,6 @@ class Half:
     """Half of a buffer.
 
     Attributes:
-        address: on the device.
         filled: an event: the half has the bytes.
         empty: an event: the bytes have left the half.
         used: whether `empty` has been recorded.
@@ -208,14 +183,7 @@ class GatherBuffer:
     Made and closed with the GPU's context current.
 
     Args:
-        driver: the GPU's.
         nbytes: of both halves.
-
-    Attributes:
-        half_bytes: of one half.
-
-    Raises:
-        CudaError: a call of the driver failed.
     """
 
     def __init__(self, driver: CudaDriver, nbytes: int) -> None:

@@ -59,9 +59,6 @@ class Op:
 class CopyStream:
     """A direction's streams with their thread. Made and closed with the device's context current.
     `submit` and `settle` run on that thread, all other methods on the loop. Raises CudaError.
-
-    Attributes:
-        gpu: the streams.
     """
 
     def __init__(
@@ -158,13 +155,6 @@ class CudaEvent:
 class StreamEvents:
     """The events of one device, on the loop. They are destroyed by `close`, and are recorded again
     only after they were reached.
-
-    Args:
-        device: the device.
-        broken: called with an error after which the context runs nothing more.
-
-    Attributes:
-        ended: whether no event may be used any more.
     """
 
     def __init__(self, device: CudaDevice, broken: Callable[[BaseException], None]) -> None:
@@ -175,11 +165,7 @@ class StreamEvents:
         self._released: list[int] = []
 
     def record(self, stream: int) -> CudaEvent:
-        """Record an event after all work that a stream has got so far.
-
-        Raises:
-            DeviceError: the driver refuses the stream, or the copy engine is closed.
-        """
+        """Record an event after all work that a stream has got so far."""
         self._check()
         driver = self._device.driver
         try:
@@ -236,16 +222,7 @@ class StreamEvents:
 
 
 class StreamWait:
-    """An engine's stream, and the blocks whose copies it shall wait for.
-
-    Args:
-        device: the device.
-        stream: the driver's handle.
-        blocks: device blocks.
-
-    Attributes:
-        done: set when the stream waits for all of them.
-    """
+    """An engine's stream, and the blocks whose copies it shall wait for."""
 
     def __init__(self, device: CudaDevice, stream: int, blocks: Sequence[int]) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -279,10 +256,6 @@ log = get_logger()
 
 class Operations:
     """The operations in flight of one device.
-
-    Args:
-        device: the device.
-        broken: called with an error after which nothing more should be copied.
 
     Attributes:
         in_flight: operations that have not ended, each with its lane.

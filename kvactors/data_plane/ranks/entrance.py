@@ -103,9 +103,6 @@ async def refuse(connection: Connection, reason: str) -> None:
 async def check_leader(connection: Connection, secret: Secret) -> bool:
     """The rank's side: whether the other end has the secret; False if the connection was lost
     before that is known.
-
-    Raises:
-        RankError: the leader refuses this rank, or does not have its secret.
     """
     connection.limit = UNPROVEN_BYTES
     proved = False
@@ -234,12 +231,7 @@ class Leader(Wanted, Protocol):
 
 
 class Entrance:
-    """Admits connections of ranks, refuses and counts others.
-
-    Args:
-        leader: the requirements on every rank.
-        secret: the secret that every rank must prove to have.
-    """
+    """Admits connections of ranks, refuses and counts others."""
 
     def __init__(self, leader: Leader, secret: Secret) -> None:
         self._leader = leader
@@ -252,7 +244,6 @@ class Entrance:
         """Check the secret and the identity of a connection.
 
         Args:
-            connection: the connection. The caller closes it.
             claim: waits until the rank's number is free, and returns why it is not.
 
         Returns:

@@ -60,11 +60,7 @@ class RankGroup:
     """All ranks of one cache.
 
     Attributes:
-        identity: of the store and the layout.
-        blocks, slots: the counts that every rank must have.
-        storage: the kind of back end.
         memory_generation: the count of losses of memory.
-        changed: called with a rank's number and health whenever that changes.
         names: keys that the stores of all ranks hold, if there are stores.
         layers: of a block, at most as many can arrive.
         used: whether a cache relies on the ranks' memory.
@@ -107,12 +103,7 @@ class RankGroup:
         return not self._closing and all(rank.health is RankState.HEALTHY for rank in self._ranks)
 
     async def open(self) -> None:
-        """Listen, and wait until every rank was admitted. After a failure it can be called again.
-
-        Raises:
-            RankError: not all ranks came in `ranks.startup_timeout_s` seconds (a rank that sends
-            its names gets more), or nothing can listen there.
-        """
+        """Listen, and wait until every rank was admitted. After a failure it can be called again."""
         try:
             began = self._joins.progress = now()
             for rank in self._ranks:

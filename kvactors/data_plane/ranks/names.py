@@ -67,7 +67,6 @@ class RankNames:
     """The keys that the stores of all ranks hold.
 
     Attributes:
-        ranks: how many there are.
         departed: keys removed from a store after all ranks had joined, and not reported yet.
         generations: how often each rank's store has been cleared.
         uneven: whether the generations differ: a clear did not reach every rank before its leader

@@ -25,9 +25,6 @@ from kvactors.storage.factory import has_device_store
 class RanksPlane(DataPlane):
     """A pair has arrived if it has on every rank. The memory of all ranks is lost when a connection
     to one of them is.
-
-    Attributes:
-        group: the ranks.
     """
 
     def __init__(
@@ -107,16 +104,7 @@ class RanksPlane(DataPlane):
 
 
 def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> RanksPlane:
-    """Make the data plane of a leader.
-
-    Args:
-        config: the cache's, with `ranks.count` above 1.
-        storage: the kind of store that every rank has.
-        layout: of one rank's blocks.
-
-    Raises:
-        ConfigError, SdkError: it cannot be made.
-    """
+    """Make the data plane of a leader."""
     token_addressed = has_device_store(config)
     if token_addressed and not config.device.num_blocks:
         raise ConfigError(

@@ -48,11 +48,7 @@ class Frame(msgspec.Struct, frozen=True, tag_field="t", tag=str.lower, omit_defa
 
 
 class Hello(Frame, frozen=True):
-    """A rank's first message.
-
-    Attributes:
-        nonce: NONCE_BYTES of random bytes.
-    """
+    """A rank's first message."""
 
     version: int = 0
     nonce: bytes = b""
@@ -76,12 +72,8 @@ class Identity(Frame, frozen=True):
     connection have ended.
 
     Attributes:
-        model: `cache.model`.
         namespace, storage: `storage.namespace` (with AttentionStore: the names of its shards) and
             the kind of back end.
-        fingerprint: of the layout.
-        blocks, slots: of the device and the arena.
-        objects: names in its store.
         generation: how often that store was cleared.
     """
 
@@ -104,11 +96,7 @@ class SendNames(Frame, frozen=True):
 
 
 class Names(Frame, frozen=True):
-    """One page: at most PAGE_NAMES names of 32 bytes.
-
-    Attributes:
-        last: whether no page follows.
-    """
+    """One page: at most PAGE_NAMES names of 32 bytes."""
 
     keys: bytes = b""
     last: bool = False

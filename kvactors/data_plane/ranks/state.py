@@ -115,13 +115,9 @@ class RankStatistics(NamedTuple):
     """The state of one rank at this moment.
 
     Attributes:
-        rank: its number.
         health: healthy, joining, away or silent.
-        operations: operations sent to it.
-        in_flight: operations that it has not answered.
         losses: how often its connection was lost.
         silences: how often an answer was late.
-        violations: how often it violated the protocol.
     """
 
     rank: int
@@ -147,8 +143,6 @@ class RankOperation:
     """An operation in flight on one rank.
 
     Attributes:
-        arrived: called with layers.
-        outcomes, worst: requirements on the answer.
         stored: whether the rank's store carries it out.
     """
 
@@ -192,7 +186,6 @@ class Rank:
 
     Attributes:
         link: its connection, joining or admitted.
-        open: operations in flight.
         overdue: those whose answer is late.
     """
 

@@ -383,12 +383,7 @@ async def carried_out(direct: DeviceStore | None, message: MoveDevice, rank: int
 
 
 class StoreOperations:
-    """Carries operations out.
-
-    Args:
-        plane: the rank's arena and store.
-        rank: the rank's number, for logs.
-    """
+    """Carries operations out."""
 
     def __init__(self, plane: LocalPlane, rank: int) -> None:
         self._plane = plane
