@@ -15,29 +15,17 @@ def copies(*ops: tuple[list[int], list[int]], **state: bool) -> tuple[Any, list[
     of the driver."""
     calls: list[tuple[Any, ...]] = []
     lane = object()
-    flags = {"submitted": True, "over": False, "failed": False, **state}
+    flags = {"lane": lane, "submitted": True, "over": False, "failed": False, **state}
     engine: Any = CudaCopyEngine.__new__(CudaCopyEngine)
     engine._lanes = {Direction.TO_DEVICE: lane}
     groups = [range(2), range(2, 3)]
-    in_flight = [
+    engine._in_flight = [
         SimpleNamespace(blocks=blocks, events=events, groups=groups, **flags)
         for blocks, events in ops
     ]
-    engine._operations = SimpleNamespace(in_flight=_Flight(in_flight, lane))
     driver = SimpleNamespace(call=lambda *arguments: calls.append(arguments))
     engine.device = SimpleNamespace(current=nullcontext, driver=driver)
     return engine, calls
-
-
-class _Flight:
-    """Operations with their lane."""
-
-    def __init__(self, ops: list[Any], lane: object) -> None:
-        self._ops = ops
-        self._lane = lane
-
-    def items(self) -> list[tuple[Any, object]]:
-        return [(op, self._lane) for op in self._ops]
 
 
 def test_a_stream_waits_for_the_layer_of_each_copy():

@@ -13,6 +13,7 @@ from kvactors.data_plane.cuda.device import (
     cuda_region_of,
 )
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
+from kvactors.data_plane.cuda.host_pin import HostPin
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.device.tensors import address_of
@@ -205,16 +206,20 @@ def test_ids_out_of_range(driver, blocks, slots):
 def test_an_arena_is_pinned_once_and_until_the_end(fake, driver):
     layout = LAYOUTS["gqa"]
     device, arena = CudaDevice.allocate(layout, 4, driver=driver), Arena(2, layout.block_bytes)
-    assert device.register_arena(arena) == device.register_arena(arena) == arena.address
-    assert (fake.live("pinned"), fake.calls("cuMemHostRegister")) == (1, 1)
     with device.current():
-        device.unregister_arena(arena)
-        device.unregister_arena(arena)
-    assert fake.live("pinned") == 0
-    device.register_arena(arena)
+        pins = [pin(device, arena) for _ in range(2)]
+        assert [one.on_device for one in pins] == [arena.address] * 2
+        assert (fake.live("pinned"), fake.calls("cuMemHostRegister")) == (1, 1)
+        for one in (pins[0], pins[0], pins[1]):
+            assert fake.live("pinned") == 1
+            one.release()
+        assert fake.live("pinned") == 0
     device.close()
-    assert fake.live("pinned") == 0
     arena.close()
+
+
+def pin(device, arena):
+    return HostPin(device, arena.address, arena.num_slots * arena.stride)
 
 
 CALLS = [
@@ -226,8 +231,6 @@ CALLS = [
     "cuStreamCreate",
     "cuMemAlloc",
     "cuPointerGetAttribute",
-    "cuMemHostRegister",
-    "cuMemHostGetDevicePointer",
     "cuMemcpyHtoDAsync",
     "cuMemcpyDtoHAsync",
     "cuStreamSynchronize",
@@ -244,7 +247,6 @@ def test_every_call_may_fail_and_nothing_leaks(fake, driver, call, nth):
     failures = []
     try:
         device = CudaDevice.allocate(layout, 4, driver=driver)
-        device.register_arena(arena)
         device.copy_to_host([1, 2], arena, [0, 1])
         device.copy_to_device([1, 2], arena, [0, 1])
     except (CudaError, DeviceError) as error:
@@ -262,7 +264,8 @@ def test_every_call_may_fail_and_nothing_leaks(fake, driver, call, nth):
 def test_closing_never_raises(fake, driver, call):
     device = CudaDevice.allocate(LAYOUTS["gqa"], 4, driver=driver)
     arena = Arena(2, LAYOUTS["gqa"].block_bytes)
-    device.register_arena(arena)
+    with device.current():
+        device._undo.callback(pin(device, arena).release)
     fake.fail(call, 700)
     device.close()
     arena.close()

@@ -8,8 +8,7 @@ import pytest
 
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
-from kvactors.data_plane.cuda.engine import CudaCopyEngine
-from kvactors.data_plane.cuda.operations import CopyStream, CudaEvent, StreamWait
+from kvactors.data_plane.cuda.engine import CudaCopyEngine, CudaEvent, StreamWait
 from kvactors.lease import LeaseHandle
 from tests.benchmarks import copy_gpu
 from tests.benchmarks.copy_gpu import gpu_rows
@@ -72,7 +71,7 @@ def test_every_check_is_right_on_the_stand_in(fake, capsys, tmp_path, monkeypatc
         ("sleep and wake", (CudaDevice, "check")),
         ("two ranks", (CudaDevice, "check")),
         ("copies without an event loop", (CudaDevice, "check")),
-        ("an engine's stream waits for layers", (CopyStream, "submit")),
+        ("an engine's stream waits for layers", (CudaCopyEngine, "_put")),
     ],
 )
 def test_a_wrong_byte_or_a_failed_copy_is_found(fake, name, broken, monkeypatch):
@@ -80,7 +79,7 @@ def test_a_wrong_byte_or_a_failed_copy_is_found(fake, name, broken, monkeypatch)
         raise ValueError("planted")
 
     where, what = broken
-    answer = submit if what == "submit" else (lambda *_: [0])
+    answer = submit if what == "_put" else (lambda *_: [0])
     monkeypatch.setattr(where, what, answer)
     monkeypatch.setattr(
         checks, "LAYOUTS", {name: checks.LAYOUTS[name] for name in ("1 KiB", "64 KiB")}

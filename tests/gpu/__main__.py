@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kvactors.data_plane.cuda.driver import LIBRARY, CudaDriver
+from kvactors.data_plane.cuda.driver import LIBRARY, CudaContext, CudaDriver
 from kvactors.errors import DeviceError
 from tests.benchmarks.copy_gpu import gpu_rows
 from tests.benchmarks.machine import ROOT, describe, versions
@@ -61,16 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def gpu(driver: CudaDriver) -> dict[str, str]:
     """The GPU, its driver and the frameworks."""
-    context = driver.read("cuDevicePrimaryCtxRetain", 0)
+    context = CudaContext(0, driver)
     try:
-        with driver.current(context):
-            name = driver.device_name(0)
+        with context.current():
+            name = context.name
             counts = {
                 attribute: driver.read_int("cuDeviceGetAttribute", attribute, 0)
                 for attribute in (16, 75, 76)
             }
     finally:
-        driver.status("cuDevicePrimaryCtxRelease", 0)
+        context.close()
     frameworks = versions("", FRAMEWORKS)
     return {
         "GPU": f"{name}, {counts[16]} multiprocessors, compute capability {counts[75]}.{counts[76]}",

@@ -198,7 +198,7 @@ async def loads_under_a_stream(driver: CudaDriver) -> str:
     async with engine(driver, 7) as made:  # one block is free for a fork
         await displaced(made)
         lane = made.cache.system.plane.engine._lanes[Direction.TO_DEVICE]  # type: ignore[attr-defined]
-        copies = dict.fromkeys((lane.gpu.stream, lane.gpu.kernels))
+        copies = dict.fromkeys((lane.stream, lane.kernels))
         with made.held(*copies) as go_on:
             lease = await made.cache.acquire("again", [1] * 81)
             ensure(lease.pending, "nothing is loaded")

@@ -460,7 +460,7 @@ async def test_nothing_is_asked_while_nothing_runs(fake):
         asked = fake.calls("cuEventQuery")
         await asyncio.sleep(0.02)
         assert fake.calls("cuEventQuery") == asked
-        assert not stand.executor._operations.asking
+        assert not stand.executor._timer
 
 
 async def test_a_copy_that_never_ends_keeps_its_memory(fake):
@@ -479,7 +479,7 @@ async def test_a_copy_that_never_ends_keeps_its_memory(fake):
     assert fake.live("pinned") == pinned > 0
     assert fake.live("device") > 0
     fake.gate(-1)  # the copies run now, into memory that is still there
-    await until(lambda: not stand.executor._operations.in_flight)
+    await until(lambda: not stand.executor._in_flight)
     kept, device, _arena, _view = cuda_executor.ABANDONED[-4:]
     del cuda_executor.ABANDONED[-4:]
     with device.current():

@@ -12,7 +12,6 @@ import pytest
 
 import kvactors
 from kvactors import Step
-from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda import engine as cuda_engine
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
@@ -391,17 +390,18 @@ async def test_a_stream_waits_for_copies_that_begin_after_the_call(fake):
     async with standing(fake) as stand:
         for seed in (1, 2):
             await stand.stored(seed)
-        lane = stand.cache.system.plane.engine._lanes[Direction.TO_DEVICE]
-        submit, begun = lane.submit, asyncio.Event()
+        engine = stand.cache.system.plane.engine
+        put, begun = engine._put, asyncio.Event()
         let = threading.Event()
         loop = asyncio.get_running_loop()
 
         def later(op):
-            loop.call_soon_threadsafe(begun.set)
-            assert let.wait(20)
-            submit(op)
+            if op.lane.to_device:
+                loop.call_soon_threadsafe(begun.set)
+                assert let.wait(20)
+            put(op)
 
-        lane.submit = later
+        engine._put = later
         lease = await stand.cache.acquire("again", [1] * 81)
         fake.gate(0)
         ready = asyncio.ensure_future(lease.wait_ready(stream=stand.stream))
@@ -419,14 +419,14 @@ async def test_a_stream_waits_for_copies_that_begin_after_the_call(fake):
         await lease.wait_ready()
         await until(lambda: done)
         await lease.finish()
-        assert not stand.cache.system.plane.engine._operations._waits
+        assert not stand.cache.system.plane.engine._waits
 
 
 async def test_a_cancelled_wait_of_a_stream_leaves_the_loads_alone(fake):
     async with standing(fake) as stand:
         for seed in (1, 2):
             await stand.stored(seed)
-        operations = stand.cache.system.plane.engine._operations
+        engine = stand.cache.system.plane.engine
         lease = await stand.cache.acquire("again", [1] * 81)
         fake.gate(0)
         for passes in range(4):
@@ -437,7 +437,7 @@ async def test_a_cancelled_wait_of_a_stream_leaves_the_loads_alone(fake):
             with suppress(asyncio.CancelledError):
                 await ready
             await asyncio.sleep(0)
-            assert not operations._waits
+            assert not engine._waits
         fake.gate(-1)
         await lease.wait_ready()
         assert lease.cached_tokens == 80

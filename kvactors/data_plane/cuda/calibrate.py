@@ -17,7 +17,6 @@ from kvactors.data_plane.cuda.driver import (
     PORTABLE,
     TIMED,
     CudaError,
-    quietly,
 )
 from kvactors.data_plane.cuda.host_pin import Scratch
 
@@ -88,18 +87,13 @@ class _Bench:
     def __init__(self, copies: Copies, gpu: GpuStream, undo: ExitStack) -> None:
         self.copies, self.driver, self.gpu, self.stream = copies, copies.driver, gpu, gpu.stream
         driver, total = self.driver, PIECES * SIZES[-1]
-        self.device = driver.read("cuMemAlloc", total)
-        undo.callback(quietly, driver, "cuMemFree", self.device)
-        self.host = driver.read("cuMemHostAlloc", total, PORTABLE | DEVICE_MAP)
-        undo.callback(quietly, driver, "cuMemFreeHost", self.host)
+        self.device = driver.make(undo, "cuMemAlloc", total)
+        self.host = driver.make(undo, "cuMemHostAlloc", total, PORTABLE | DEVICE_MAP)
         ctypes.memset(self.host, 0, total)
         self.mapped = driver.read("cuMemHostGetDevicePointer", self.host, 0)
         self.ids = Scratch(driver, PIECES + 3)
         undo.callback(self.ids.close)
-        self.events = []
-        for _ in range(2):
-            self.events.append(driver.read("cuEventCreate", TIMED))
-            undo.callback(quietly, driver, "cuEventDestroy", self.events[-1])
+        self.events = [driver.make(undo, "cuEventCreate", TIMED) for _ in range(2)]
         # no copy runs when the memory is freed
         for stream in dict.fromkeys((gpu.stream, gpu.kernels)):
             undo.callback(driver.status, "cuStreamSynchronize", stream)
@@ -123,14 +117,15 @@ class _Bench:
         way(size, False, pieces)
         self.driver.call("cuEventRecord", self.events[1], self.stream)
         self.driver.call("cuEventSynchronize", self.events[1])
-        return self.driver.elapsed(*self.events)
+        milliseconds = ctypes.c_float()
+        self.driver.call("cuEventElapsedTime", ctypes.byref(milliseconds), *self.events)
+        return milliseconds.value / 1000
 
     def batch(self, size: int, to_device: bool, pieces: int) -> None:
         """By the copy engines."""
         steps = np.arange(pieces) * size
-        on_device, on_host = self.device + steps, self.host + steps
-        targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
-        self.copies.batch(targets, sources, np.full(pieces, size), self.stream)
+        sizes = np.full(pieces, size)
+        self.copies.batch(to_device, self.device + steps, self.host + steps, sizes, self.stream)
 
     def rectangle(self, size: int, to_device: bool, pieces: int) -> None:
         """By the copy engines, all pieces at once."""
@@ -144,19 +139,22 @@ class _Bench:
 
     def gathered(self, size: int, to_device: bool, pieces: int) -> None:
         """By the kernel and one copy."""
-        gpu, buffer, nbytes = self.gpu, self.gpu.buffer, pieces * size
-        if buffer is None:
-            raise ValueError("there is no buffer")
-        first, last = (gpu.stream, gpu.kernels) if to_device else (gpu.kernels, gpu.stream)
-        with buffer.half(first, last) as half:
+        gpu, nbytes, host = self.gpu, pieces * size, self.host
+
+        def by_kernel(half: int) -> None:
+            self._launch(to_device, half, size, pieces, gpu.kernels)
+
+        def by_engine(half: int) -> None:
             if to_device:
-                self.driver.call("cuMemcpyHtoDAsync", half.address, self.host, nbytes, first)
-                buffer.hand_over(half, first, last)
-                self._launch(to_device, half.address, size, pieces, last)
+                self.driver.call("cuMemcpyHtoDAsync", half, host, nbytes, gpu.stream)
             else:
-                self._launch(to_device, half.address, size, pieces, first)
-                buffer.hand_over(half, first, last)
-                self.driver.call("cuMemcpyDtoHAsync", self.host, half.address, nbytes, last)
+                self.driver.call("cuMemcpyDtoHAsync", host, half, nbytes, gpu.stream)
+
+        put, take = (gpu.kernels, by_kernel), (gpu.stream, by_engine)
+        if to_device:
+            put, take = take, put
+        assert gpu.buffer is not None
+        gpu.buffer.carry(*put, *take)
 
     def _launch(self, to_device: bool, slots: int, size: int, pieces: int, stream: int) -> None:
         """A table of one piece, and as many blocks as slots."""

@@ -12,30 +12,24 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvactors.actor.log import get_logger
-from kvactors.data_plane.cuda.copy_plan import (
-    Columns,
-    GpuPieces,
-    HostRows,
-    allocations_of,
-    join_columns,
-    plan_copies,
-)
+from kvactors.data_plane.cuda.copy_plan import Columns, Numbers, join_columns, plan_copies
+from kvactors.data_plane.cuda.device import CudaDevice, CudaTensors
 from kvactors.data_plane.cuda.driver import (
     HIGH_PRIORITY,
+    MAX_PITCH,
     NO_KERNEL,
     NON_BLOCKING,
     OUT_OF_MEMORY,
     UNTIMED,
     CudaDriver,
     CudaError,
-    quietly,
 )
 from kvactors.data_plane.cuda.host_pin import LEAST, GatherBuffer, Scratch
 
@@ -47,6 +41,14 @@ FIRST_PAIRS = 1024
 larger one."""
 
 log = get_logger()
+
+
+class LaneCounts:
+    """Totals of a direction: calls by kind, bytes and copies that failed."""
+
+    def __init__(self) -> None:
+        self.batches = self.launches = self.singles = self.bytes = self.errors = 0
+        self.rectangles = self.staged = 0
 
 
 class GpuStream:
@@ -70,6 +72,7 @@ class GpuStream:
     ) -> None:
         self.driver = driver
         self.to_device = to_device
+        self.counts = LaneCounts()
         self.buffer: GatherBuffer | None = None
         self._event_flags = event_flags
         self._undo = ExitStack()
@@ -77,8 +80,7 @@ class GpuStream:
         self._scratches: list[Scratch] = []
         self._launched = self._staged = False
         try:
-            self.stream = self.kernels = driver.read("cuStreamCreate", NON_BLOCKING)
-            self._undo.callback(quietly, driver, "cuStreamDestroy", self.stream)
+            self.stream = self.kernels = driver.make(self._undo, "cuStreamCreate", NON_BLOCKING)
             self._scratches.append(Scratch(driver, 2 * FIRST_PAIRS))
             if staging_bytes >= 2 * LEAST:
                 self._add_buffer(staging_bytes)
@@ -87,7 +89,7 @@ class GpuStream:
             raise
 
     def _add_buffer(self, nbytes: int) -> None:
-        driver = self.driver
+        driver, undo = self.driver, self._undo
         try:
             self.buffer = GatherBuffer(driver, nbytes)
         except CudaError as error:
@@ -95,11 +97,10 @@ class GpuStream:
                 raise
             log.warning("no memory on the GPU to gather small pieces in", bytes=nbytes)
             return
-        self._undo.callback(self.buffer.close)
-        self.kernels = driver.read("cuStreamCreateWithPriority", NON_BLOCKING, HIGH_PRIORITY)
-        self._undo.callback(quietly, driver, "cuStreamDestroy", self.kernels)
-        self._joint = driver.read("cuEventCreate", UNTIMED)
-        self._undo.callback(quietly, driver, "cuEventDestroy", self._joint)
+        undo.callback(self.buffer.close)
+        priority = NON_BLOCKING, HIGH_PRIORITY
+        self.kernels = driver.make(undo, "cuStreamCreateWithPriority", *priority)
+        self._joint = driver.make(undo, "cuEventCreate", UNTIMED)
 
     # -- order
 
@@ -154,27 +155,23 @@ class GpuStream:
         """An event that no operation uses."""
         if self._events:
             return self._events.pop()
-        event = self.driver.read("cuEventCreate", self._event_flags)
-        self._undo.callback(quietly, self.driver, "cuEventDestroy", event)
-        return event
+        return self.driver.make(self._undo, "cuEventCreate", self._event_flags)
 
     def take_scratch(self, count: int) -> Scratch:
         """Scratch memory for `count` numbers that no operation uses."""
         found = self._scratches.pop() if self._scratches else None
-        if found is not None and found.count >= count:
-            return found
         if found is not None:
+            if found.count >= count:
+                return found
             found.close()
         return Scratch(self.driver, max(2 * FIRST_PAIRS, 1 << (count - 1).bit_length()))
 
-    def push_ids(
-        self, scratch: Scratch, blocks: NDArray[np.int64], slots: NDArray[np.int64]
-    ) -> None:
+    def push_ids(self, scratch: Scratch, blocks: Numbers, slots: Numbers) -> None:
         """Bring the numbers of n pairs to the device, in the order of the kernels: n blocks, then
         n slots."""
-        n = len(blocks)
-        scratch.host[:n], scratch.host[n : 2 * n] = blocks, slots
-        scratch.push(2 * n, self.kernels)
+        ids = np.concatenate((blocks, slots))
+        scratch.host[: len(ids)] = ids
+        scratch.push(len(ids), self.kernels)
 
     def give_back(self, events: Iterable[int], scratch: Scratch | None) -> None:
         """No part of an operation runs any more: take its resources back."""
@@ -224,7 +221,14 @@ class Choice(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A measurement of 64 pieces there and back, the best of several."""
+    """A measurement of 64 pieces there and back, the best of several.
+
+    Attributes:
+        piece: bytes of a piece.
+        batch: seconds by the copy engines.
+        kernel: seconds by a kernel that reads and writes the host's memory.
+        gathered: seconds by a kernel and one copy, 0 if the buffer is too small.
+    """
 
     piece: int
     batch: float
@@ -233,7 +237,13 @@ class Timing(NamedTuple):
 
 
 class RunTiming(NamedTuple):
-    """A measurement of a piece of neighbouring blocks there and back, the best of several."""
+    """A measurement of a piece of neighbouring blocks there and back, the best of several.
+
+    Attributes:
+        blocks: how many.
+        batch: seconds with a copy for each.
+        rectangle: seconds with one copy for all.
+    """
 
     blocks: int
     batch: float
@@ -307,52 +317,51 @@ NAMES = {False: "kvactors_gather", True: "kvactors_scatter"}
 """By whether they copy to the device."""
 
 
-class LaneCounts:
-    """Totals of a direction: calls by kind, bytes and copies that failed."""
-
-    def __init__(self) -> None:
-        self.batches = self.launches = self.singles = self.bytes = self.errors = 0
-        self.rectangles = self.staged = 0
-
-
 class Copies:
     """Puts copies on streams. Made with the GPU's context current.
 
     Args:
-        slots: the arena's address as the GPU sees it. The arena is pinned.
+        address: of the first host slot.
+        stride: bytes from a slot to the next one, in the numbers that `enqueue` is given.
+        mapped: the slots' address as the GPU sees it. They are pinned.
+        step: bytes from the slot of a block to that of its neighbour.
         undo: receives the clean-up of each resource.
-        step: slots from one block to its neighbour, in the numbers that `enqueue` is given.
     """
 
     def __init__(
-        self, device: GpuPieces, arena: HostRows, slots: int, undo: ExitStack, step: int = 1
+        self,
+        device: CudaDevice | CudaTensors,
+        address: int,
+        stride: int,
+        mapped: int,
+        step: int,
+        undo: ExitStack,
     ) -> None:
         self.device = device
-        self.arena = arena
-        self.driver = device.driver
-        self.slots = slots
-        self.step = step * arena.stride
-        self.has_batch = self.driver.has_batch
+        self.driver = driver = device.driver
+        self._address, self._stride, self._mapped, self._step = address, stride, mapped, step
+        self.has_batch = driver.has_batch
         self.kernels = self._load_kernels(undo)
         count = len(device.piece_bytes)
-        self._table = Scratch(self.driver, 6 * count + ROWS)
+        self._table = Scratch(driver, 6 * count + ROWS)
         undo.callback(self._table.close)
         self._staged_table = self._table.device + 24 * count
         self._row_numbers = self._table.device + 48 * count
-        self._allocations = allocations_of(self.driver, device.regions)
-        self._max_pitch = self.driver.max_pitch(device.ordinal)
+        # a number of its own for a region whose allocation the driver does not tell
+        bases = [driver.allocation(address) for address in device.regions.tolist()]
+        self._allocations = np.array([base or -1 - i for i, base in enumerate(bases)], np.int64)
+        self._max_pitch = driver.read_int("cuDeviceGetAttribute", MAX_PITCH, device.ordinal)
         self.choice = Choice()
 
     def _load_kernels(self, undo: ExitStack) -> dict[bool, int] | None:
         """The kernels, or None if this driver cannot make them out of their text."""
         try:
-            module = self.driver.read("cuModuleLoadData", KERNELS.read_bytes())
+            module = self.driver.make(undo, "cuModuleLoadData", KERNELS.read_bytes())
         except CudaError as error:
             if error.code not in NO_KERNEL:
                 raise
             log.warning("no kernels for this GPU: copies go piece by piece", error=str(error))
             return None
-        undo.callback(quietly, self.driver, "cuModuleUnload", module)
         return {
             way: self.driver.read("cuModuleGetFunction", module, name.encode())
             for way, name in NAMES.items()
@@ -388,77 +397,54 @@ class Copies:
         return bool(self._small.size)
 
     def enqueue(
-        self,
-        blocks: NDArray[np.int64],
-        slots: NDArray[np.int64],
-        pieces: range,
-        ids: int,
-        gpu: GpuStream,
-        counts: LaneCounts,
+        self, blocks: Numbers, slots: Numbers, pieces: range, ids: int, gpu: GpuStream
     ) -> None:
         """Copy some pieces of n pairs. CudaError: some of it may run nevertheless.
 
         Args:
-            slots: as many, in ascending order if neighbours are to be found.
+            slots: in ascending order if neighbours are to be found.
+            pieces: in contract order.
             ids: the device's address of the n blocks and, behind them, the n slots, there by the
                 time `gpu.kernels` gets so far.
         """
-        places = self.arena.address + slots * self.arena.stride
+        device, places = self.device, self._address + slots * self._stride
         first, last = np.searchsorted(self._small, (pieces.start, pieces.stop)).tolist()
         if last > first:
-            self._enqueue_small(range(first, last), places, ids, gpu, counts)
+            self._enqueue_small(range(first, last), places, ids, gpu)
         first, last = np.searchsorted(self._large, (pieces.start, pieces.stop)).tolist()
         if last > first:
-            device, large = self.device, self._large[first:last]
-            columns = Columns(
-                device.regions[large],
-                device.strides[large],
-                device.piece_bytes[large],
-                device.offsets[large],
-            )
-            self._by_engine(
-                join_columns(columns, self._allocations[large]), blocks, places, gpu, counts
-            )
-        counts.bytes += len(blocks) * int(self.device.piece_bytes[pieces.start : pieces.stop].sum())
+            large = self._large[first:last]
+            tables = device.regions, device.strides, device.piece_bytes, device.offsets
+            columns = Columns(*(table[large] for table in tables))
+            joined = join_columns(columns, self._allocations[large])
+            self._by_engine(joined, blocks, places, gpu)
+        sizes = device.piece_bytes[pieces.start : pieces.stop]
+        gpu.counts.bytes += len(blocks) * int(sizes.sum())
 
-    def _enqueue_small(
-        self,
-        small: range,
-        places: NDArray[np.int64],
-        ids: int,
-        gpu: GpuStream,
-        counts: LaneCounts,
-    ) -> None:
+    def _enqueue_small(self, small: range, places: Numbers, ids: int, gpu: GpuStream) -> None:
         n, packed = len(places), self._packed
-        staged = (
-            gpu.buffer is not None
-            and n * int(packed[small.stop] - packed[small.start]) >= self.choice.stage_from
-        )
+        buffer = gpu.buffer
+        if n * int(packed[small.stop] - packed[small.start]) < self.choice.stage_from:
+            buffer = None
         first = small.start
         while first < small.stop:
             last = small.stop
-            if staged and gpu.buffer is not None:
-                limit = packed[first] + gpu.buffer.half_bytes - ROW_ALIGNMENT
+            if buffer is not None:
+                limit = packed[first] + buffer.half_bytes - ROW_ALIGNMENT
                 last = min(last, int(np.searchsorted(packed, limit, side="right")) - 1)
-            if last > first and staged and gpu.buffer is not None:
-                self._stage(range(first, last), places, ids, gpu, gpu.buffer, counts)
+            if buffer is not None and last > first:
+                self._stage(range(first, last), places, ids, gpu, buffer)
             else:  # a piece larger than half of the buffer goes directly, too
                 last = max(last, first + 1)
                 gpu.before_launch()
                 row = self._table.device + 24 * first
-                arguments = (row, last - first, ids, ids + 8 * n, n, self.slots, self.arena.stride)
+                arguments = (row, last - first, ids, ids + 8 * n, n, self._mapped, self._stride)
                 self.launch(gpu.to_device, arguments, gpu.kernels)
-                counts.launches += 1
+                gpu.counts.launches += 1
             first = last
 
     def _stage(
-        self,
-        small: range,
-        places: NDArray[np.int64],
-        ids: int,
-        gpu: GpuStream,
-        buffer: GatherBuffer,
-        counts: LaneCounts,
+        self, small: range, places: Numbers, ids: int, gpu: GpuStream, buffer: GatherBuffer
     ) -> None:
         """Copy small pieces through the buffer, in which each pair has a row."""
         chosen = self._small[small.start : small.stop]
@@ -471,73 +457,53 @@ class Copies:
             np.zeros(len(chosen), np.int64),
         )
         step = max(1, min(buffer.half_bytes // row, ROWS))
-        table = self._staged_table + 24 * small.start
-        first, last = gpu.kernels, gpu.stream
-        if gpu.to_device:
-            first, last = last, first
-        for at in range(0, len(places), step):
+        table, numbers = self._staged_table + 24 * small.start, self._row_numbers
+
+        def by_kernel(at: int, half: int) -> None:
+            pairs = len(places[at : at + step])
+            pieces = (table, len(chosen), ids + 8 * at, numbers, pairs, half - base, row)
+            self.launch(gpu.to_device, pieces, gpu.kernels)
+
+        def by_engine(at: int, half: int) -> None:
             part = places[at : at + step]
-            rows = np.arange(len(part))
-            with buffer.half(first, last) as half:
-                arguments = (
-                    table,
-                    len(chosen),
-                    ids + 8 * at,
-                    self._row_numbers,
-                    len(part),
-                    half.address - base,
-                    row,
-                )
-                here = columns._replace(regions=columns.regions + half.address)
-                if gpu.to_device:
-                    self._by_engine(here, rows, part, gpu, counts)
-                    buffer.hand_over(half, first, last)
-                    self.launch(True, arguments, gpu.kernels)
-                else:
-                    self.launch(False, arguments, gpu.kernels)
-                    buffer.hand_over(half, first, last)
-                    self._by_engine(here, rows, part, gpu, counts)
-            counts.staged += 1
+            here = columns._replace(regions=columns.regions + half)
+            self._by_engine(here, np.arange(len(part)), part, gpu)
+
+        for at in range(0, len(places), step):
+            put, take = (gpu.kernels, partial(by_kernel, at)), (gpu.stream, partial(by_engine, at))
+            if gpu.to_device:
+                put, take = take, put
+            buffer.carry(*put, *take)
+            gpu.counts.staged += 1
         gpu.note_staged()
 
-    def _by_engine(
-        self,
-        columns: Columns,
-        rows: NDArray[np.int64],
-        places: NDArray[np.int64],
-        gpu: GpuStream,
-        counts: LaneCounts,
-    ) -> None:
+    def _by_engine(self, columns: Columns, rows: Numbers, places: Numbers, gpu: GpuStream) -> None:
         to_device, stream = gpu.to_device, gpu.stream
         plan = plan_copies(
-            columns, rows, places, self.step, max(2, self.choice.merge_from), self._max_pitch
+            columns, rows, places, self._step, max(2, self.choice.merge_from), self._max_pitch
         )
         on_device, on_host, sizes, rectangles = plan
         for rectangle in rectangles:
             self.driver.copy_rectangle(to_device, rectangle, stream)
-            counts.rectangles += 1
+        gpu.counts.rectangles += len(rectangles)
         if self.has_batch:
-            targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
             for at in range(0, len(sizes), BATCH):
                 part = slice(at, at + BATCH)
-                self.batch(targets[part], sources[part], sizes[part], stream)
-                counts.batches += 1
+                self.batch(to_device, on_device[part], on_host[part], sizes[part], stream)
+                gpu.counts.batches += 1
         else:
             self.driver.copy_singly(to_device, on_device, on_host, sizes, stream)
-            counts.singles += len(sizes)
+            gpu.counts.singles += len(sizes)
 
     def batch(
-        self,
-        targets: NDArray[np.int64],
-        sources: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-        stream: int,
+        self, to_device: bool, on_device: Numbers, on_host: Numbers, sizes: Numbers, stream: int
     ) -> None:
-        """One call for many copies, in any order. int64 arrays, read during the call. CudaError."""
-        targets, sources, lengths = map(np.ascontiguousarray, (targets, sources, sizes))
-        self.driver.copy_batch(
-            targets.ctypes.data, sources.ctypes.data, lengths.ctypes.data, len(lengths), stream
-        )
+        """One call for many copies, in any order. The arrays are read during the call.
+        CudaError."""
+        targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
+        targets, sources, sizes = map(np.ascontiguousarray, (targets, sources, sizes))
+        addresses = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
+        self.driver.copy_batch(*addresses, len(sizes), stream)
 
     def launch(self, to_device: bool, arguments: tuple[int, ...], stream: int) -> None:
         """Launch a kernel with the arguments of block_copy.cu. Raises CudaError."""
@@ -549,17 +515,6 @@ class Copies:
         )
         tiles = arguments[1] * arguments[4]
         grid = max(1, min(BLOCKS_OF_THREADS, -(-tiles // (THREADS // 32))))
-        self.driver.call(
-            "cuLaunchKernel",
-            self.kernels[to_device],
-            grid,
-            1,
-            1,
-            THREADS,
-            1,
-            1,
-            0,
-            stream,
-            pointers,
-            None,
-        )
+        shape = (grid, 1, 1, THREADS, 1, 1, 0)
+        kernel = self.kernels[to_device]
+        self.driver.call("cuLaunchKernel", kernel, *shape, stream, pointers, None)

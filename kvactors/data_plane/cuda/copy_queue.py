@@ -21,16 +21,9 @@ from numpy.typing import NDArray
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.base import CLOSE_LIMIT
 from kvactors.data_plane.cuda.calibrate import calibrate
-from kvactors.data_plane.cuda.copies import Choice, Copies, GpuStream, LaneCounts
+from kvactors.data_plane.cuda.copies import Copies, GpuStream
 from kvactors.data_plane.cuda.device import CudaTensors
-from kvactors.data_plane.cuda.driver import (
-    FATAL,
-    NOT_READY,
-    UNTIMED,
-    CudaDriver,
-    CudaError,
-    quietly,
-)
+from kvactors.data_plane.cuda.driver import FATAL, NOT_READY, UNTIMED, CudaDriver, CudaError
 from kvactors.data_plane.cuda.host_pin import STAGING_BYTES, HostPin, Scratch
 from kvactors.device.tensors import Rows
 from kvactors.errors import CacheClosed, DeviceError
@@ -46,13 +39,6 @@ ABANDONED: list[Any] = []
 """Memory that copies which never ended may still use. Never freed."""
 
 log = get_logger()
-
-
-class SlotBytes(NamedTuple):
-    """Host slots counted in bytes, so that a slot may begin anywhere in a row."""
-
-    address: int
-    stride: int = 1
 
 
 class HostSlotPlan(NamedTuple):
@@ -120,8 +106,6 @@ class CudaCopyQueue:
     Args:
         rows: the tensors. Block b is row b of each.
         event_fd: whether `event_fd` becomes readable when copies have ended.
-        choice: how pieces go. None: measured.
-        staging_bytes: device memory of each direction that small pieces are gathered in. 0: none.
     """
 
     def __init__(
@@ -131,25 +115,23 @@ class CudaCopyQueue:
         *,
         driver: CudaDriver,
         event_fd: bool = False,
-        choice: Choice | None = None,
-        staging_bytes: int = STAGING_BYTES,
     ) -> None:
         self._plan = plan
         self._process = os.getpid()
         self._jobs: dict[int, CudaJob] = {}
         self._last = 0
         self._broken = ""
-        self._counts = LaneCounts()
         self._undo = ExitStack()
         self._watchers: dict[bool, Workers] = {}
+        self._streams: dict[bool, GpuStream] = {}
+        self._queues: dict[bool, deque[CudaJob]] = {True: deque(), False: deque()}
         self.event_fd = -1
         self._device = CudaTensors(rows, driver)
         self._undo.callback(self._device.close)
         self.block_bytes = int(self._device.piece_bytes.sum())
         with self._device.current():
             try:
-                flags = UNTIMED | BLOCKING if event_fd else UNTIMED
-                self._open(choice, flags, staging_bytes)
+                self._open(UNTIMED | BLOCKING if event_fd else UNTIMED)
             except BaseException:
                 self._undo.close()
                 raise
@@ -160,30 +142,24 @@ class CudaCopyQueue:
                 for way in (True, False)
             }
 
-    def _open(self, choice: Choice | None, flags: int, staging_bytes: int) -> None:
-        plan, driver = self._plan, self._device.driver
-        pin = HostPin(self._device, plan.address, plan.nbytes)
-        self._undo.callback(pin.release)
-        slots = SlotBytes(plan.address + plan.offset)
-        mapped, step = pin.on_device + plan.offset, plan.step(self.block_bytes)
-        self._copies = Copies(self._device, slots, mapped, self._undo, step)
-        self._streams: dict[bool, GpuStream] = {}
-        self._queues: dict[bool, deque[CudaJob]] = {}
+    def _open(self, flags: int) -> None:
+        plan, device, undo = self._plan, self._device, self._undo
+        pin = HostPin(device, plan.address, plan.nbytes)
+        undo.callback(pin.release)
+        # slots are counted in bytes, so that one may begin anywhere in a row
+        slots = plan.address + plan.offset, 1, pin.on_device + plan.offset
+        self._copies = Copies(device, *slots, plan.step(self.block_bytes), undo)
         for to_host in (True, False):
             self._streams[to_host] = GpuStream(
-                driver,
+                device.driver,
                 to_device=not to_host,
                 event_flags=flags,
-                staging_bytes=staging_bytes if self._copies.kernels is not None else 0,
+                staging_bytes=STAGING_BYTES if self._copies.kernels is not None else 0,
             )
-            self._undo.callback(self._streams[to_host].close)
-            self._queues[to_host] = deque()
-        self._ordering = driver.read("cuEventCreate", UNTIMED)
-        self._undo.callback(quietly, driver, "cuEventDestroy", self._ordering)
+            undo.callback(self._streams[to_host].close)
+        self._ordering = device.driver.make(undo, "cuEventCreate", UNTIMED)
         gpu = self._streams[False]
-        self._copies.split(
-            calibrate(self._copies, gpu).choice if choice is None else choice, gpu.stream
-        )
+        self._copies.split(calibrate(self._copies, gpu).choice, gpu.stream)
 
     # -- submission
 
@@ -260,7 +236,7 @@ class CudaCopyQueue:
                     gpu.push_ids(job.scratch, blocks, places)
                     ids = job.scratch.device
                 pieces = range(len(self._device.piece_bytes))
-                self._copies.enqueue(blocks, places, pieces, ids, gpu, self._counts)
+                self._copies.enqueue(blocks, places, pieces, ids, gpu)
             gpu.record(job.event)
             job.recorded = True
         except CudaError as error:

@@ -7,13 +7,13 @@ addresses have not changed."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.data_plane.cuda.copy_plan import addresses
 from kvactors.data_plane.cuda.driver import (
     CudaContext,
     CudaDriver,
@@ -21,13 +21,12 @@ from kvactors.data_plane.cuda.driver import (
     load_driver,
     verify_memory,
 )
-from kvactors.data_plane.cuda.host_pin import HostPin, StagedBlocks
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device, check_pairs
+from kvactors.device.host import HostDevice
 from kvactors.device.tensors import TYPESTRS, Region, Rows, TensorDevice, ensure_in_place, region_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import ITEM_BYTES, Layout
-from kvactors.native import check_blocks, fill_blocks
 
 
 def cuda_region_of(tensor: Any) -> Region:
@@ -124,16 +123,13 @@ class CudaDevice(CudaContext, Device):
 
     def _open(self, layout: Layout, ordinal: int, driver: CudaDriver) -> None:
         self.layout = layout
-        self._pins: dict[int, HostPin] = {}
         CudaContext.__init__(self, ordinal, driver)
 
     def _make(self, shape: tuple[int, ...], dtype: str) -> DeviceMemory:
         size = int(np.prod(shape)) * ITEM_BYTES[dtype]
-        address = self.driver.read("cuMemAlloc", size)
-        self.undo("cuMemFree", address)
-        return DeviceMemory(
-            address, shape, next(typestr for typestr, name in TYPESTRS.items() if name == dtype)
-        )
+        address = self.driver.make(self._undo, "cuMemAlloc", size)
+        typestr = next(typestr for typestr, name in TYPESTRS.items() if name == dtype)
+        return DeviceMemory(address, shape, typestr)
 
     def _take(self, tensors: list[Any]) -> None:
         self.tensors = tensors
@@ -151,25 +147,6 @@ class CudaDevice(CudaContext, Device):
         self.piece_bytes = np.array([piece.nbytes for piece in self.layout.pieces], np.int64)
         self.strides = self.piece_bytes
         self.offsets = np.cumsum(self.piece_bytes) - self.piece_bytes
-
-    # -- pinned memory
-
-    def register_arena(self, arena: Arena) -> int:
-        """Pin an arena's memory and let the GPU address it, until `unregister_arena` or `close`;
-        the address by which it does. Blocks for about a second a few gigabytes. CudaError."""
-        pin = self._pins.get(arena.address)
-        if pin is None:
-            size = max(1, arena.num_slots) * arena.stride
-            with self.current():
-                pin = self._pins[arena.address] = HostPin(self, arena.address, size)
-            self._undo.callback(pin.release)
-        return pin.on_device
-
-    def unregister_arena(self, arena: Arena) -> None:
-        """Unpin an arena, if it is pinned. No copy may be in flight, and the GPU's context must be
-        current. Never raises."""
-        if (pin := self._pins.pop(arena.address, None)) is not None:
-            pin.release()
 
     # -- copies
 
@@ -192,18 +169,12 @@ class CudaDevice(CudaContext, Device):
         """See `Device`; one driver call per piece. CudaError."""
         self.ensure_in_place()
         check_pairs(self, sources, targets)
-        driver = self.driver
         pieces = list(zip(self.regions.tolist(), self.piece_bytes.tolist(), strict=True))
-        with self.current():
-            try:
-                for source, target in zip(sources, targets, strict=True):
-                    for region, size in pieces:
-                        to, of = region + target * size, region + source * size
-                        driver.call("cuMemcpyDtoDAsync", to, of, size, self._stream)
-                driver.call("cuStreamSynchronize", self._stream)
-            except CudaError:  # a copy that was begun ends before the blocks are used again
-                driver.settle(self.context, self._stream)
-                raise
+        with self._settled():
+            for source, target in zip(sources, targets, strict=True):
+                for region, size in pieces:
+                    to, of = region + target * size, region + source * size
+                    self.driver.call("cuMemcpyDtoDAsync", to, of, size, self._stream)
 
     def _copy(
         self,
@@ -216,44 +187,58 @@ class CudaDevice(CudaContext, Device):
         self.ensure_in_place()
         ids, places = checked_ids(self, arena, blocks, slots)
         pieces, _ = self.share(layers)
-        on_device, on_host, sizes = addresses(
-            self, arena, ids, places, np.arange(len(self.piece_bytes))[pieces]
-        )
-        self._transfer(to_device, on_device, on_host, sizes)
+        sizes = self.piece_bytes[pieces]
+        on_device = self.regions[pieces] + ids[:, None] * sizes
+        on_host = arena.address + places[:, None] * arena.stride + self.offsets[pieces]
+        nbytes = np.broadcast_to(sizes, on_device.shape)
+        with self._settled():
+            self.driver.copy_singly(
+                to_device, on_device.ravel(), on_host.ravel(), nbytes.ravel(), self._stream
+            )
 
-    def _transfer(
-        self,
-        to_device: bool,
-        on_device: NDArray[np.int64],
-        on_host: NDArray[np.int64],
-        sizes: NDArray[np.int64],
-    ) -> None:
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Copies that have ended afterwards, also after a CudaError: the caller has its memory
+        back."""
         with self.current():
             try:
-                self.driver.copy_singly(to_device, on_device, on_host, sizes, self._stream)
+                yield
                 self.driver.call("cuStreamSynchronize", self._stream)
-            except CudaError:  # a copy that was begun ends before the caller has its memory back
+            except CudaError:
                 self.driver.settle(self.context, self._stream)
                 raise
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:
         """See `HostDevice.fill`. For tests and benchmarks, by way of the host."""
-        staged = StagedBlocks(self.piece_bytes, len(blocks))
-        fill_blocks(staged.regions, self.piece_bytes, len(blocks), staged.numbers, keys)
-        self._transfer(True, *staged.copies(self.regions, blocks, self.num_blocks))
+        with self._staged(blocks) as (host, arena, ids):
+            host.fill(ids, keys)
+            host.copy_to_host(ids, arena, ids)
+            self.copy_to_device(blocks, arena, ids)
 
     def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
         """See `HostDevice.check`. For tests and benchmarks, by way of the host."""
-        staged = StagedBlocks(self.piece_bytes, len(blocks))
-        self._transfer(False, *staged.copies(self.regions, blocks, self.num_blocks))
-        return check_blocks(staged.regions, self.piece_bytes, len(blocks), staged.numbers, keys)
+        with self._staged(blocks) as (host, arena, ids):
+            self.copy_to_host(blocks, arena, ids)
+            host.copy_to_device(ids, arena, ids)
+            return host.check(ids, keys)
+
+    @contextmanager
+    def _staged(self, blocks: Sequence[int]) -> Iterator[tuple[HostDevice, Arena, range]]:
+        """Host memory for some blocks, as blocks of a device and as slots, and their numbers."""
+        host = HostDevice(self.layout, max(1, len(blocks)))
+        arena = Arena(len(blocks), self.layout.block_bytes)
+        try:
+            yield host, arena, range(len(blocks))
+        finally:
+            arena.close()
 
 
 # -- Tensors of a GPU as rows of bytes, without a layout.
 
 
 class CudaTensors(CudaContext):
-    """Tensors of one GPU, whose rows are the pieces of its blocks."""
+    """Tensors of one GPU, whose rows are the pieces of its blocks. DeviceError for tensors of
+    several GPUs, and for one that is not memory of the GPU that it names."""
 
     def __init__(self, rows: Sequence[Rows], driver: CudaDriver) -> None:
         ordinals = sorted({one.ordinal or 0 for one in rows})

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -40,7 +40,7 @@ HIGH_PRIORITY = -100
 MAX_PITCH = 11
 """CU_DEVICE_ATTRIBUTE_MAX_PITCH, the driver's number."""
 ON_HOST, ON_DEVICE = 1, 2
-"""CUmemorytype of the sides of a rectangle."""
+"""CUmemorytype, of the sides of a rectangle and of cuMemAlloc's allocations."""
 TIMED, UNTIMED = 0, 2
 """Flags of events. Events without a time are cheaper."""
 PORTABLE, DEVICE_MAP = 1, 2
@@ -95,24 +95,15 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 """Names without their version, and the arguments of the version that is asked for."""
 
-SUFFIXED = {
-    "cuDevicePrimaryCtxRelease",
-    "cuCtxPushCurrent",
-    "cuCtxPopCurrent",
-    "cuMemAlloc",
-    "cuMemFree",
-    "cuMemHostRegister",
-    "cuMemHostGetDevicePointer",
-    "cuStreamDestroy",
-    "cuEventDestroy",
-    "cuMemcpyHtoDAsync",
-    "cuMemcpyDtoHAsync",
-    "cuMemcpyDtoDAsync",
-    "cuMemcpy2DAsync",
-    "cuMemGetAddressRange",
+GIVEN_BACK = {
+    "cuEventCreate": "cuEventDestroy",
+    "cuMemAlloc": "cuMemFree",
+    "cuMemHostAlloc": "cuMemFreeHost",
+    "cuModuleLoadData": "cuModuleUnload",
+    "cuStreamCreate": "cuStreamDestroy",
+    "cuStreamCreateWithPriority": "cuStreamDestroy",
 }
-"""Those whose present version the library exports as NAME_v2, for drivers too old to be asked
-(before 11.3)."""
+"""By function that makes a resource: the one that gives it back."""
 
 
 class CudaError(DeviceError):
@@ -171,57 +162,38 @@ class CudaDriver:
             self._library = ctypes.CDLL(library)
         except OSError as error:
             raise DeviceError(f"there is no CUDA driver ({library}): {error}") from error
-        self._functions: dict[str, Any] = {}
         self._error_name = self._library.cuGetErrorName
-        self.version = V1
-        for name in ("cuInit", "cuDriverGetVersion"):
-            self._functions[name] = self._prototype(
-                name, getattr(self._library, name), FUNCTIONS[name]
-            )
+        # with ctypes' own types, until their addresses are known
+        self._functions: dict[str, Any] = {
+            name: getattr(self._library, name) for name in ("cuInit", "cuDriverGetVersion")
+        }
         self.call("cuInit", 0)
         self.version = self.read_int("cuDriverGetVersion")
+        if not hasattr(self._library, "cuGetProcAddress_v2"):
+            raise DeviceError("the CUDA driver is older than 12.0: install a newer one")
         for name, arguments in FUNCTIONS.items():
-            if name not in self._functions:
-                self._functions[name] = self._prototype(name, self._find(name), arguments)
+            if not self._find(name, V1, arguments):
+                raise DeviceError(f"the CUDA driver has no {name}")
         self._attributes = _CopyAttributes(order=STREAM_ORDER)
-        self.has_batch = self.version >= V1 and self._add_batch()
-
-    @staticmethod
-    def _prototype(name: str, function: Any, arguments: tuple[Any, ...]) -> Any:
-        if function is None:
-            raise DeviceError(f"the CUDA driver has no {name}")
-        if isinstance(function, int):
-            return ctypes.CFUNCTYPE(_int, *arguments)(function)
-        function.restype, function.argtypes = _int, arguments
-        return function
-
-    def _find(self, name: str, version: int = V1) -> Any:
-        """A function's address, or the function, or None. A driver older than `version` is asked
-        for its own version's."""
-        wanted, found, status = min(version, self.version), ctypes.c_void_p(), ctypes.c_int()
-        raw, flags = name.encode(), ctypes.c_uint64(0)
-        if hasattr(self._library, "cuGetProcAddress_v2"):
-            self._library.cuGetProcAddress_v2(
-                raw, ctypes.byref(found), wanted, flags, ctypes.byref(status)
-            )
-            return found.value
-        if hasattr(self._library, "cuGetProcAddress"):
-            self._library.cuGetProcAddress(raw, ctypes.byref(found), wanted, flags)
-            return found.value
-        return getattr(self._library, f"{name}_v2" if name in SUFFIXED else name, None)
-
-    def _add_batch(self) -> bool:
-        """The first form of the call also returns which copy failed. The second does not."""
+        # the first form of the call also returns which copy failed, the second does not
         self._second_form = self.version >= V2
-        found = self._find("cuMemcpyBatchAsync", V2 if self._second_form else V1)
-        if found is None:
-            return False
-        arguments: tuple[Any, ...] = (_ptr, _ptr, _ptr, _u64, _ptr, _ptr, _u64)
-        arguments += (_ptr,) if self._second_form else (_ptr, _ptr)
-        self._functions["cuMemcpyBatchAsync"] = self._prototype(
-            "cuMemcpyBatchAsync", found, arguments
+        last = (_ptr,) if self._second_form else (_ptr, _ptr)
+        self.has_batch = self.version >= V1 and self._find(
+            "cuMemcpyBatchAsync",
+            V2 if self._second_form else V1,
+            (_ptr, _ptr, _ptr, _u64, _ptr, _ptr, _u64, *last),
         )
-        return True
+
+    def _find(self, name: str, version: int, arguments: tuple[Any, ...]) -> bool:
+        """Find a function's form of a version, or of the driver's own if that is older. False if
+        the driver has none."""
+        wanted, found, status = min(version, self.version), ctypes.c_void_p(), ctypes.c_int()
+        self._library.cuGetProcAddress_v2(
+            name.encode(), ctypes.byref(found), wanted, ctypes.c_uint64(0), ctypes.byref(status)
+        )
+        if found.value is not None:
+            self._functions[name] = ctypes.CFUNCTYPE(_int, *arguments)(found.value)
+        return found.value is not None
 
     # -- calls
 
@@ -253,6 +225,12 @@ class CudaDriver:
         self.call(function, ctypes.byref(value), *arguments)
         return value.value
 
+    def make(self, undo: ExitStack, function: str, *arguments: Any) -> int:
+        """Call a function that makes a resource, which `undo` gives back. CudaError."""
+        handle = self.read(function, *arguments)
+        undo.callback(quietly, self, GIVEN_BACK[function], handle)
+        return handle
+
     @contextmanager
     def current(self, context: int) -> Iterator[None]:
         """Make a context the calling thread's, and give the thread its own back after. CudaError if
@@ -269,19 +247,9 @@ class CudaDriver:
         are addresses of `count` uint64 each. After a CudaError some of the copies may run
         nevertheless."""
         start, failed = ctypes.c_size_t(0), ctypes.c_size_t(0)
-        fixed = (
-            targets,
-            sources,
-            sizes,
-            count,
-            ctypes.byref(self._attributes),
-            ctypes.byref(start),
-            1,
-        )
-        if self._second_form:
-            self.call("cuMemcpyBatchAsync", *fixed, stream)
-        else:
-            self.call("cuMemcpyBatchAsync", *fixed, ctypes.byref(failed), stream)
+        attributes = ctypes.byref(self._attributes), ctypes.byref(start), 1
+        last = (stream,) if self._second_form else (ctypes.byref(failed), stream)
+        self.call("cuMemcpyBatchAsync", targets, sources, sizes, count, *attributes, *last)
 
     def copy_singly(
         self,
@@ -305,30 +273,16 @@ class CudaDriver:
     def copy_rectangle(self, to_device: bool, rectangle: Rectangle, stream: int) -> None:
         """Put a copy of rows with gaps between host and device memory on a stream. CudaError."""
         on_device, on_host, width, height, device_pitch, host_pitch = rectangle
-        if to_device:
-            copy = _Rectangle(
-                source_type=ON_HOST,
-                source_host=on_host,
-                source_pitch=host_pitch,
-                target_type=ON_DEVICE,
-                target_device=on_device,
-                target_pitch=device_pitch,
-            )
-        else:
-            copy = _Rectangle(
-                source_type=ON_DEVICE,
-                source_device=on_device,
-                source_pitch=device_pitch,
-                target_type=ON_HOST,
-                target_host=on_host,
-                target_pitch=host_pitch,
-            )
-        copy.width, copy.height = width, height
+        copy = _Rectangle(width=width, height=height)
+        device, host = ("target", "source") if to_device else ("source", "target")
+        for side, kind, memory, address, pitch in (
+            (device, ON_DEVICE, "device", on_device, device_pitch),
+            (host, ON_HOST, "host", on_host, host_pitch),
+        ):
+            setattr(copy, f"{side}_type", kind)
+            setattr(copy, f"{side}_{memory}", address)
+            setattr(copy, f"{side}_pitch", pitch)
         self.call("cuMemcpy2DAsync", ctypes.byref(copy), stream)
-
-    def max_pitch(self, device: int) -> int:
-        """Bytes at most from a row of a rectangle to the next one. CudaError."""
-        return self.read_int("cuDeviceGetAttribute", MAX_PITCH, device)
 
     def allocation(self, address: int) -> int:
         """Start of the allocation that device memory belongs to. 0 if the driver does not tell."""
@@ -352,18 +306,6 @@ class CudaDriver:
             time.sleep(SETTLE_PAUSE)
         return True
 
-    def elapsed(self, first: int, last: int) -> float:
-        """Seconds between two timed events that have been reached. CudaError."""
-        milliseconds = ctypes.c_float()
-        self.call("cuEventElapsedTime", ctypes.byref(milliseconds), first, last)
-        return milliseconds.value / 1000
-
-    def device_name(self, device: int) -> str:
-        """The device's name. Raises CudaError."""
-        name = ctypes.create_string_buffer(256)
-        self.call("cuDeviceGetName", name, len(name), device)
-        return name.value.decode(errors="replace")
-
 
 @cache
 def load_driver(library: str = LIBRARY) -> CudaDriver:
@@ -376,8 +318,6 @@ def load_driver(library: str = LIBRARY) -> CudaDriver:
 
 MEMORY_TYPE, DEVICE_ORDINAL = 2, 9
 """Attributes of a pointer, by the driver's numbers."""
-ON_DEVICE = 2
-"""The memory type of cuMemAlloc's allocations."""
 
 log = get_logger()
 
@@ -393,27 +333,22 @@ class CudaContext:
         if not 0 <= ordinal < found:
             raise DeviceError(f"there is no GPU {ordinal}: the driver lists {found}")
         number = driver.read_int("cuDeviceGet", ordinal)
-        self.name = driver.device_name(number)
+        name = ctypes.create_string_buffer(256)
+        driver.call("cuDeviceGetName", name, len(name), number)
+        self.name = name.value.decode(errors="replace")
         self.context = driver.read("cuDevicePrimaryCtxRetain", number)
         self._release_context = number
         self._closed = False
         try:
             with self.current():
-                self._stream = driver.read("cuStreamCreate", NON_BLOCKING)
-                self.undo("cuStreamDestroy", self._stream)
+                self._stream = driver.make(self._undo, "cuStreamCreate", NON_BLOCKING)
         except BaseException:
             CudaContext.close(self)
             raise
 
-    @contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> AbstractContextManager[None]:
         """Make the GPU's context the calling thread's. CudaError."""
-        with self.driver.current(self.context):
-            yield
-
-    def undo(self, function: str, handle: int) -> None:
-        """Call a function of the driver when the context is closed. A failure is only logged."""
-        self._undo.callback(quietly, self.driver, function, handle)
+        return self.driver.current(self.context)
 
     def abandon(self) -> None:
         """Make `close` release no memory: copies that never ended may still use it."""

@@ -1,40 +1,59 @@
 """Copy engine between a GPU and the arena, with its own streams. Copies never block the loop, and
 no thread waits for the GPU.
 
-One thread for each direction puts copies on its stream. While copies are in flight the loop polls
-the stream's events."""
+One thread for each direction puts copies on its stream. While copies are in flight the loop asks
+at intervals how far each stream is."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
+import numpy as np
 
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.data_plane.base import CLOSE_LIMIT, Direction, Progress
 from kvactors.data_plane.cuda.calibrate import Calibration, calibrate
-from kvactors.data_plane.cuda.copies import Copies, LaneCounts, RunTiming, Timing
-from kvactors.data_plane.cuda.device import CudaDevice
-from kvactors.data_plane.cuda.driver import FATAL, CudaError
-from kvactors.data_plane.cuda.host_pin import STAGING_BYTES
-from kvactors.data_plane.cuda.operations import (
-    CopyStream,
-    CudaEvent,
-    Op,
-    Operations,
-    StreamEvents,
-    StreamWait,
+from kvactors.data_plane.cuda.copies import (
+    Choice,
+    Copies,
+    GpuStream,
+    LaneCounts,
+    RunTiming,
+    Timing,
 )
+from kvactors.data_plane.cuda.device import CudaDevice, checked_ids
+from kvactors.data_plane.cuda.driver import (
+    FATAL,
+    NOT_READY,
+    UNTIMED,
+    CudaDriver,
+    CudaError,
+    quietly,
+)
+from kvactors.data_plane.cuda.host_pin import STAGING_BYTES, HostPin, Scratch
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.device.arena import Arena
-from kvactors.threads import in_thread
+from kvactors.errors import DeviceError
+from kvactors.threads import Workers, in_thread
 
-# -- Figures of copies between a GPU and the arena.
+GROUP = 1 << 20
+"""Bytes from which on a run of layers gets a separate event."""
+
+FIRST_PAUSE, LAST_PAUSE = 100e-6, 2e-3
+"""Seconds between two questions how far a stream is: they double as long as the answer stays the
+same."""
+
+ABANDONED: list[Any] = []
+"""Memory that copies which never ended may still use. Never freed."""
+
+log = get_logger()
 
 
 class CudaStatistics(NamedTuple):
@@ -42,10 +61,22 @@ class CudaStatistics(NamedTuple):
 
     Attributes:
         batches: calls for many copies.
+        launches: launches of the copy kernel.
         singles: calls for one copy.
+        bytes_to_host: bytes put on the stream to the host, whether they arrived or not.
+        bytes_to_device: bytes put on the stream to the device, whether they arrived or not.
+        errors: operations that failed.
+        batch_from: bytes from which on a piece goes by the copy engines.
+        timings: the measurements behind that choice, empty if there were none.
+        has_batch: whether the driver copies many pieces with one call.
+        has_kernel: whether the copy kernel can be used.
         broken: why copies are impossible from now on, or None.
         staged: halves of the buffers for small pieces that were filled.
         rectangles: calls for the pieces of neighbouring blocks.
+        stage_from: bytes of small pieces from which on they are gathered on the device.
+        merge_from: neighbouring blocks from which on a piece of theirs is one copy.
+        run_timings: the measurements behind that choice, empty if there were none.
+        staging_bytes: device memory of the buffers for small pieces.
     """
 
     batches: int
@@ -67,46 +98,157 @@ class CudaStatistics(NamedTuple):
     staging_bytes: int
 
 
-def statistics_of(
-    lanes: Mapping[Direction, CopyStream],
-    copies: Copies | None,
-    calibration: Calibration,
-    broken: str | None,
-) -> CudaStatistics:
-    """A moment's picture of an engine."""
-    counts = {direction: lane.counts for direction, lane in lanes.items()}
-    to_host = counts.get(Direction.TO_HOST, LaneCounts())
-    to_device = counts.get(Direction.TO_DEVICE, LaneCounts())
-    choice = None if copies is None else copies.choice
-    buffers = [lane.gpu.buffer for lane in lanes.values()]
-    return CudaStatistics(
-        batches=to_host.batches + to_device.batches,
-        launches=to_host.launches + to_device.launches,
-        singles=to_host.singles + to_device.singles,
-        bytes_to_host=to_host.bytes,
-        bytes_to_device=to_device.bytes,
-        errors=to_host.errors + to_device.errors,
-        batch_from=0 if choice is None else choice.batch_from,
-        timings=calibration.timings,
-        has_batch=copies is not None and copies.has_batch,
-        has_kernel=copies is not None and copies.kernels is not None,
-        broken=broken,
-        staged=to_host.staged + to_device.staged,
-        rectangles=to_host.rectangles + to_device.rectangles,
-        stage_from=0 if choice is None else choice.stage_from,
-        merge_from=0 if choice is None else choice.merge_from,
-        run_timings=calibration.runs,
-        staging_bytes=sum(2 * buffer.half_bytes for buffer in buffers if buffer is not None),
-    )
+class Lane(GpuStream):
+    """A direction's streams, and the thread that puts operations on them."""
+
+    def __init__(self, driver: CudaDriver, *, to_device: bool, staging_bytes: int) -> None:
+        self.workers = Workers(1, f"kvactors-cuda-{'load' if to_device else 'store'}")
+        super().__init__(driver, to_device=to_device, staging_bytes=staging_bytes)
 
 
-GROUP = 1 << 20
-"""Bytes from which on a run of layers gets a separate event."""
+class Op:
+    """An operation of n pairs.
 
-ABANDONED: list[Any] = []
-"""Memory that copies which never ended may still use. Never freed."""
+    Attributes:
+        groups: the layers it goes by, counted from the layout's first.
+        events: one for each group.
+        reached: how many of the events have been reached.
+        done: whether all bytes arrived. Set on the loop, when no part of the operation runs any
+            more, or when it was abandoned.
+        ended: set when no part of it runs any more, although it was abandoned.
+    """
 
-log = get_logger()
+    def __init__(
+        self,
+        lane: Lane,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        groups: list[range],
+        progress: Progress | None,
+    ) -> None:
+        self.lane, self.blocks, self.slots, self.groups = lane, blocks, slots, groups
+        self.progress = progress
+        self.events: list[int] = []
+        self.reached = 0
+        self.scratch: Scratch | None = None
+        self.submitted = self.over = self.failed = False
+        loop = asyncio.get_running_loop()
+        self.done: asyncio.Future[bool] = loop.create_future()
+        self.ended: asyncio.Future[None] = loop.create_future()
+
+
+# -- Events on the CUDA streams of an engine, and waits of these streams for copies.
+
+
+class CudaEvent:
+    """An event on an engine's stream."""
+
+    def __init__(self, events: StreamEvents, handle: int) -> None:
+        self._events = events
+        self._handle = handle
+
+    def query(self) -> bool:
+        """Whether all work before it has completed. DeviceError."""
+        return self._events.query(self._handle)
+
+    def release(self) -> None:
+        """Let the event be used again. No query may follow."""
+        self._events.give_back(self._handle)
+
+
+class StreamEvents:
+    """The events of one device, on the loop. They are destroyed by `close`, and are recorded again
+    only after they were reached.
+    """
+
+    def __init__(self, device: CudaDevice, broken: Callable[[BaseException], None]) -> None:
+        self.ended = False
+        self._device = device
+        self._broken = broken
+        self._made: list[int] = []
+        self._released: list[int] = []
+
+    def record(self, stream: int) -> CudaEvent:
+        """Record an event after all work that a stream has got so far."""
+        self._check()
+        driver = self._device.driver
+        try:
+            with self._device.current():
+                event = self._take()
+                try:
+                    driver.call("cuEventRecord", event, stream)
+                except BaseException:
+                    self._released.append(event)
+                    raise
+        except CudaError as error:
+            self._note(error)
+            raise
+        return CudaEvent(self, event)
+
+    def _take(self) -> int:
+        for position, event in enumerate(self._released):
+            if self._device.driver.status("cuEventQuery", event) == 0:
+                return self._released.pop(position)
+        self._made.append(self._device.driver.read("cuEventCreate", UNTIMED))
+        return self._made[-1]
+
+    def query(self, event: int) -> bool:
+        """Whether an event was reached. DeviceError."""
+        self._check()
+        driver = self._device.driver
+        try:
+            with self._device.current():
+                code = driver.status("cuEventQuery", event)
+            if code not in (0, NOT_READY):
+                raise driver.error("cuEventQuery", code)
+        except CudaError as error:
+            self._note(error)
+            raise
+        return code == 0
+
+    def give_back(self, event: int) -> None:
+        """No waiter needs an event any more."""
+        self._released.append(event)
+
+    def _check(self) -> None:
+        if self.ended:
+            raise DeviceError("the copy engine of this GPU is closed")
+
+    def _note(self, error: CudaError) -> None:
+        if error.code in FATAL:
+            self._broken(error)
+
+    def close(self) -> None:
+        """Destroy every event, with the context current. Never raises."""
+        self.ended = True
+        while self._made:
+            quietly(self._device.driver, "cuEventDestroy", self._made.pop())
+
+
+class StreamWait:
+    """An engine's stream, and the blocks whose copies it shall wait for."""
+
+    def __init__(self, device: CudaDevice, stream: int, blocks: Sequence[int]) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._device = device
+        self._stream = stream
+        self._missing = set(blocks)
+
+    def add(self, op: Op) -> None:
+        """Wait for an operation that is on its stream, if it brings one of the blocks. The events
+        of its layers may be on several streams, so none of them stands for the others."""
+        if self.done.done() or self._missing.isdisjoint(op.blocks):
+            return
+        try:
+            with self._device.current():
+                for event in op.events:
+                    self._device.driver.call("cuStreamWaitEvent", self._stream, event, 0)
+        except CudaError as error:
+            self.done.set_exception(error)
+            return
+        self._missing.difference_update(op.blocks)
+        if not self._missing:
+            self.done.set_result(None)
 
 
 class CudaCopyEngine(CopyEngine):
@@ -114,10 +256,9 @@ class CudaCopyEngine(CopyEngine):
     driver, because the state of the GPU's work is then unknown.
 
     Args:
-        batch_from: see `Choice`. None: measured by `open`.
-        stage_from: likewise.
-        merge_from: likewise.
+        batch_from, stage_from, merge_from: see `Choice`. None: measured by `open`.
         staging_bytes: device memory of each direction that small pieces are gathered in. 0: none.
+        limit: seconds that `close` waits for copies in flight.
     """
 
     device: CudaDevice
@@ -134,22 +275,22 @@ class CudaCopyEngine(CopyEngine):
         limit: float = CLOSE_LIMIT,
     ) -> None:
         super().__init__(device, arena, 2)
-        settings = {
-            "batch_from": batch_from,
-            "stage_from": stage_from,
-            "merge_from": merge_from,
-        }
-        self._set = {name: value for name, value in settings.items() if value is not None}
+        given = {"batch_from": batch_from, "stage_from": stage_from, "merge_from": merge_from}
+        self._given = {name: value for name, value in given.items() if value is not None}
         self._staging_bytes = staging_bytes
         self._limit = limit
         self._undo = ExitStack()
-        self._lanes: dict[Direction, CopyStream] = {}
+        self._lanes: dict[Direction, Lane] = {}
         self._calibration = Calibration()
         self._copies: Copies | None = None
         self._broken: str | None = None
         self._lost = self._unacknowledged = False
         self._changed: Callable[[bool, bool], None] | None = None
-        self._operations = Operations(device, self._break)
+        self._in_flight: list[Op] = []
+        self._watched: list[Op] = []  # those on a stream
+        self._waits: dict[StreamWait, Lane] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._pause = FIRST_PAUSE
         self._events = StreamEvents(device, self._break)
 
     @property
@@ -165,29 +306,28 @@ class CudaCopyEngine(CopyEngine):
             await in_thread(self._open, "kvactors-cuda-open")
 
     def _open(self) -> None:
-        with self.device.current():
+        device, arena, undo = self.device, self.arena, self._undo
+        with device.current():
             try:
-                self._undo.callback(self._events.close)
-                slots = self.device.register_arena(self.arena)
-                self._undo.callback(self.device.unregister_arena, self.arena)
-                copies = self._copies = Copies(self.device, self.arena, slots, self._undo)
+                undo.callback(self._events.close)
+                pin = HostPin(device, arena.address, max(1, arena.num_slots) * arena.stride)
+                undo.callback(pin.release)
+                slots = arena.address, arena.stride, pin.on_device, arena.stride
+                copies = self._copies = Copies(device, *slots, undo)
                 lanes = {}
                 for direction in (Direction.TO_HOST, Direction.TO_DEVICE):
-                    to_device = direction is Direction.TO_DEVICE
-                    lanes[direction] = CopyStream(
-                        copies,
-                        self.device,
-                        self.arena,
-                        to_device=to_device,
+                    lanes[direction] = Lane(
+                        device.driver,
+                        to_device=direction is Direction.TO_DEVICE,
                         staging_bytes=self._staging_bytes if copies.kernels is not None else 0,
                     )
-                    self._undo.callback(lanes[direction].close)
-                gpu = lanes[Direction.TO_DEVICE].gpu
-                self._calibration = calibrate(copies, gpu, self._set)
-                copies.split(self._calibration.choice, gpu.stream)
+                    undo.callback(lanes[direction].close)
+                lane = lanes[Direction.TO_DEVICE]
+                self._calibration = calibrate(copies, lane, self._given)
+                copies.split(self._calibration.choice, lane.stream)
             except BaseException:
                 self._copies = None
-                self._undo.close()
+                undo.close()
                 raise
         self._lanes = lanes
 
@@ -199,13 +339,16 @@ class CudaCopyEngine(CopyEngine):
         self._events.ended = True
         if not lanes:
             return
-        settled = [asyncio.wrap_future(lane.workers.submit(lane.settle)) for lane in lanes.values()]
+        settled = [
+            asyncio.wrap_future(lane.workers.submit(partial(lane.settle, self.device.context)))
+            for lane in lanes.values()
+        ]
         with anyio.move_on_after(self._limit):
             await asyncio.gather(*settled)
-            await self._operations.wait_ended()
+            await asyncio.gather(*(op.ended for op in self._in_flight))
         if (
             all(one.done() and not one.cancelled() and one.exception() is None for one in settled)
-            and not self._operations.in_flight
+            and not self._in_flight
         ):
             await in_thread(self._give_back, "kvactors-cuda-close")
         else:
@@ -226,9 +369,12 @@ class CudaCopyEngine(CopyEngine):
             self._undo.close()
 
     def abandon_pending(self) -> None:
-        """See `DataPlane`. The GPU may still execute the abandoned operations. `close` waits for
-        them."""
-        self._operations.abandon()
+        """Answer every operation in flight as failed. The GPU may still execute them. `close` waits
+        for them."""
+        for op in self._in_flight:
+            op.over = True
+            if not op.done.done():
+                op.done.set_result(False)
 
     # -- operations
 
@@ -248,26 +394,142 @@ class CudaCopyEngine(CopyEngine):
             return tuple(range(len(blocks)))
         if within:
             return await self._copy_within(lane, blocks, slots)
-        loop = asyncio.get_running_loop()
         load = direction is Direction.TO_DEVICE
         groups = self.layer_groups(len(blocks), GROUP) if load else self.layer_groups(1, 1 << 62)
-        op = Op(blocks, slots, groups, progress if load else None, loop.create_future())
-        self._operations.start(op, lane)
+        op = Op(lane, blocks, slots, groups, progress if load else None)
+        self._in_flight.append(op)
+        self._in_thread(lane, partial(self._put, op), lambda error: self._submitted(op, error))
         good = await wait_uncancelled(op.done)
         return () if good else tuple(range(len(blocks)))
 
     async def _copy_within(
-        self, lane: CopyStream, sources: Sequence[int], targets: Sequence[int]
+        self, lane: Lane, sources: Sequence[int], targets: Sequence[int]
     ) -> tuple[int, ...]:
         """Copy in a lane's thread, which waits for the GPU for microseconds."""
         copies = lane.workers.submit(partial(self.device.copy_blocks, sources, targets))
         try:
             await wait_uncancelled(asyncio.wrap_future(copies))
         except Exception as error:
-            if lane.failed(error):
+            lane.counts.errors += 1
+            if isinstance(error, CudaError):
                 self._break(error)
             return tuple(range(len(sources)))
         return ()
+
+    def _in_thread(
+        self, lane: Lane, call: Callable[[], Any], then: Callable[[BaseException | None], None]
+    ) -> None:
+        """Call in the lane's thread, then on the loop, with the call's error."""
+        loop = asyncio.get_running_loop()
+
+        def done(future: Future[Any]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: no caller waits
+                loop.call_soon_threadsafe(then, future.exception())
+
+        lane.workers.submit(call).add_done_callback(done)
+
+    def _put(self, op: Op) -> None:
+        """In the lane's thread: put an operation on its stream. When this raises (ValueError,
+        DeviceError, CudaError), nothing of the operation runs."""
+        device = self.device
+        device.driver.call("cuCtxSetCurrent", device.context)
+        blocks, slots = checked_ids(device, self.arena, op.blocks, op.slots)
+        device.ensure_in_place()
+        lane, copies, ids = op.lane, self._copies, 0
+        assert copies is not None
+        order = np.argsort(slots, kind="stable")  # neighbours are copied together
+        blocks, slots = blocks[order], slots[order]
+        roles = len(device.layout.roles)
+        try:
+            if copies.by_kernel:
+                op.scratch = lane.take_scratch(2 * len(blocks))
+                lane.push_ids(op.scratch, blocks, slots)
+                ids = op.scratch.device
+            for group in op.groups:
+                pieces = range(group.start * roles, group.stop * roles)
+                copies.enqueue(blocks, slots, pieces, ids, lane)
+                op.events.append(lane.take_event())
+                lane.record(op.events[-1])
+        except BaseException:
+            lane.settle(device.context)
+            raise
+        op.submitted = True
+
+    def _submitted(self, op: Op, error: BaseException | None) -> None:
+        if error is None:
+            for wait, lane in list(self._waits.items()):
+                if op.lane is lane and not op.over:
+                    wait.add(op)
+            self._watched.append(op)
+            self._pause = FIRST_PAUSE
+            self._ask_later()
+            return
+        log.warning("copies could not be begun", error=str(error))
+        self._note(op, error)
+        self._end(op, good=False)
+
+    def _note(self, op: Op, error: BaseException) -> None:
+        """Count a failure. After one of the driver, no further operation is tried."""
+        op.lane.counts.errors += 1
+        if isinstance(error, CudaError) or not isinstance(error, (ValueError, DeviceError)):
+            self._break(error)
+
+    def _end(self, op: Op, *, good: bool) -> None:
+        self._in_flight.remove(op)
+        op.lane.give_back(op.events, op.scratch)
+        op.over = True
+        op.failed = not good
+        op.ended.set_result(None)
+        if not op.done.done():
+            op.done.set_result(good)
+
+    # -- progress of the streams
+
+    def _ask_later(self) -> None:
+        if self._timer is None and self._watched:
+            self._timer = asyncio.get_running_loop().call_later(self._pause, self._ask_all)
+
+    def _ask_all(self) -> None:
+        self._timer = None
+        before = sum(op.reached for op in self._watched)
+        try:
+            with self.device.current():
+                for op in list(self._watched):
+                    self._ask(op)
+        except CudaError as error:
+            for op in list(self._watched):
+                self._fail(op, error)
+        same = before == sum(op.reached for op in self._watched)
+        self._pause = min(2 * self._pause, LAST_PAUSE) if same else FIRST_PAUSE
+        self._ask_later()
+
+    def _ask(self, op: Op) -> None:
+        """Ask how far a stream is with an operation. An event that was reached stays reached:
+        errors come later."""
+        driver, before, code = self.device.driver, op.reached, 0
+        while (
+            op.reached < len(op.events)
+            and (code := driver.status("cuEventQuery", op.events[op.reached])) == 0
+        ):
+            op.reached += 1
+        if op.progress is not None and op.reached > before and not op.over:
+            try:
+                op.progress(op.groups[op.reached - 1].stop)
+            except Exception as error:
+                log.error("progress of layers could not be reported", error=repr(error))
+        if op.reached == len(op.events):
+            self._watched.remove(op)
+            self._end(op, good=True)
+        elif code != NOT_READY:
+            self._fail(op, driver.error("cuEventQuery", code))
+
+    def _fail(self, op: Op, error: BaseException) -> None:
+        """An operation's stream reports an error: the operation ends when nothing runs on the
+        stream any more."""
+        self._watched.remove(op)
+        self._note(op, error)
+        settle = partial(op.lane.settle, self.device.context)
+        self._in_thread(op.lane, settle, lambda _error: self._end(op, good=False))
 
     # -- for engines
 
@@ -275,9 +537,7 @@ class CudaCopyEngine(CopyEngine):
         """See `EngineStreams`. Copies that are not on their stream yet are not waited for."""
         lane, missing = self._lanes.get(Direction.TO_DEVICE), set(blocks)
         loads = [
-            op
-            for op, its_lane in self._operations.in_flight.items()
-            if its_lane is lane and not missing.isdisjoint(op.blocks)
+            op for op in self._in_flight if op.lane is lane and not missing.isdisjoint(op.blocks)
         ]
         if any(op.failed or op.over or not op.submitted for op in loads):
             return False
@@ -297,7 +557,11 @@ class CudaCopyEngine(CopyEngine):
         if lane is None:
             return None
         wait = StreamWait(self.device, stream, blocks)
-        self._operations.add_wait(wait, lane)
+        self._waits[wait] = lane
+        wait.done.add_done_callback(lambda _: self._waits.pop(wait, None))
+        for op in self._in_flight:
+            if op.lane is lane and op.submitted and not (op.failed or op.over):
+                wait.add(op)
         return wait.done
 
     def record_event(self, stream: int) -> CudaEvent:
@@ -331,4 +595,28 @@ class CudaCopyEngine(CopyEngine):
 
     def statistics(self) -> CudaStatistics:
         """A moment's picture."""
-        return statistics_of(self._lanes, self._copies, self._calibration, self._broken)
+        counts = {direction: lane.counts for direction, lane in self._lanes.items()}
+        to_host = counts.get(Direction.TO_HOST, LaneCounts())
+        to_device = counts.get(Direction.TO_DEVICE, LaneCounts())
+        copies = self._copies
+        choice = Choice(0, 0, 0) if copies is None else copies.choice
+        buffers = [lane.buffer for lane in self._lanes.values()]
+        return CudaStatistics(
+            batches=to_host.batches + to_device.batches,
+            launches=to_host.launches + to_device.launches,
+            singles=to_host.singles + to_device.singles,
+            bytes_to_host=to_host.bytes,
+            bytes_to_device=to_device.bytes,
+            errors=to_host.errors + to_device.errors,
+            batch_from=choice.batch_from,
+            timings=self._calibration.timings,
+            has_batch=copies is not None and copies.has_batch,
+            has_kernel=copies is not None and copies.kernels is not None,
+            broken=self._broken,
+            staged=to_host.staged + to_device.staged,
+            rectangles=to_host.rectangles + to_device.rectangles,
+            stage_from=choice.stage_from,
+            merge_from=choice.merge_from,
+            run_timings=self._calibration.runs,
+            staging_bytes=sum(2 * buffer.half_bytes for buffer in buffers if buffer is not None),
+        )

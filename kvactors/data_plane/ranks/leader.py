@@ -103,7 +103,7 @@ class RankGroup:
         return not self._closing and all(rank.health is RankState.HEALTHY for rank in self._ranks)
 
     async def open(self) -> None:
-        """Listen, and wait until every rank was admitted. After a failure it can be called again."""
+        """Listen, and wait until every rank was admitted. Can be called again after a failure."""
         try:
             began = self._joins.progress = now()
             for rank in self._ranks:

@@ -115,9 +115,13 @@ class RankStatistics(NamedTuple):
     """The state of one rank at this moment.
 
     Attributes:
+        rank: its number.
         health: healthy, joining, away or silent.
+        operations: operations sent to it.
+        in_flight: operations that it has not answered.
         losses: how often its connection was lost.
         silences: how often an answer was late.
+        violations: how often it violated the protocol.
     """
 
     rank: int
