@@ -32,6 +32,6 @@ async def test_threads_have_a_low_priority_and_give_way_and_the_loops_does_not(m
     device, arena = HostDevice(layout, 2), Arena(2, layout.block_bytes)
     copies = ThreadedCopies(device, arena, 1)
     assert await copies.run(Direction.TO_HOST, [0, 1], [0, 1]) == ()
-    copies.end(10)
+    await copies.close()
     assert begun == {"worker-0": threads.NICE, "kvactors-copy-0": threads.NICE}
     assert niceness() == before

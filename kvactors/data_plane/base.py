@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
@@ -34,21 +34,18 @@ NO_STREAMS = (
 )
 
 
-class EngineStreams(Protocol):
-    """An engine's streams. A stream is given by the driver's handle."""
+class EngineStreams:
+    """An engine's streams, each given by the driver's handle. These are out of reach."""
 
     def check_streams(self) -> None:
         """DeviceError if no stream of an engine can wait for loads, and no caller in its place."""
+        raise DeviceError(NO_STREAMS)
 
     def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
-        """Make a stream wait until one layer of copies in flight into device blocks has arrived.
-
-        Args:
-            layer: counted from the layout's first.
-
-        Returns:
-            Whether it waits for all of the blocks. Otherwise its owner must wait in another way.
-        """
+        """Make a stream wait until one layer (counted from the layout's first) of copies in flight
+        into device blocks has arrived. False: it does not wait for all of the blocks, and its owner
+        must wait in another way. DeviceError if the driver refuses."""
+        return False
 
     def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
         """Make a stream wait for copies into device blocks, also for those that begin later.
@@ -59,28 +56,23 @@ class EngineStreams(Protocol):
             exception is a DeviceError if the driver refuses. None: the owner of the stream must
             wait in another way.
         """
-
-    def record_event(self, stream: int) -> RecordedEvent:
-        """Record an event on a stream: it completes after the work put there so far."""
-
-
-class StreamsOutOfReach:
-    """Streams of other processes. Their owner waits for loads."""
-
-    def check_streams(self) -> None:
-        """See `EngineStreams`."""
-
-    def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
-        return False
-
-    def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
         return None
 
     def record_event(self, stream: int) -> RecordedEvent:
+        """Record an event on a stream: it completes after the work put there so far.
+        DeviceError."""
         raise DeviceError(NO_STREAMS)
 
 
-OUT_OF_REACH = StreamsOutOfReach()
+class StreamsOfRanks(EngineStreams):
+    """Streams of other processes. Their owner waits for loads."""
+
+    def check_streams(self) -> None:
+        """A caller waits in the streams' place."""
+
+
+STREAMS_OF_RANKS = StreamsOfRanks()
+
 Progress = Callable[[int], None]
 """Called on the loop with the number of leading layers whose bytes have arrived on the device,
 each time that number grows."""
@@ -189,7 +181,7 @@ class DataPlane(ABC):
     @property
     def streams(self) -> EngineStreams:
         """The engine's CUDA streams."""
-        return OUT_OF_REACH
+        return STREAMS_OF_RANKS
 
     async def read(
         self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired

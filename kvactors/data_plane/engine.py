@@ -4,32 +4,29 @@ thread."""
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any
 
 from kvactors.actor.uncancelled import wait_uncancelled
-from kvactors.data_plane.base import CLOSE_LIMIT, NO_STREAMS, Direction, Progress
+from kvactors.data_plane.base import CLOSE_LIMIT, Direction, EngineStreams, Progress
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device
-from kvactors.device.events import RecordedEvent
-from kvactors.errors import DeviceError
-from kvactors.threads import atexit_close, in_thread, lower_priority
+from kvactors.threads import Workers
 
 PIECE = 2 << 20
 """Bytes a hand-off to a thread should at least be worth: each costs some tens of microseconds."""
 
 
-class CopyEngine(ABC):
+class CopyEngine(EngineStreams, ABC):
     """Copies between a device and the arena."""
 
-    def __init__(self, device: Device, arena: Arena, threads: int) -> None:
+    def __init__(self, device: Device, arena: Arena) -> None:
         self.device = device
         self.arena = arena
-        self.threads = threads
 
     @property
     def trouble(self) -> str:
@@ -53,18 +50,6 @@ class CopyEngine(ABC):
         progress: with it, a copy to the device goes layer by layer.
         """
 
-    def check_streams(self) -> None:
-        raise DeviceError(NO_STREAMS)
-
-    def make_stream_wait(self, stream: int, blocks: Sequence[int], layer: int) -> bool:
-        return False
-
-    def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
-        return None
-
-    def record_event(self, stream: int) -> RecordedEvent:
-        raise DeviceError(NO_STREAMS)
-
     async def close(self) -> None:
         """No more copies."""
 
@@ -73,10 +58,9 @@ class CopyEngine(ABC):
         memory may have been lost. Calls it immediately if they are impossible already."""
 
     def acknowledge_loss(self) -> None:
-        """See `DataPlane`."""
+        """See `DataPlane`, as for `abandon_pending`."""
 
-    def abandon_pending(self) -> None:
-        """See `DataPlane`."""
+    def abandon_pending(self) -> None: ...
 
     def copy(
         self,
@@ -142,31 +126,12 @@ class InlineCopies(CopyEngine):
         return ()
 
 
-class _Piece(NamedTuple):
-    direction: Direction
-    blocks: Sequence[int]
-    slots: Sequence[int]
-    layers: range | None
-    loop: asyncio.AbstractEventLoop
-    done: asyncio.Future[bool]
-
-
 class ThreadedCopies(CopyEngine):
     """Copies in `threads` threads, started at the first copy."""
 
     def __init__(self, device: Device, arena: Arena, threads: int) -> None:
-        super().__init__(device, arena, threads)
-        self._pieces: queue.SimpleQueue[_Piece | None] = queue.SimpleQueue()
-        self._workers: list[threading.Thread] = []
-        atexit_close(self)
-
-    def end(self, limit: float) -> None:
-        """The interpreter exits: copies must end first. See `threads.atexit_close`."""
-        until = time.monotonic() + limit
-        for _ in self._workers:
-            self._pieces.put(None)
-        for worker in self._workers:
-            worker.join(max(0.0, until - time.monotonic()))
+        super().__init__(device, arena)
+        self._workers = Workers(threads, "kvactors-copy")
 
     async def run(
         self,
@@ -175,19 +140,15 @@ class ThreadedCopies(CopyEngine):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        if not self._workers:
-            self._start()
-        loop = asyncio.get_running_loop()
         layerwise = progress is not None and direction is Direction.TO_DEVICE
         groups = self.layer_groups(len(blocks)) if layerwise else [None]
         step = self._step(len(blocks), len(groups))
         starts = range(0, len(blocks), step)
-        futures: list[list[asyncio.Future[bool]]] = []
-        for layers in groups:
-            futures.append([loop.create_future() for _ in starts])
-            for start, future in zip(starts, futures[-1], strict=True):
-                part = slice(start, start + step)
-                self._pieces.put(_Piece(direction, blocks[part], slots[part], layers, loop, future))
+        parts = [slice(start, start + step) for start in starts]
+        futures = [
+            [self._begin(direction, blocks[part], slots[part], layers) for part in parts]
+            for layers in groups
+        ]
         if progress is not None and layerwise:
             _report(progress, [group for group in groups if group is not None], futures)
         await wait_uncancelled(asyncio.gather(*(future for group in futures for future in group)))
@@ -201,46 +162,36 @@ class ThreadedCopies(CopyEngine):
     def _step(self, pairs: int, groups: int) -> int:
         """Pairs a piece: shared among the threads, but none below PIECE bytes."""
         least = max(1, PIECE * groups // max(1, self.device.layout.block_bytes))
-        return max(least, -(-pairs // self.threads), 1)
+        return max(least, -(-pairs // self._workers.threads), 1)
 
-    def _start(self) -> None:
-        for i in range(self.threads):
-            worker = threading.Thread(target=self._work, name=f"kvactors-copy-{i}", daemon=True)
-            worker.start()
-            self._workers.append(worker)
+    def _begin(
+        self,
+        direction: Direction,
+        blocks: Sequence[int],
+        slots: Sequence[int],
+        layers: range | None,
+    ) -> asyncio.Future[bool]:
+        """Copy in a thread. The result is whether it succeeded."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[bool] = loop.create_future()
 
-    def _work(self) -> None:
-        lower_priority()
-        while (piece := self._pieces.get()) is not None:
-            try:
-                self.copy(piece.direction, piece.blocks, piece.slots, piece.layers)
-                good = True
-            except (
-                BaseException
-            ):  # no error may end the thread: the pieces behind it would wait without end
-                good = False
-            try:
-                piece.loop.call_soon_threadsafe(_finish, piece.done, good)
-            except RuntimeError:
-                return  # the loop is closed: no task waits any more
+        def ended(copied: Future[None]) -> None:
+            with suppress(RuntimeError):  # the loop is closed: no task waits any more
+                loop.call_soon_threadsafe(_finish, done, copied.exception() is None)
+
+        copy = partial(self.copy, direction, blocks, slots, layers)
+        self._workers.submit(copy).add_done_callback(ended)
+        return done
 
     async def close(self) -> None:
         """End the threads. A thread stuck in a copy is abandoned after CLOSE_LIMIT seconds (it is a
         daemon)."""
-        workers, self._workers = self._workers, []
-        for _ in workers:
-            self._pieces.put(None)
-
-        def join() -> None:
-            for worker in workers:
-                worker.join(CLOSE_LIMIT)
-
         try:
-            if workers:
-                await in_thread(join, "kvactors-copy-close")
+            await self._workers.drained(CLOSE_LIMIT)
         finally:
-            if any(worker.is_alive() for worker in workers):
+            if self._workers.busy:
                 self.arena.keep()
+            self._workers.close()
 
 
 def _report(

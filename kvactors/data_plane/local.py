@@ -217,7 +217,7 @@ def check_copy_settings(kind: str, config: HostConfig) -> None:
 def make_engine(device: Device, arena: Arena, config: HostConfig, *, inline: bool) -> CopyEngine:
     """Make the copy engine for a device of this process. `inline` copies in the loop's thread."""
     if inline:
-        return InlineCopies(device, arena, config.copy_threads)
+        return InlineCopies(device, arena)
     if device.kind == "cuda":
         from kvactors.data_plane.cuda.device import CudaDevice
         from kvactors.data_plane.cuda.engine import CudaCopyEngine

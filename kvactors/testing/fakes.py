@@ -65,7 +65,7 @@ class SimExecutor(CopyEngine):
     """
 
     def __init__(self, device: Device, arena: Arena, latency: Latency) -> None:
-        super().__init__(device, arena, threads=0)
+        super().__init__(device, arena)
         self.latency = latency
         self.gate = Gate()
         self.failing = 0

@@ -220,7 +220,7 @@ class SlowEngine(InlineCopies):
 
 def slow(cache) -> None:
     plane = cache.system.plane
-    plane.make_engine = lambda device: SlowEngine(device, plane.arena, 1)
+    plane.make_engine = lambda device: SlowEngine(device, plane.arena)
 
 
 async def test_a_device_that_does_not_open_changes_nothing():
@@ -260,7 +260,7 @@ async def test_the_cache_ends_while_the_number_is_set():
 
     async with kvactors.open(settings(device=0)) as cache:
         plane = cache.system.plane
-        plane.make_engine = lambda device: NeverOpens(device, plane.arena, 1)
+        plane.make_engine = lambda device: NeverOpens(device, plane.arena)
         task = asyncio.ensure_future(cache.set_num_blocks(6))
         await asyncio.sleep(0)
     with pytest.raises(CacheClosed):
@@ -277,7 +277,7 @@ async def test_a_part_that_is_late_does_not_end_the_cache(monkeypatch):
     async with later(actors={"open_timeout_s": 0.01}) as cache:
         plane = cache.system.plane
         make = plane.make_engine
-        plane.make_engine = lambda device: NeverOpens(device, plane.arena, 1)
+        plane.make_engine = lambda device: NeverOpens(device, plane.arena)
         with pytest.raises(DeviceError, match="did not open"):
             await cache.set_num_blocks(6)
         plane.make_engine = make

@@ -46,7 +46,8 @@ def loaded(layout, kind, threads=1, **options):
     device.copy_to_host(range(6), arena, range(6))
     for region in device._memory:
         region[:] = 0
-    return device, kind(device, arena, threads), names
+    given = (threads,) if kind is ThreadedCopies else ()
+    return device, kind(device, arena, *given), names
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -89,7 +90,7 @@ async def test_a_layer_that_fails_fails_its_pairs_and_ends_the_report(kind, monk
 
 def test_groups_cover_all_layers_and_are_worth_their_while():
     device = HostDevice(LAYOUTS["gqa"], 2)
-    executor = InlineCopies(device, Arena(2, device.layout.block_bytes), 1)
+    executor = InlineCopies(device, Arena(2, device.layout.block_bytes))
     layer = device.layout.block_bytes // 5
     for least, sizes in ((1, [1] * 5), (layer * 4, [2, 2, 1]), (1 << 30, [5])):
         groups = executor.layer_groups(2, least)
@@ -124,7 +125,7 @@ async def test_layers_are_ready_one_by_one(layerwise, monkeypatch):
 
     monkeypatch.setattr(
         "kvactors.data_plane.local.make_engine",
-        lambda device, arena, config, inline: Gated(device, arena, 1),
+        lambda device, arena, config, inline: Gated(device, arena),
     )
     async with kvactors.open(config) as cache:
         prompt = list(range(5 * 16))

@@ -274,7 +274,7 @@ class CudaCopyEngine(CopyEngine):
         staging_bytes: int = STAGING_BYTES,
         limit: float = CLOSE_LIMIT,
     ) -> None:
-        super().__init__(device, arena, 2)
+        super().__init__(device, arena)
         given = {"batch_from": batch_from, "stage_from": stage_from, "merge_from": merge_from}
         self._given = {name: value for name, value in given.items() if value is not None}
         self._staging_bytes = staging_bytes
@@ -550,7 +550,7 @@ class CudaCopyEngine(CopyEngine):
         return True
 
     def check_streams(self) -> None:
-        """See `EngineStreams`: they are in reach."""
+        """They are in reach."""
 
     def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
         lane = self._lanes.get(Direction.TO_DEVICE)
