@@ -19,6 +19,7 @@ from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import at_rest
 from tests.support.rank_model import ProcessModel, WorkerGone
 from tests.support.rank_process import RankProcess
+from tests.support.sim_rank import hang_up
 
 BLOCK, RANKS, CLIENTS = 8, 2, 3
 KINDS: tuple[Kind, ...] = ("rank_lost", "rank_silent", "rank_silent", "rank_cut", "rank_cut")
@@ -88,7 +89,7 @@ async def _inject_fault(
     kind = setting.rng.choice(KINDS)
     tally.count(kind, 1)
     if kind == "rank_cut" and cache.system.ranks is not None:
-        cache.system.ranks.disconnect(victim.rank)
+        hang_up(cache.system.ranks, victim.rank)
         return
     seconds = setting.seconds(0.05, 1.0) if kind == "rank_silent" else 0.0
     await carry_out(victim, Fault(kind, duration=seconds))

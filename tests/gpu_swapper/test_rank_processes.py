@@ -25,6 +25,7 @@ from tests.gpu_swapper.rank_processes import (
     settings,
 )
 from tests.support.rank_process import LOST, SILENT
+from tests.support.sim_rank import hang_up
 
 pytestmark = pytest.mark.timeout(3 * HANG)
 
@@ -171,7 +172,7 @@ async def test_faults_at_a_hundred_random_moments(tmp_path):
                 elif fault == "stop":
                     await carry_out(victim, replace(SILENT, duration=rng.random() * 0.5))
                 else:
-                    group.disconnect(victim.rank)
+                    hang_up(group, victim.rank)
                 if rng.random() < 0.7:
                     await healthy(cache)
             await healthy(cache)

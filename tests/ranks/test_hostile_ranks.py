@@ -63,7 +63,7 @@ MESSAGES = st.one_of(ANSWERS, *(st.from_type(kind).filter(encodable) for kind in
 def test_all_received_bytes_are_a_message_or_end_the_connection(body):
     async def main() -> None:
         ours, theirs = MemoryConnection.pair()
-        ours._put(body)
+        ours._inbox.put_nowait(body)
         message = await ours.receive()
         assert message is None or isinstance(message, Frame)
         assert message is not None or ours.violation
@@ -75,7 +75,7 @@ def test_all_received_bytes_are_a_message_or_end_the_connection(body):
 def test_a_deeply_nested_message_ends_the_connection():
     async def main() -> None:
         ours, _ = MemoryConnection.pair()
-        ours._put(b"\x91" * 100_000)
+        ours._inbox.put_nowait(b"\x91" * 100_000)
         assert await ours.receive() is None
         assert ours.violation
 

@@ -16,7 +16,8 @@ import structlog
 import kvactors
 from kvactors.data_plane.ranks import connection
 from kvactors.data_plane.ranks.connection import Listener, connect
-from kvactors.data_plane.ranks.entrance import SOURCES, UNCLAIMED, Strangers, check_leader, mac
+from kvactors.data_plane.ranks.entrance import SOURCES, Strangers, check_leader, mac
+from kvactors.data_plane.ranks.leader import UNCLAIMED
 from kvactors.data_plane.ranks.protocol import (
     NONCE_BYTES,
     UNPROVEN_BYTES,
@@ -176,7 +177,7 @@ async def test_unauthenticated_clients_hold_no_more_connections_than_the_limit_a
         most = UNCLAIMED + 2 * group.config.count
         strangers = [await connect(ENDPOINT) for _ in range(3 * most)]
         await settle()
-        assert len(group._entrance._unclaimed) == most
+        assert len(group._unclaimed) == most
         assert [await wire.receive() for wire in strangers[: 2 * most]] == [None] * (2 * most)
         assert group.strangers.counts["too many connections"] == 2 * most
         assert group.healthy

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
 
 import anyio
 import pytest
 
 import kvactors
 from kvactors.data_plane.ranks.protocol import RankCopyWithin
-from kvactors.data_plane.ranks.store import cannot_copy
+from kvactors.data_plane.ranks.worker import _Refuse, _Serving
 from kvactors.device.base import DeviceBlocks
 from kvactors.settings import DeviceConfig, HostConfig
 from kvactors.settings.ranks import RanksConfig
@@ -31,6 +32,7 @@ from tests.ranks.simulated import (
     stored,
     wrong,
 )
+from tests.support.sim_rank import hang_up
 
 FAULTS = ("kill", "hold", "cut", "hang up", "clear", "clear all", "prefetch", "pause")
 
@@ -69,7 +71,7 @@ async def inject(cache, ranks, kind: str, rng: random.Random) -> None:
     elif kind == "cut":
         victim.cut()
     elif kind == "hang up":
-        cache.system.ranks.disconnect(victim.rank)
+        hang_up(cache.system.ranks, victim.rank)
     elif kind.startswith("clear"):
         await cache.clear(storage="all" in kind)
     elif kind == "prefetch":
@@ -333,6 +335,8 @@ def test_a_last_block_is_copied_on_every_rank():
     [((0,), ()), ((0,), (16,)), ((-1,), (1,)), ((0, 1), (1, 2)), ((0, 1), (2, 2))],
 )
 def test_a_rank_refuses_copies_that_overlap_or_are_out_of_range(sources, targets):
-    device = DeviceBlocks("host", None, 16)
-    assert cannot_copy(RankCopyWithin(1, sources, targets), device)
-    assert not cannot_copy(RankCopyWithin(1, (0, 0), (1, 2)), device)
+    serving = _Serving.__new__(_Serving)
+    serving.plane = SimpleNamespace(device=DeviceBlocks("host", None, 16))
+    with pytest.raises(_Refuse):
+        serving._check_within(RankCopyWithin(1, sources, targets))
+    serving._check_within(RankCopyWithin(1, (0, 0), (1, 2)))

@@ -22,7 +22,7 @@ from kvactors.actor import (
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import Cancel, Load, Loaded, LoadStalled, SetTargets
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
-from kvactors.data_plane.ranks.state import RankState
+from kvactors.data_plane.ranks.state import Rank, RankState
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.settings import Config
@@ -157,10 +157,13 @@ class SimSystem(System):
     def _watch_health(self) -> None:
         assert self.ranks is not None
 
-        def note(_rank: int, before: RankState, after: RankState) -> None:
-            self.recorder.seen[f"health {before.value} to {after.value}"] += 1
+        change = self.ranks._set
 
-        self.ranks.on_health = note
+        def note(rank: Rank, health: RankState, reason: str) -> None:
+            self.recorder.seen[f"health {rank.health.value} to {health.value}"] += 1
+            change(rank, health, reason)
+
+        self.ranks._set = note  # type: ignore[method-assign]
 
 
 def without_substitutes(group: Group) -> Group:

@@ -8,12 +8,20 @@ import asyncio
 import anyio
 
 from kvactors.data_plane.ranks.connection import Connection, Listener, connect
+from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.layout import make_layout
 from kvactors.settings import Config
 from kvactors.storage.backend import Backend
 from kvactors.testing.fakes import SimDevice
 from kvactors.testing.faults import Fault, Gate, Latency, instant
+
+
+def hang_up(group: RankGroup, rank: int) -> None:
+    """The leader closes its connection to a rank, if there is one."""
+    link = group._ranks[rank].link
+    if link is not None:
+        link.connection.close()
 
 
 class SimRank:

@@ -9,14 +9,13 @@ import socket
 import stat
 import struct
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
-from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.protocol import MOST_BYTES, AnyFrame, Frame
 from kvactors.errors import RankError
 from kvactors.native import fcntl
@@ -56,6 +55,11 @@ class Connection(ABC):
     def close(self) -> None:
         """Close the connection at once, in both directions."""
 
+    def _accepts(self, size: int) -> bool:
+        if size > self.limit:
+            self.violation = f"a message of {size} bytes, at most {self.limit} are accepted here"
+        return size <= self.limit
+
     def _decode(self, body: bytes) -> AnyFrame | None:
         try:
             return _decoder.decode(body)
@@ -87,10 +91,7 @@ class StreamConnection(Connection):
     async def receive(self) -> AnyFrame | None:
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "little")
-            if size > self.limit:
-                self.violation = (
-                    f"a message of {size} bytes, at most {self.limit} are accepted here"
-                )
+            if not self._accepts(size):
                 return None
             return self._decode(await self._reader.readexactly(size))
         except (OSError, asyncio.IncompleteReadError):
@@ -102,68 +103,36 @@ class StreamConnection(Connection):
 
 
 class MemoryConnection(Connection):
-    """One end of a pair in memory.
+    """One end of a pair in memory."""
 
-    Args:
-        lag: seconds a message sent from here takes (called for each).
-    """
-
-    def __init__(self, lag: Callable[[], float] = lambda: 0.0) -> None:
+    def __init__(self) -> None:
         self.other: MemoryConnection | None = None
-        self._lag = lag
-        self._inbox: deque[bytes | None] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._last = 0.0
-        self._sent: deque[bytes] = deque()
+        self._inbox: asyncio.Queue[bytes | None] = asyncio.Queue()
 
     @classmethod
-    def pair(
-        cls, lag: Callable[[], float] = lambda: 0.0
-    ) -> tuple[MemoryConnection, MemoryConnection]:
+    def pair(cls) -> tuple[MemoryConnection, MemoryConnection]:
         """Two ends."""
-        one, two = cls(lag), cls(lag)
+        one, two = cls(), cls()
         one.other, two.other = two, one
         return one, two
 
     def send(self, message: Frame) -> None:
-        """See `Connection`. Messages arrive in the order of sending, at any lag."""
         if self.other is not None:
             loop = asyncio.get_running_loop()
-            self._last = max(self._last, loop.time() + self._lag())
-            self._sent.append(_encoder.encode(message))
-            loop.call_at(
-                self._last, self._deliver, self.other
-            )  # timers of one instant run in any order
-
-    def _deliver(self, other: MemoryConnection) -> None:
-        other._put(self._sent.popleft())
-
-    def _put(self, item: bytes | None) -> None:
-        self._inbox.append(item)
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            loop.call_soon(self.other._inbox.put_nowait, _encoder.encode(message))
 
     async def receive(self) -> AnyFrame | None:
-        while not self._inbox:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        item = self._inbox.popleft()
-        if item is None:
-            self._inbox.append(None)
-            return None
-        if len(item) > self.limit:
-            self.violation = (
-                f"a message of {len(item)} bytes, at most {self.limit} are accepted here"
-            )
-            return None
-        return self._decode(item)
+        body = await self._inbox.get()
+        if body is None:
+            self._inbox.put_nowait(None)  # for later calls
+        return self._decode(body) if body is not None and self._accepts(len(body)) else None
 
     def close(self) -> None:
         other, self.other = self.other, None
-        self._put(None)
+        self._inbox.put_nowait(None)
         if other is not None:
             other.other = None
-            other._put(None)
+            other._inbox.put_nowait(None)
 
 
 # -- Sockets of leaders and ranks: where a leader listens, who may connect, and how a rank connects.
@@ -173,9 +142,7 @@ class MemoryConnection(Connection):
 # at once one gets an error.
 
 
-log = get_logger()
-
-Met = Callable[[Connection], Awaitable[None]]
+Met = Callable[[Connection], Coroutine[Any, Any, None]]
 """Handles one connection, which is closed when this returns."""
 
 BUFFER = 16 << 10
@@ -253,15 +220,11 @@ class Listener:
         if self._stopped:
             connection.close()
             return
-        task = asyncio.get_running_loop().create_task(self._handle(connection))
+        task = asyncio.get_running_loop().create_task(self.met(connection))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(
-            lambda _: connection.close()
-        )  # a task that is cancelled before its first step runs no `finally`
-
-    async def _handle(self, connection: Connection) -> None:
-        await self.met(connection)
+        # a task that is cancelled before its first step runs no `finally`
+        task.add_done_callback(lambda _: connection.close())
 
     async def stop(self) -> None:
         """Accept nothing more, close every connection, and remove the socket's path if it is still
@@ -378,7 +341,12 @@ async def connect(endpoint: str) -> Connection:
     listens at a unix socket)."""
     scheme, host, port = split_endpoint(endpoint)
     if scheme == "memory":
-        return _connect_in_memory(host)
+        if host not in _in_memory:
+            raise ConnectionRefusedError(f"nothing listens at {endpoint}")
+        mine, theirs = MemoryConnection.pair()
+        mine.source = theirs.source = endpoint
+        _in_memory[host].take(theirs)
+        return mine
     if scheme != "unix":
         return StreamConnection(
             *await asyncio.open_connection(host, port, limit=BUFFER), f"{host}:{port}"
@@ -391,13 +359,3 @@ async def connect(endpoint: str) -> Connection:
             f"process {pid} of user {uid} listens at {host}, not user {os.geteuid()} or root"
         )
     return StreamConnection(reader, writer, host)
-
-
-def _connect_in_memory(name: str) -> Connection:
-    listener = _in_memory.get(name)
-    if listener is None:
-        raise ConnectionRefusedError(f"nothing listens at memory://{name}")
-    mine, theirs = MemoryConnection.pair()
-    mine.source = theirs.source = f"memory://{name}"
-    listener.take(theirs)
-    return mine

@@ -6,21 +6,21 @@ from __future__ import annotations
 import hmac
 import secrets
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Protocol
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import anyio
 
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.connection import Connection
 from kvactors.data_plane.ranks.protocol import (
-    FROM_RANK_BYTES,
     MOST_BYTES,
     MOST_NAMES,
     NONCE_BYTES,
     UNPROVEN_BYTES,
     VERSION,
     Challenge,
+    Frame,
     Hello,
     Identity,
     Proof,
@@ -28,9 +28,10 @@ from kvactors.data_plane.ranks.protocol import (
 )
 from kvactors.data_plane.ranks.state import Rank, RankState
 from kvactors.errors import RankError
-from kvactors.identity import StoreIdentity
 from kvactors.settings.ranks import RanksConfig, Secret
-from kvactors.tables import Unclaimed
+
+if TYPE_CHECKING:
+    from kvactors.data_plane.ranks.leader import RankGroup
 
 # -- Proof in both directions that leader and rank have the same secret: HMAC-SHA256 over two
 # nonces.
@@ -58,21 +59,15 @@ async def check_rank(connection: Connection, secret: Secret) -> tuple[str, bool]
     """The leader's side. Returns why the connection is refused, and whether the reason is sent to
     the other end (`refuse`). The reason is empty if the other end has the secret."""
     connection.limit = UNPROVEN_BYTES
-    reason, answer = f"no proof in {LIMIT:.0f} s", False
     with anyio.move_on_after(LIMIT):
-        reason, answer = await _check_rank(connection, secret)
-    return reason, answer
+        return await _check_rank(connection, secret)
+    return f"no proof in {LIMIT:.0f} s", False
 
 
 async def _check_rank(connection: Connection, secret: Secret) -> tuple[str, bool]:
-    """The reason for a refusal, and whether the other end is sent it."""
     hello = await connection.receive()
     if not isinstance(hello, Hello):
-        return connection.violation or (
-            "closed before a hello"
-            if hello is None
-            else f"{type(hello).__name__} in place of a hello"
-        ), False
+        return _unexpected(connection, hello, "hello"), False
     if hello.version != VERSION:
         return f"protocol version {hello.version} of the rank, {VERSION} of the leader", True
     if len(hello.nonce) != NONCE_BYTES:
@@ -81,15 +76,16 @@ async def _check_rank(connection: Connection, secret: Secret) -> tuple[str, bool
     connection.send(Challenge(VERSION, nonce))
     proof = await connection.receive()
     if not isinstance(proof, Proof):
-        return connection.violation or (
-            "closed before a proof"
-            if proof is None
-            else f"{type(proof).__name__} in place of a proof"
-        ), False
+        return _unexpected(connection, proof, "proof"), False
     if not hmac.compare_digest(proof.mac, mac(secret, b"rank", hello.nonce, nonce)):
         return "the rank's secret is not the leader's (ranks.secret or KVACTORS_RANKS_SECRET)", True
     connection.send(Proof(mac(secret, b"leader", hello.nonce, nonce)))
     return "", False
+
+
+def _unexpected(connection: Connection, message: Frame | None, wanted: str) -> str:
+    found = f"{type(message).__name__} in place of a {wanted}"
+    return connection.violation or (f"closed before a {wanted}" if message is None else found)
 
 
 async def refuse(connection: Connection, reason: str) -> None:
@@ -102,15 +98,13 @@ async def refuse(connection: Connection, reason: str) -> None:
 
 async def check_leader(connection: Connection, secret: Secret) -> bool:
     """The rank's side: whether the other end has the secret; False if the connection was lost
-    before that is known.
-    """
+    before that is known. RankError if the leader refuses this rank, or does not have its secret."""
     connection.limit = UNPROVEN_BYTES
-    proved = False
     with anyio.move_on_after(LIMIT):
-        proved = await _check_leader(connection, secret)
-    if proved:
-        connection.limit = MOST_BYTES
-    return proved
+        if await _check_leader(connection, secret):
+            connection.limit = MOST_BYTES
+            return True
+    return False
 
 
 async def _check_leader(connection: Connection, secret: Secret) -> bool:
@@ -175,17 +169,7 @@ class Strangers:
 # -- Reasons for refusing a rank, and the ranks that a leader still waits for.
 
 
-class Wanted(Protocol):
-    """Requirements of a leader on every rank. See `RankGroup`."""
-
-    config: RanksConfig
-    identity: StoreIdentity
-    blocks: int
-    slots: int
-    storage: str
-
-
-def misfit(identity: Identity, wanted: Wanted) -> str:
+def misfit(identity: Identity, wanted: RankGroup) -> str:
     """Why a rank does not meet the requirements, with both values. Empty if it meets them."""
     ours, count = wanted.identity, wanted.config.count
     rows = (
@@ -217,71 +201,3 @@ def lacking(ranks: Iterable[Rank], config: RanksConfig, strangers: Strangers) ->
     details = "; ".join([*strangers.shown, *refused])
     text = f"ranks {missing} of {config.count} did not come to {config.endpoint} in time"
     return f"{text} ({details})" if details else text
-
-
-UNCLAIMED = 32
-"""Connections without a rank's place at most, and two more for each rank. The oldest is closed for
-a new one."""
-
-
-class Leader(Wanted, Protocol):
-    """The attributes of a leader that every rank must have, and the refused connections."""
-
-    strangers: Strangers
-
-
-class Entrance:
-    """Admits connections of ranks, refuses and counts others."""
-
-    def __init__(self, leader: Leader, secret: Secret) -> None:
-        self._leader = leader
-        self._secret = secret
-        self._unclaimed = Unclaimed(UNCLAIMED + 2 * leader.config.count, self._displace)
-
-    async def admit(
-        self, connection: Connection, claim: Callable[[Identity], Awaitable[str]]
-    ) -> Identity | None:
-        """Check the secret and the identity of a connection.
-
-        Args:
-            claim: waits until the rank's number is free, and returns why it is not.
-
-        Returns:
-            The identity of a rank that fits; None if the connection was refused or lost.
-        """
-        strangers = self._leader.strangers
-        self._unclaimed.add(connection)
-        reason, answer = await check_rank(connection, self._secret)
-        if connection not in self._unclaimed:
-            return None  # closed for a newer connection
-        if reason:
-            strangers.refused(connection.source, "not authenticated", reason)
-            if answer:
-                await refuse(connection, reason)
-            return None
-        connection.limit = FROM_RANK_BYTES
-        identity = None
-        with anyio.move_on_after(LIMIT):
-            identity = await connection.receive()
-        if not isinstance(identity, Identity):
-            strangers.refused(
-                connection.source, "no identity", connection.violation or type(identity).__name__
-            )
-            return None
-        reason = misfit(identity, self._leader) or await claim(identity)
-        if reason:
-            strangers.refused(connection.source, "does not fit", reason, show=True)
-            await refuse(connection, reason)
-            return None
-        self.leave(connection)
-        return identity
-
-    def leave(self, connection: Connection) -> None:
-        """A connection has a rank's place now, or is lost."""
-        self._unclaimed.discard(connection)
-
-    def _displace(self, oldest: Connection) -> None:
-        oldest.close()
-        self._leader.strangers.refused(
-            oldest.source, "too many connections", "closed for a newer one"
-        )

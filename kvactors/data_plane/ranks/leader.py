@@ -17,13 +17,23 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
+import anyio
+
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
 from kvactors.data_plane.ranks.connection import Connection, Listener
-from kvactors.data_plane.ranks.entrance import Entrance, Strangers, lacking
+from kvactors.data_plane.ranks.entrance import (
+    LIMIT,
+    Strangers,
+    check_rank,
+    lacking,
+    misfit,
+    refuse,
+)
 from kvactors.data_plane.ranks.names import Joins, RankNames
 from kvactors.data_plane.ranks.protocol import (
+    FROM_RANK_BYTES,
     Arrived,
     Frame,
     Identity,
@@ -42,14 +52,18 @@ from kvactors.data_plane.ranks.state import (
     RankOperation,
     RankState,
     RankStatistics,
-    Silence,
     Violation,
 )
 from kvactors.errors import RankError
 from kvactors.identity import StoreIdentity
 from kvactors.settings.ranks import RanksConfig, Secret
+from kvactors.tables import Unclaimed
 
 log = get_logger()
+
+UNCLAIMED = 32
+"""Connections without a rank's place at most, and two more for each rank. The oldest is closed for
+a new one."""
 
 PENALTY_LEAST, PENALTY_MOST = 0.5, 30.0
 """Seconds a rank must wait after it violated the protocol before it is admitted again. Doubled each
@@ -83,19 +97,26 @@ class RankGroup:
         self.storage = storage
         self.layers = layers
         self.changed: Callable[[int, RankState], None] = lambda _rank, _health: None
-        # Called with a rank and its health before and after each change, for tests.
-        self.on_health: Callable[[int, RankState, RankState], None] | None = None
         self.names: RankNames | None = None
         self.memory_generation = 0
         self.strangers = Strangers()
-        self._ranks = [Rank(number) for number in range(config.count)]
         self._ops = count(1)
-        self.used = self._closing = False
-        self._entrance = Entrance(self, Secret(config.secret))
-        self._joins = Joins()
+        self.used = False
+        self._secret = Secret(config.secret)
+        self._unclaimed = Unclaimed(UNCLAIMED + 2 * config.count, self._displace)
         self._admission: asyncio.Future[None] | None = None
-        self._silence = Silence(config.timeout_s, self._set)
-        self._listener = listener_of(self)
+        self._pings: set[asyncio.Task[None]] = set()
+        self._begin()
+
+    def _begin(self) -> None:
+        """As before `open`."""
+        self._ranks = [Rank(number) for number in range(self.config.count)]
+        self._joins = Joins()
+        self._closing = False
+        refused = self.strangers.refused
+        self._listener = Listener(
+            self.accept, lambda source, why: refused(source, "another user", why)
+        )
 
     @property
     def healthy(self) -> bool:
@@ -118,26 +139,21 @@ class RankGroup:
             if not self.healthy:
                 raise RankError(lacking(self._ranks, self.config, self.strangers))
         except BaseException:
-            await uncancelled(self._reset())
+            await uncancelled(self.close())
+            self._begin()
             raise
-
-    async def _reset(self) -> None:
-        """Close, and be as before `open`."""
-        await self.close()
-        self._ranks, self._joins = [Rank(rank.number) for rank in self._ranks], Joins()
-        self._listener, self._closing, self._silence.closing = listener_of(self), False, False
 
     def abandon_pending(self) -> None:
         """Nothing will be reused any more: operations that wait for a silent or lost rank need not
         wait longer."""
-        self._closing = self._silence.closing = True
+        self._closing = True
         for rank in self._ranks:
             if rank.health is not RankState.HEALTHY:
                 rank.settle()
 
     async def close(self) -> None:
         """End every operation and close every connection."""
-        self._closing = self._silence.closing = True
+        self._closing = True
         for rank in self._ranks:
             rank.settle()
             if rank.link is not None:
@@ -153,7 +169,7 @@ class RankGroup:
         *,
         outcomes: int,
         worst: int = 1,
-        partial: bool = False,
+        incomplete: bool = False,
         only: int | None = None,
     ) -> list[RankAnswer | None]:
         """Send the message that `build` makes for an operation number to every rank. Returns an
@@ -163,18 +179,26 @@ class RankGroup:
 
         arrived: called with the layers that all ranks have, whenever there are more. outcomes: how
         many an answer must have. worst: the greatest value of an outcome. A rank with other answers
-        is disconnected. partial: ask the healthy ranks even if others are not. only: ask this rank.
+        is disconnected. incomplete: ask the healthy ranks even if others are not. only: ask
+        this rank.
         """
-        if not (self.healthy or (partial and not self._closing)):
+        if not (self.healthy or (incomplete and not self._closing)):
             return [None] * len(self._ranks)
         op, loop = next(self._ops), asyncio.get_running_loop()
         message = build(op)
-        progress = layer_progress(len(self._ranks), arrived)
+        layers = [0] * len(self._ranks)
+
+        def note(rank: int, number: int) -> None:
+            before = min(layers)
+            layers[rank] = max(layers[rank], number)
+            if arrived is not None and min(layers) > before:
+                arrived(min(layers))
+
         answers: list[asyncio.Future[RankAnswer | None]] = []
         for rank in self._ranks:
             operation = RankOperation(
                 loop.create_future(),
-                progress(rank.number),
+                None if arrived is None else partial(note, rank.number),
                 outcomes,
                 worst,
                 stored=isinstance(message, StoreObjects | MoveDevice),
@@ -187,8 +211,8 @@ class RankGroup:
             ):
                 operation.over(None)
                 continue
-            operation.timer = loop.call_later(self.config.timeout_s, self._silence.late, rank, op)
             rank.open[op] = operation
+            self._watch(rank, op)
             rank.operations += 1
             rank.link.connection.send(message)
         await wait_uncancelled(asyncio.gather(*answers))
@@ -202,12 +226,44 @@ class RankGroup:
         if self._closing:
             return
         try:
-            identity = await self._entrance.admit(connection, self._claim)
+            identity = await self._identified(connection)
             if identity is not None:
                 await self._serve(self._ranks[identity.rank], Link(connection, identity))
         finally:
-            self._entrance.leave(connection)
+            self._unclaimed.discard(connection)
             connection.close()
+
+    async def _identified(self, connection: Connection) -> Identity | None:
+        """The identity of a rank that has the secret and fits, once its number is free; None if the
+        connection was refused or lost."""
+        refused, source = self.strangers.refused, connection.source
+        self._unclaimed.add(connection)
+        reason, answer = await check_rank(connection, self._secret)
+        if connection not in self._unclaimed:
+            return None  # closed for a newer connection
+        if reason:
+            refused(source, "not authenticated", reason)
+            if answer:
+                await refuse(connection, reason)
+            return None
+        connection.limit = FROM_RANK_BYTES
+        identity = None
+        with anyio.move_on_after(LIMIT):
+            identity = await connection.receive()
+        if not isinstance(identity, Identity):
+            refused(source, "no identity", connection.violation or type(identity).__name__)
+            return None
+        reason = misfit(identity, self) or await self._claim(identity)
+        if reason:
+            refused(source, "does not fit", reason, show=True)
+            await refuse(connection, reason)
+            return None
+        self._unclaimed.discard(connection)
+        return identity
+
+    def _displace(self, oldest: Connection) -> None:
+        oldest.close()
+        self.strangers.refused(oldest.source, "too many connections", "closed for a newer one")
 
     async def _claim(self, identity: Identity) -> str:
         """Wait until the rank's number is free. Returns why it is not: another process serves it
@@ -279,7 +335,7 @@ class RankGroup:
                 link.names(message)
             elif isinstance(message, Pong):
                 link.pong()
-                self._silence.answered(rank)
+                self._answered_ping(rank)
             else:
                 raise Violation(f"unexpected message {type(message).__name__}")
         if link.connection.violation:
@@ -310,12 +366,6 @@ class RankGroup:
         if rank.health is RankState.SILENT and not rank.overdue:
             self._set(rank, RankState.HEALTHY, "")
 
-    def disconnect(self, number: int) -> None:
-        """Close the connection to a rank. The rank connects again."""
-        rank = self._ranks[number]
-        if rank.link is not None:
-            self._lost(rank, rank.link, "connection closed by the leader")
-
     def _lost(self, rank: Rank, link: Link, reason: str) -> None:
         link.over()
         if rank.link is not link:
@@ -333,12 +383,55 @@ class RankGroup:
         log.warning("rank lost", rank=rank.number, reason=reason, in_flight=len(rank.open))
 
     def _set(self, rank: Rank, health: RankState, reason: str) -> None:
-        if self.on_health is not None:
-            self.on_health(rank.number, rank.health, health)
         rank.health, rank.reason, rank.since = health, reason, now()
         self.changed(rank.number, health)
         if self._admission is not None and not self._admission.done():
             self._admission.set_result(None)
+
+    # -- silence: a copy is not answered in time, or neither a store operation nor a ping is
+
+    def _watch(self, rank: Rank, op: int) -> None:
+        timeout = self.config.timeout_s
+        rank.open[op].timer = asyncio.get_running_loop().call_later(timeout, self._late, rank, op)
+
+    def _late(self, rank: Rank, op: int) -> None:
+        """An answer is late. A rank whose store is slow answers a ping, one that is stopped does
+        not."""
+        operation = rank.open.get(op)
+        if self._closing or operation is None or not operation.stored or rank.link is None:
+            self._silent(rank, op)
+            return
+        task = asyncio.get_running_loop().create_task(self._ping(rank, op, rank.link))
+        self._pings.add(task)
+        task.add_done_callback(self._pings.discard)
+
+    async def _ping(self, rank: Rank, op: int, link: Link) -> None:
+        answered = await link.answers(self.config.timeout_s)
+        if op not in rank.open:
+            return
+        if answered and not self._closing:
+            self._watch(rank, op)
+        else:
+            self._silent(rank, op)
+
+    def _silent(self, rank: Rank, op: int) -> None:
+        if self._closing:
+            rank.settle()
+        elif op in rank.open:
+            rank.overdue.add(op)
+            if rank.health is RankState.HEALTHY:
+                rank.silences += 1
+                self._set(rank, RankState.SILENT, f"no answer in {self.config.timeout_s:g} s")
+
+    def _answered_ping(self, rank: Rank) -> None:
+        """If the store of a silent rank alone is late, copies can go on."""
+        if rank.health is RankState.SILENT and all(rank.open[op].stored for op in rank.overdue):
+            for op in rank.overdue:
+                self._watch(rank, op)
+            rank.overdue.clear()
+            self._set(rank, RankState.HEALTHY, "")
+
+    # -- reports
 
     def statistics(self) -> tuple[RankStatistics, ...]:
         """The state of every rank at this moment."""
@@ -347,27 +440,3 @@ class RankGroup:
     def health(self) -> tuple[RankHealth, ...]:
         """For every rank: its state, why, and since when."""
         return tuple(rank.describe() for rank in self._ranks)
-
-
-def listener_of(group: RankGroup) -> Listener:
-    """A listener that refuses and counts connections of other users."""
-    refused = group.strangers.refused
-    return Listener(group.accept, lambda source, why: refused(source, "another user", why))
-
-
-def layer_progress(
-    ranks: int, arrived: Callable[[int], None] | None
-) -> Callable[[int], Callable[[int], None] | None]:
-    """Combine the layers that arrive on each rank: `arrived` is called with the number that all
-    ranks have, each time it grows. Returns the function to call with a rank's layers, by rank."""
-    if arrived is None:
-        return lambda _rank: None
-    layers = [0] * ranks
-
-    def note(rank: int, count: int) -> None:
-        before = min(layers)
-        layers[rank] = max(layers[rank], count)
-        if min(layers) > before:
-            arrived(min(layers))
-
-    return lambda rank: partial(note, rank)

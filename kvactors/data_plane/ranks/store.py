@@ -6,20 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal
 
-from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
-from kvactors.data_plane.local import LocalPlane
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.names import SHARDS, RankNames, in_slices
-from kvactors.data_plane.ranks.protocol import MoveDevice, RankAnswer, RankCopyWithin, StoreObjects
+from kvactors.data_plane.ranks.protocol import MoveDevice, StoreObjects
 from kvactors.device.arena import Arena, HostSlots
-from kvactors.device.base import DeviceBlocks
-from kvactors.errors import StoreError, StoreUnavailable, StoreUnsupported
+from kvactors.errors import StoreUnavailable, StoreUnsupported
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.identity import Lineage
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.device_store import DeviceStore
-from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.types import join_hashes, split_hashes
 
@@ -30,6 +26,10 @@ PATHS = 32
 
 WORST = len(Outcome) - 1
 """The greatest value of an outcome."""
+
+NOT_MOVED, FAILED = 1, 2
+"""Outcomes of a block that a store which accesses device memory did not move: it is not stored (or
+the store is full), or the store failed."""
 
 BADNESS = (
     Outcome.OK,
@@ -141,15 +141,16 @@ class RankStore(Backend):
         )
         worst = [0] * len(keys)
         gone: set[bytes] = set()
-        for answer in answers:
-            for i, outcome in enumerate(outcomes_of(answer, len(keys))):
+        failed = []
+        for rank, answer in enumerate(answers):
+            missing = bytes([Outcome.UNAVAILABLE]) * len(keys)
+            outcomes = missing if answer is None else answer.outcomes
+            for i, outcome in enumerate(outcomes):
                 worst[i] = max(worst[i], BADNESS.index(Outcome(outcome)))
-            gone |= set(split_hashes(answer.gone)) if answer is not None else set()
-        failed = [
-            rank
-            for rank, answer in enumerate(answers)
-            if answer is None or Outcome.UNAVAILABLE in answer.outcomes
-        ]
+            if answer is None or Outcome.UNAVAILABLE in outcomes:
+                failed.append(rank)
+            if answer is not None:
+                gone.update(split_hashes(answer.gone))
         self._trouble = f"ranks {failed} failed, or did not answer" if failed else ""
         return bytes(BADNESS[i] for i in worst), list(gone)
 
@@ -235,7 +236,7 @@ class RankStore(Backend):
             lambda op: StoreObjects(op, "clear", generation=generation),
             outcomes=1,
             worst=WORST,
-            partial=True,
+            incomplete=True,
         )
         done = [
             rank
@@ -312,154 +313,6 @@ def proved(part: PathPart) -> bool:
             return False
         parent = key
     return True
-
-
-def outcomes_of(answer: RankAnswer | None, keys: int) -> bytes:
-    """A rank's outcomes, which the group has checked. A rank without an answer was not
-    available."""
-    return bytes([Outcome.UNAVAILABLE]) * keys if answer is None else answer.outcomes
-
-
-# -- A rank's moves between its device and a store that accesses device memory itself.
-
-
-NOT_MOVED, FAILED = 1, 2
-"""Outcomes of a block that was not moved: it is not stored (or the store is full), or the store
-failed."""
-
-
-def cannot_be(message: MoveDevice, device: DeviceBlocks) -> str:
-    """Why a move is impossible. Empty if it is possible."""
-    block_bytes, blocks = 4 * device.layout.block_size, message.blocks
-    if (
-        min(blocks, default=0) < 0
-        or max(blocks, default=-1) >= device.num_blocks
-        or len(set(blocks)) < len(blocks)
-    ):
-        return (
-            f"blocks {min(blocks)} to {max(blocks)}, {len(set(blocks))} different ones of "
-            f"{device.num_blocks}"
-        )
-    if (
-        message.start < 0
-        or (message.start + len(blocks)) * block_bytes > len(message.tokens)
-        or len(message.tokens) % block_bytes
-    ):
-        return (
-            f"{len(blocks)} blocks from block {message.start} on, of a path of "
-            f"{len(message.tokens)} bytes of tokens"
-        )
-    return ""
-
-
-def cannot_copy(message: RankCopyWithin, device: DeviceBlocks) -> str:
-    """Why copies within the device are impossible. Empty if they are possible."""
-    sources, targets = message.sources, message.targets
-    blocks = {*sources, *targets}
-    if len(sources) != len(targets) or len(blocks) < len(set(sources)) + len(targets):
-        return f"copies of blocks {sources} to {targets}, which overlap or have other lengths"
-    if min(blocks, default=0) < 0 or max(blocks, default=-1) >= device.num_blocks:
-        return f"blocks {min(blocks)} to {max(blocks)}, there are {device.num_blocks}"
-    return ""
-
-
-async def carried_out(direct: DeviceStore | None, message: MoveDevice, rank: int) -> RankAnswer:
-    """Make a move. The store does not access its blocks after this returns."""
-    count, good, failed = len(message.blocks), 0, True
-    if direct is not None:
-        before = direct.unavailable
-        move = direct.fetch if message.kind == "fetch" else direct.save
-        try:
-            good = await move(message.tokens, message.start, message.blocks, message.seconds)
-            failed = direct.unavailable > before
-        except Exception as error:
-            log.error("device store failed", rank=rank, call=message.kind, error=repr(error))
-    return RankAnswer(
-        message.op, bytes(good) + bytes([FAILED if failed else NOT_MOVED]) * (count - good)
-    )
-
-
-# -- The leader's operations on the store of a rank.
-
-
-class StoreOperations:
-    """Carries operations out."""
-
-    def __init__(self, plane: LocalPlane, rank: int) -> None:
-        self._plane = plane
-        self._rank = rank
-        self._without_checksum = 0  # misses in earlier answers
-        self._new_without_checksum()
-
-    async def answer(self, message: StoreObjects) -> RankAnswer:
-        """Carry an operation out. A failure of the store is an outcome of the answer."""
-        store = self._plane.store
-        if message.kind in ("begin_paths", "paths"):
-            return await _next_paths(store, message)
-        keys = split_hashes(message.keys)
-        try:
-            outcomes, gone = await self._carry_out(store, message, keys)
-        except StoreError as error:
-            log.error("clear failed", rank=self._rank, error=str(error))
-            count = 1 if message.kind == "clear" else len(keys)
-            outcomes, gone = bytes([Outcome.UNAVAILABLE]) * count, []
-        return RankAnswer(
-            message.op,
-            outcomes,
-            join_hashes(gone),
-            without_checksum=self._new_without_checksum(),
-        )
-
-    def _new_without_checksum(self) -> int:
-        counters = getattr(self._plane.backend, "counters", None)  # of other packages: maybe none
-        before = self._without_checksum
-        self._without_checksum = getattr(counters, "without_checksum", before)
-        return self._without_checksum - before
-
-    async def _carry_out(
-        self, store: GuardedBackend | None, message: StoreObjects, keys: list[bytes]
-    ) -> tuple[bytes, list[bytes]]:
-        """Outcomes, and keys that the store does not hold any more."""
-        until = now() + message.seconds
-        if message.kind == "clear":
-            if store is not None:
-                await store.clear(message.generation)
-            return bytes([Outcome.OK]), []
-        if store is None:
-            return bytes([Outcome.UNAVAILABLE]) * len(keys), []
-        if message.kind in ("read", "write"):
-            report: ReadReport | WriteReport
-            slots, arena = message.slots, self._plane.arena
-            if message.kind == "read":
-                report = await store.read_slots(keys, arena, slots, lambda: now() >= until)
-                gone = report.gone
-            else:
-                report = await store.write_slots(
-                    keys, arena, slots, lambda: now() >= until, message.lineages
-                )
-                gone = report.evicted
-            # With keys that left outside of batches, a page at a time.
-            gone = [*gone, *store.take_removed()]
-            return bytes(report.outcomes), [key for key in gone if not store.holds(key)]
-        if message.kind == "ask":
-            found = store.probe(keys)
-            found = await store.ask(keys, lambda: now() >= until) if found is None else found
-            absent = Outcome.UNAVAILABLE if store.attempts.lookups.failing else Outcome.MISS
-            return bytes([Outcome.OK]) * found + bytes([absent]) * (len(keys) - found), []
-        await store.remove(keys)
-        return bytes(len(keys)), []
-
-
-async def _next_paths(store: GuardedBackend | None, message: StoreObjects) -> RankAnswer:
-    """The next parts of the paths that the objects form; MISS at the end."""
-    if store is None:
-        return RankAnswer(message.op, bytes([Outcome.MISS]))
-    if message.kind == "begin_paths":
-        store.begin_paths()
-    parts = await store.next_paths(message.most)
-    return RankAnswer(
-        message.op, bytes([Outcome.MISS if parts is None else Outcome.OK]), paths=tuple(parts or ())
-    )
 
 
 # -- The stores of ranks that move the ranks' own device memory, as one: a block is there if every

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from typing import Any
 
 import anyio
 from msgspec.structs import replace
 
+from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
 from kvactors.actor.supervisor import LEAST_STEP
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.attention_sdk import store_identity
 from kvactors.capacity import in_blocks
-from kvactors.data_plane.base import Direction
+from kvactors.data_plane.base import Direction, Progress
 from kvactors.data_plane.local import LocalPlane, make_local_plane
 from kvactors.data_plane.ranks.connection import Connection, connect
 from kvactors.data_plane.ranks.entrance import check_leader
@@ -37,15 +38,16 @@ from kvactors.data_plane.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
-from kvactors.data_plane.ranks.store import StoreOperations, cannot_be, cannot_copy, carried_out
+from kvactors.data_plane.ranks.store import FAILED, NOT_MOVED
 from kvactors.device.base import Device
-from kvactors.errors import ConfigError, LayoutError, RankError
+from kvactors.errors import ConfigError, LayoutError, RankError, StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.lifecycle import STOP, Opening, Shutdown
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.ranks import Secret
 from kvactors.storage.backend import Backend
-from kvactors.types import HASH_BYTES
+from kvactors.storage.messages import Outcome
+from kvactors.types import HASH_BYTES, join_hashes, split_hashes
 
 log = get_logger()
 
@@ -148,14 +150,14 @@ class _Serving:
         shutdown: Shutdown,
     ) -> None:
         self.identity = identity
-        self.storage = storage.backend
-        self.limit = storage.timeout_s
+        self.storage = storage
         self.shutdown = shutdown
         self.rank = identity.rank
         self.plane = plane
-        self.backend, self.store = plane.backend, StoreOperations(plane, identity.rank)
         self.secret = secret
         self._warned = ""
+        self._without_checksum = 0  # misses in earlier answers
+        self._new_without_checksum()
 
     async def run(self, endpoint: str, admitted: Callable[[], None], opening: Opening) -> None:
         """Open the data plane, serve, and close it, each step to its end and all of them within
@@ -206,14 +208,14 @@ class _Serving:
         RankError if it refuses."""
         if not await check_leader(connection, self.secret):
             return False
-        device, store, mine = self.plane.device, self.backend, self.identity
+        device, store, mine = self.plane.device, self.plane.backend, self.identity
         connection.send(
             Identity(
                 self.rank,
                 mine.ranks,
                 mine.model,
                 mine.namespace,
-                self.storage,
+                self.storage.backend,
                 mine.fingerprint,
                 device.num_blocks,
                 self.plane.arena.num_slots,
@@ -283,7 +285,7 @@ class _Serving:
                     connection.close()
                     break
                 if work is not None:
-                    task = asyncio.get_running_loop().create_task(work)
+                    task = asyncio.get_running_loop().create_task(self._answer(connection, work))
                     tasks.add(task)
                     task.add_done_callback(ended)
             await self._all_ended(tasks)
@@ -295,35 +297,40 @@ class _Serving:
 
     def _work_of(
         self, connection: Connection, message: AnyFrame
-    ) -> Coroutine[Any, Any, None] | None:
+    ) -> Coroutine[Any, Any, RankAnswer] | None:
         """The work that a message requests. None if it is answered already."""
         if isinstance(message, CopyBlocks):
             self._check(len(message.blocks), message.slots, message.blocks)
             direction = Direction.TO_DEVICE if message.to_device else Direction.TO_HOST
-            pairs = message.blocks, message.slots
-            return self._copy(connection, message.op, direction, *pairs, message.layerwise)
+
+            def arrived(layers: int) -> None:
+                connection.send(Arrived(message.op, layers))
+
+            progress = arrived if message.layerwise else None
+            return self._copy(message.op, direction, message.blocks, message.slots, progress)
         if isinstance(message, RankCopyWithin):
-            if reason := cannot_copy(message, self.plane.device):
-                raise _Refuse(reason)
-            pairs = message.sources, message.targets
-            return self._copy(connection, message.op, Direction.WITHIN, *pairs)
+            self._check_within(message)
+            return self._copy(message.op, Direction.WITHIN, message.sources, message.targets)
         if isinstance(message, StoreObjects):
             self._check_store(message)
-            return self._store(connection, message)
+            return self._store(message)
         if isinstance(message, MoveDevice):
-            if reason := cannot_be(message, self.plane.device):
-                raise _Refuse(reason)
-            return self._move(connection, message)
+            self._check_move(message)
+            return self._move(message)
         if not isinstance(message, Ping):
             raise _Refuse(f"unexpected message {type(message).__name__}")
         connection.send(Pong())
         return None
 
+    @staticmethod
+    async def _answer(connection: Connection, work: Coroutine[Any, Any, RankAnswer]) -> None:
+        connection.send(await work)
+
     async def _all_ended(self, tasks: set[asyncio.Task[None]]) -> None:
         """Wait for the operations in flight: the leader uses their slots and blocks again once this
         rank has connected. Logged when it takes long."""
         if tasks:
-            await asyncio.wait(tasks, timeout=self.limit)
+            await asyncio.wait(tasks, timeout=self.storage.timeout_s)
         if tasks:
             log.error(
                 "operations in flight keep this rank from connecting again",
@@ -344,14 +351,29 @@ class _Serving:
                 operations=len(tasks),
             )
 
+    # -- what the leader may request
+
     def _check(self, count: int, slots: tuple[int, ...], blocks: tuple[int, ...] = ()) -> None:
-        num_slots, num_blocks = self.plane.arena.num_slots, self.plane.device.num_blocks
+        num_slots = self.plane.arena.num_slots
         if len(slots) != count:
             raise _Refuse(f"{len(slots)} slots for {count} blocks")
         if min(slots, default=0) < 0 or max(slots, default=-1) >= num_slots:
             raise _Refuse(f"slots {min(slots)} to {max(slots)}, there are {num_slots}")
+        self._check_blocks(blocks)
+
+    def _check_blocks(self, blocks: Collection[int]) -> None:
+        num_blocks = self.plane.device.num_blocks
         if min(blocks, default=0) < 0 or max(blocks, default=-1) >= num_blocks:
             raise _Refuse(f"blocks {min(blocks)} to {max(blocks)}, there are {num_blocks}")
+
+    def _check_within(self, message: RankCopyWithin) -> None:
+        sources, targets = message.sources, message.targets
+        blocks = {*sources, *targets}
+        if len(sources) != len(targets) or len(blocks) < len(set(sources)) + len(targets):
+            raise _Refuse(
+                f"copies of blocks {sources} to {targets}, which overlap or have other lengths"
+            )
+        self._check_blocks(blocks)
 
     def _check_store(self, message: StoreObjects) -> None:
         if len(message.keys) % HASH_BYTES:
@@ -361,32 +383,115 @@ class _Serving:
         if len(message.lineages) not in (0, len(message.slots)):
             raise _Refuse(f"{len(message.lineages)} lineages for {len(message.slots)} slots")
 
-    async def _move(self, connection: Connection, message: MoveDevice) -> None:
-        connection.send(await carried_out(self.plane.device_store, message, self.rank))
+    def _check_move(self, message: MoveDevice) -> None:
+        blocks, tokens = message.blocks, len(message.tokens)
+        self._check_blocks(blocks)
+        if len(set(blocks)) < len(blocks):
+            raise _Refuse(f"{len(blocks)} blocks, {len(set(blocks))} different ones")
+        block_bytes = 4 * self.plane.device.layout.block_size
+        if (
+            message.start < 0
+            or (message.start + len(blocks)) * block_bytes > tokens
+            or tokens % block_bytes
+        ):
+            raise _Refuse(
+                f"{len(blocks)} blocks from block {message.start} on, of a path of {tokens} bytes "
+                "of tokens"
+            )
+
+    # -- the leader's operations
 
     async def _copy(
         self,
-        connection: Connection,
         op: int,
         direction: Direction,
         blocks: tuple[int, ...],
         slots: tuple[int, ...],
-        layerwise: bool = False,
-    ) -> None:
-        def progress(layers: int) -> None:
-            connection.send(Arrived(op, layers))
-
+        progress: Progress | None = None,
+    ) -> RankAnswer:
         outcomes = bytearray(len(blocks))
         try:
-            failed = await self.plane.copy_pairs(
-                direction, blocks, slots, progress if layerwise else None
-            )
+            failed = await self.plane.copy_pairs(direction, blocks, slots, progress)
         except Exception as error:
             log.error("copy failed", rank=self.rank, error=repr(error))
             failed = tuple(range(len(outcomes)))
         for j in failed:
             outcomes[j] = 1
-        connection.send(RankAnswer(op, bytes(outcomes)))
+        return RankAnswer(op, bytes(outcomes))
 
-    async def _store(self, connection: Connection, message: StoreObjects) -> None:
-        connection.send(await self.store.answer(message))
+    async def _move(self, message: MoveDevice) -> RankAnswer:
+        """The store does not access its blocks after this returns."""
+        store, count, good, failed = self.plane.device_store, len(message.blocks), 0, True
+        if store is not None:
+            before = store.unavailable
+            move = store.fetch if message.kind == "fetch" else store.save
+            try:
+                good = await move(message.tokens, message.start, message.blocks, message.seconds)
+                failed = store.unavailable > before
+            except Exception as error:
+                kind = message.kind
+                log.error("device store failed", rank=self.rank, call=kind, error=repr(error))
+        rest = bytes([FAILED if failed else NOT_MOVED]) * (count - good)
+        return RankAnswer(message.op, bytes(good) + rest)
+
+    async def _store(self, message: StoreObjects) -> RankAnswer:
+        """A failure of the store is an outcome of the answer."""
+        if message.kind in ("begin_paths", "paths"):
+            return await self._next_paths(message)
+        keys = split_hashes(message.keys)
+        try:
+            outcomes, gone = await self._carry_out(message, keys)
+        except StoreError as error:
+            log.error("clear failed", rank=self.rank, error=str(error))
+            count = 1 if message.kind == "clear" else len(keys)
+            outcomes, gone = bytes([Outcome.UNAVAILABLE]) * count, []
+        new = self._new_without_checksum()
+        return RankAnswer(message.op, outcomes, join_hashes(gone), without_checksum=new)
+
+    def _new_without_checksum(self) -> int:
+        counters = getattr(self.plane.backend, "counters", None)  # of other packages: maybe none
+        before = self._without_checksum
+        self._without_checksum = getattr(counters, "without_checksum", before)
+        return self._without_checksum - before
+
+    async def _next_paths(self, message: StoreObjects) -> RankAnswer:
+        """The next parts of the paths that the objects form; MISS at the end."""
+        store, parts = self.plane.store, None
+        if store is not None:
+            if message.kind == "begin_paths":
+                store.begin_paths()
+            parts = await store.next_paths(message.most)
+        outcome = Outcome.MISS if parts is None else Outcome.OK
+        return RankAnswer(message.op, bytes([outcome]), paths=tuple(parts or ()))
+
+    async def _carry_out(
+        self, message: StoreObjects, keys: list[bytes]
+    ) -> tuple[bytes, list[bytes]]:
+        """Outcomes, and keys that the store does not hold any more."""
+        store, arena, slots = self.plane.store, self.plane.arena, message.slots
+        until = now() + message.seconds
+
+        def expired() -> bool:
+            return now() >= until
+
+        if message.kind == "clear":
+            if store is not None:
+                await store.clear(message.generation)
+            return bytes([Outcome.OK]), []
+        if store is None:
+            return bytes([Outcome.UNAVAILABLE]) * len(keys), []
+        if message.kind == "ask":
+            found = store.probe(keys)
+            found = await store.ask(keys, expired) if found is None else found
+            absent = Outcome.UNAVAILABLE if store.attempts.lookups.failing else Outcome.MISS
+            return bytes([Outcome.OK]) * found + bytes([absent]) * (len(keys) - found), []
+        if message.kind == "remove":
+            await store.remove(keys)
+            return bytes(len(keys)), []
+        if message.kind == "read":
+            outcomes, gone = await store.read_slots(keys, arena, slots, expired)
+        else:
+            outcomes, gone = await store.write_slots(keys, arena, slots, expired, message.lineages)
+        # With keys that left outside of batches, a page at a time.
+        gone = [*gone, *store.take_removed()]
+        return bytes(outcomes), [key for key in gone if not store.holds(key)]
