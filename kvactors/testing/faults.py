@@ -21,42 +21,21 @@ from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 
-Kind = Literal[
-    "copy_fail",
-    "copy_slow",
-    "copy_hang",
-    "store_down",
-    "store_slow",
-    "store_hang",
-    "torn_write",
-    "bit_flip",
-    "disk_full",
-    "object_lost",
-    "sink_down",
-    "sink_hang",
-    "sink_lose_answers",
-    "sink_duplicate",
-    "rank_silent",
-    "rank_cut",
-    "rank_lost",
-    "actor_crash",
-    "cancel",
-    "clock_jump",
-    "sink_slow",
-    "sink_fail_every",
-    "sink_lose_state",
-    "store_small",
-    "store_refuse_block",
-    "store_count_low",
-    "store_count_invalid",
-    "store_leak",
-    "store_lose_answers",
-    "process_kill",
-    "process_stop",
-    "link_cut",
-    "link_silent",
-    "client_leave",
+CopyKind = Literal["copy_fail", "copy_slow", "copy_hang"]
+StoreKind = Literal[
+    "store_down", "store_slow", "store_hang", "torn_write", "bit_flip", "disk_full", "object_lost"
 ]
+SinkKind = Literal["sink_down", "sink_hang", "sink_lose_answers", "sink_duplicate"]
+RankKind = Literal["rank_silent", "rank_cut", "rank_lost"]
+RunKind = Literal["actor_crash", "cancel", "clock_jump"]
+OtherSinkKind = Literal["sink_slow", "sink_fail_every", "sink_lose_state"]
+SdkKind = Literal["store_small", "store_refuse_block", "store_leak", "store_lose_answers"]
+SdkCountKind = Literal["store_count_low", "store_count_invalid"]
+ProcessKind = Literal["process_kill", "process_stop", "link_cut", "link_silent", "client_leave"]
+Drawn = Literal[CopyKind, StoreKind, SinkKind, RankKind, RunKind]
+"""The kinds that plans are drawn from. A seed draws the same plan as long as the list is the
+same."""
+Kind = Literal[Drawn, OtherSinkKind, SdkKind, SdkCountKind, ProcessKind]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 STEPPED: frozenset[Kind] = frozenset({"actor_crash", "cancel", "client_leave"})
@@ -327,34 +306,6 @@ class StoreFaults:
         self.gate.open()
 
 
-class BackendFaults(StoreFaults):
-    """Faults of a store around which a `FaultyBackend` is. A new lasting fault replaces the last
-    one.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        super().__init__()
-        self.backend = backend
-
-    async def delay(self) -> None:
-        """See `StoreFaults.delay`. Without a fault, nothing is awaited."""
-        if self.slower:
-            await anyio.sleep(self.slower)
-        await self.gate.passed()
-
-    async def inject(self, fault: Fault) -> None:
-        if fault.kind in LASTING:
-            self.heal()
-        await super().inject(fault)
-
-    def damage(self, fault: Fault) -> None:
-        """See `StoreFaults.damage`: bit_flip, of a file store."""
-        if fault.kind != "bit_flip" or not isinstance(self.backend, FileBackend):
-            super().damage(fault)
-        else:
-            self.flipped += corrupt_objects(self.backend, fault.every)
-
-
 class Inner:
     """A method or attribute of `FaultyBackend` that is the inner store's."""
 
@@ -365,8 +316,9 @@ class Inner:
         return self if store is None else getattr(store.inner, self._name)
 
 
-class FaultyBackend(Backend):
-    """A store around another, which gets every call that no fault keeps from it."""
+class FaultyBackend(Backend, StoreFaults):
+    """A store around another, which gets every call that no fault keeps from it. A new lasting
+    fault replaces the last one."""
 
     open: Any = Inner()
     attach: Any = Inner()
@@ -400,33 +352,49 @@ class FaultyBackend(Backend):
     exists_many = Backend.exists_many  # in parts, each of which may meet a fault
 
     def __init__(self, inner: Backend) -> None:
-        super().__init__(inner.digest, inner.block_bytes)
+        Backend.__init__(self, inner.digest, inner.block_bytes)
+        StoreFaults.__init__(self)
         self.inner = inner
         self.exclusive = inner.exclusive
         self.slot_trailer_bytes = inner.slot_trailer_bytes
         self.keeps_lineages = inner.keeps_lineages
         self.counters = inner.counters
-        self.faults = BackendFaults(inner)
+
+    async def delay(self) -> None:
+        """See `StoreFaults.delay`. Without a fault, nothing is awaited."""
+        if self.slower:
+            await anyio.sleep(self.slower)
+        await self.gate.passed()
+
+    async def inject(self, fault: Fault) -> None:
+        if fault.kind in LASTING:
+            self.heal()
+        await super().inject(fault)
+
+    def damage(self, fault: Fault) -> None:
+        """See `StoreFaults.damage`: bit_flip, of a file store."""
+        if fault.kind != "bit_flip" or not isinstance(self.inner, FileBackend):
+            super().damage(fault)
+        else:
+            self.flipped += corrupt_objects(self.inner, fault.every)
 
     async def _refuse_read(self, keys: Sequence[bytes]) -> ReadReport | None:
-        await self.faults.delay()
-        if not self.faults.down:
-            return None
-        return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
+        await self.delay()
+        return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), []) if self.down else None
 
     async def _refuse_write(self, keys: Sequence[bytes]) -> WriteReport | None:
-        await self.faults.delay()
-        if not (self.faults.down or self.faults.full):
+        await self.delay()
+        if not (self.down or self.full):
             return None
-        outcome = Outcome.UNAVAILABLE if self.faults.down else Outcome.NO_SPACE
+        outcome = Outcome.UNAVAILABLE if self.down else Outcome.NO_SPACE
         return WriteReport(bytes([outcome]) * len(keys), [])
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
-        return 0 if self.faults.down else self.inner.probe(keys)
+        return 0 if self.down else self.inner.probe(keys)
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        await self.faults.delay()
-        if self.faults.down:
+        await self.delay()
+        if self.down:
             raise StoreUnavailable("the store is down")
         return await self.inner.ask(keys, expired)
 

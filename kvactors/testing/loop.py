@@ -13,11 +13,11 @@ import asyncio
 import heapq
 import random
 import sysconfig
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import anyio.to_thread
@@ -63,24 +63,15 @@ class SimLoop(asyncio.BaseEventLoop):
 
     limit: steps that may run at one instant of virtual time before that is a Livelock, None for any
     number. stalled: the waiting tasks when all tasks last waited for time-outs alone (a deadlock
-    but for a deadline), with the time. It is empty if that never happened. impatient: whether such
-    a stall is a Deadlock at once. direct: share of the asks that may be inline turns (see
-    `kvactors.actor.loop`), drawn from the seed as well.
+    but for a deadline), with the time. It is empty if that never happened. direct: share of the
+    asks that may be inline turns (see `kvactors.actor.loop`), drawn from the seed as well.
     """
 
-    def __init__(
-        self,
-        seed: int = 0,
-        *,
-        limit: int | None = None,
-        impatient: bool = False,
-        direct: float = 0.0,
-    ) -> None:
+    def __init__(self, seed: int = 0, *, limit: int | None = None, direct: float = 0.0) -> None:
         super().__init__()
         self.seed = seed
         self.steps = 0
         self.limit = limit
-        self.impatient = impatient
         self.stalled: list[str] = []
         self.direct = direct
         self._order = random.Random(seed)  # noqa: S311  (a schedule, not a secret)
@@ -130,8 +121,65 @@ class SimLoop(asyncio.BaseEventLoop):
         return f"{task.get_name().rpartition('.')[2]}#{self._number(task)}"
 
     def waiting(self) -> list[str]:
-        """The waits of unfinished tasks, one line each, in the order of the tasks' creation."""
-        return who_waits(sorted(asyncio.all_tasks(self), key=self._number), self.label)
+        """The waits of unfinished tasks, one line each, in the order of the tasks' creation: the
+        task's label, the reason of its wait, and the line of code. Nothing is recorded while the
+        loop runs: the text is read from the tasks' frames."""
+        lines = []
+        for task in sorted(asyncio.all_tasks(self), key=self._number):
+            frames = list(frames_of(task))
+            who, what = self._who(task, frames), self._what(task, frames)
+            lines.append(f"{who} waits for {what} ({site(frames)})")
+        return lines
+
+    def _who(self, task: asyncio.Task[Any], frames: list[FrameType]) -> str:
+        mailbox = _self_of(frames, MailboxLoop.run.__code__)
+        if mailbox is not None:
+            return str(mailbox._ref.name)
+        if is_job(task):
+            return f"a job of {task.get_name().removesuffix(JOB)}"
+        for frame in reversed(frames):
+            for name in ("message", "self"):
+                request = getattr(frame.f_locals.get(name), "request_id", None)
+                if request is not None:
+                    return f"request {request} ({self.label(task)})"
+        return self.label(task)
+
+    def _what(self, task: asyncio.Task[Any], frames: list[FrameType]) -> str:
+        for frame in reversed(frames):
+            code, found = frame.f_code, cast("Any", frame.f_locals.get("self"))
+            if code is ActorRef._answer.__code__:
+                message = frame.f_locals["envelope"].message
+                return f"the answer to {type(message).__name__} by {found.name}"
+            if code is Channel.wait_for_item.__code__:
+                if _self_of(frames, MailboxLoop.run.__code__):
+                    return "a message"
+                return f"a message in {found.name}'s channel"
+            if code is Channel.put.__code__:
+                return f"a place in {found.name}'s channel"
+            if code is InFlight.wait_idle.__code__:
+                return f"idle: {found.count} messages or jobs are in flight"
+            if code is anyio.to_thread.run_sync.__code__:
+                return "a thread, and a loop of virtual time has none"
+        return self._other_tasks(task, frames)
+
+    def _other_tasks(self, task: asyncio.Task[Any], frames: list[FrameType]) -> str:
+        """The other tasks that a task waits for: in a group, in a gather, or one by name."""
+        for frame in reversed(frames):
+            if frame.f_code.co_name == "__aexit__":
+                group = frame.f_locals.get("self")
+                inner = [
+                    one
+                    for one in getattr(group, "_tasks", ())
+                    if isinstance(one, asyncio.Task) and not one.done()
+                ]
+                if inner:
+                    return "its tasks " + ", ".join(sorted(self.label(one) for one in inner))
+        future: Any = getattr(task, "_fut_waiter", None)
+        children = getattr(future, "_children", [future])
+        names = sorted(
+            self.label(one) for one in children if isinstance(one, asyncio.Task) and not one.done()
+        )
+        return "the end of " + ", ".join(names) if names else "a future that nobody completes"
 
     def _number(self, task: asyncio.Task[Any]) -> int:
         number = self._numbers.get(task)
@@ -194,17 +242,11 @@ class SimLoop(asyncio.BaseEventLoop):
         live = [timer for timer in timers if not is_idle(timer)]
         if not live:
             raise Deadlock("nothing is ready and no timer is set", self.waiting())
-        if all(is_timeout(timer) for timer in live):
-            if (
-                self._stalled_after != self._task_steps
-            ):  # otherwise it is the same stall, in which asks' deadlines were looked at
-                self._stalled_after = self._task_steps
-                self.stalled = [
-                    f"since {self._now:.4f} s everybody waits for time-outs alone",
-                    *self.waiting(),
-                ]
-            if self.impatient:
-                raise Deadlock(self.stalled[0], self.stalled[1:])
+        # otherwise it is the same stall, in which asks' deadlines were looked at
+        if self._stalled_after != self._task_steps and all(is_timeout(timer) for timer in live):
+            self._stalled_after = self._task_steps
+            since = f"since {self._now:.4f} s everybody waits for time-outs alone"
+            self.stalled = [since, *self.waiting()]
         self._move_to(timers[0].when())
 
     def _only_cancelling(self, ready: Any) -> bool:
@@ -225,6 +267,64 @@ class SimLoop(asyncio.BaseEventLoop):
             raise Livelock(
                 f"{self._standing} steps at {self._now:.4f} s and the clock has not moved", running
             )
+
+
+LIBRARY = (
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    sysconfig.get_path("platlib"),
+)
+"""Folders whose code is never shown as the place where a task waits. Installed packages of other
+environments are not shown either."""
+
+OURS = str(Path(__file__).parents[1])
+
+
+def frames_of(task: asyncio.Task[Any]) -> Iterator[FrameType]:
+    """The frames a suspended task stands in, outermost first."""
+    inner: Any = task.get_coro()
+    while inner is not None:
+        frame = _first(inner, "cr_frame", "ag_frame", "gi_frame")
+        if frame is None:
+            return
+        yield frame
+        inner = _first(inner, "cr_await", "ag_await", "gi_yieldfrom")
+        if inner is not None and not hasattr(inner, "cr_frame") and not hasattr(inner, "gi_frame"):
+            # an async generator's step hides its generator, but its context manager holds it
+            inner = getattr(frame.f_locals.get("self"), "gen", None)
+
+
+def _first(inner: Any, *names: str) -> Any:
+    return next((found for name in names if (found := getattr(inner, name, None))), None)
+
+
+def site(frames: list[FrameType]) -> str:
+    """`file:line` of the innermost frame that is neither of the standard library, nor installed,
+    nor kvactors' own. Without such a frame, of the innermost."""
+    if not frames:
+        return "not started"
+    foreign = [
+        frame
+        for frame in frames
+        if not (_path(frame).startswith((*LIBRARY, OURS)) or "site-packages" in _path(frame))
+    ]
+    frame = (foreign or frames)[-1]
+    path = Path(_path(frame))
+    short = (
+        path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
+    )
+    return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+def _path(frame: FrameType) -> str:
+    return frame.f_code.co_filename
+
+
+def _self_of(frames: list[FrameType], code: CodeType) -> Any:
+    """`self` in the innermost frame of a method, None if the task is not in it."""
+    return next(
+        (frame.f_locals.get("self") for frame in reversed(frames) if frame.f_code is code), None
+    )
 
 
 def is_task_step(handle: asyncio.Handle) -> bool:
@@ -301,147 +401,3 @@ def tidy(loop: SimLoop) -> None:
         if left:
             loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
-
-
-# -- the waiting tasks of a loop as text, read from their frames
-#
-# Nothing is recorded while a loop runs, so the text costs nothing until it is asked for.
-
-
-Label = Callable[["asyncio.Task[Any]"], str]
-
-LIBRARY = (
-    sysconfig.get_path("stdlib"),
-    sysconfig.get_path("purelib"),
-    sysconfig.get_path("platlib"),
-)
-"""Folders whose code is never shown as the place where a task waits. Installed packages of other
-environments are not shown either."""
-
-OURS = str(Path(__file__).parents[1])
-
-
-def who_waits(tasks: Iterable[asyncio.Task[Any]], label: Label) -> list[str]:
-    """A line for each unfinished task: its label, the reason of its wait, and the line of code.
-    label: makes a task's label."""
-    return [waiting_of(task, label) for task in tasks if not task.done()]
-
-
-def waiting_of(task: asyncio.Task[Any], label: Label) -> str:
-    """One task's line."""
-    frames = list(frames_of(task))
-    return f"{_who(task, frames, label)} waits for {_what(task, frames, label)} ({site(frames)})"
-
-
-def frames_of(task: asyncio.Task[Any]) -> Iterator[FrameType]:
-    """The frames a suspended task stands in, outermost first."""
-    inner: Any = task.get_coro()
-    while inner is not None:
-        frame = (
-            getattr(inner, "cr_frame", None)
-            or getattr(inner, "ag_frame", None)
-            or getattr(inner, "gi_frame", None)
-        )
-        if frame is None:
-            return
-        yield frame
-        following = next(
-            (
-                n
-                for kind in ("cr_await", "ag_await", "gi_yieldfrom")
-                if (n := getattr(inner, kind, None))
-            ),
-            None,
-        )
-        if (
-            following is not None
-            and not hasattr(following, "cr_frame")
-            and not hasattr(following, "gi_frame")
-        ):
-            # an async generator's step hides its generator, but its context manager holds it
-            following = getattr(frame.f_locals.get("self"), "gen", None)
-        inner = following
-
-
-def site(frames: list[FrameType]) -> str:
-    """`file:line` of the innermost frame that is neither of the standard library, nor installed,
-    nor kvactors' own. Without such a frame, of the innermost."""
-    if not frames:
-        return "not started"
-    foreign = [
-        frame
-        for frame in frames
-        if not (_path(frame).startswith((*LIBRARY, OURS)) or "site-packages" in _path(frame))
-    ]
-    frame = (foreign or frames)[-1]
-    path = Path(_path(frame))
-    short = (
-        path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
-    )
-    return f"{short}:{frame.f_lineno} in {frame.f_code.co_name}"
-
-
-def _path(frame: FrameType) -> str:
-    return frame.f_code.co_filename
-
-
-def _self_of(frames: list[FrameType], code: CodeType) -> Any:
-    """`self` in the innermost frame of a method, None if the task is not in it."""
-    return next(
-        (frame.f_locals.get("self") for frame in reversed(frames) if frame.f_code is code), None
-    )
-
-
-def _who(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
-    mailbox = _self_of(frames, MailboxLoop.run.__code__)
-    if mailbox is not None:
-        return str(mailbox._ref.name)
-    if is_job(task):
-        return f"a job of {task.get_name().removesuffix(JOB)}"
-    for frame in reversed(frames):
-        of = frame.f_locals.get("message"), frame.f_locals.get("self")
-        request = next(
-            (found for one in of if (found := getattr(one, "request_id", None)) is not None), None
-        )
-        if request is not None:
-            return f"request {request} ({label(task)})"
-    return label(task)
-
-
-def _what(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
-    for frame in reversed(frames):
-        found = frame.f_locals.get("self")
-        if frame.f_code is ActorRef._answer.__code__:
-            message = frame.f_locals["envelope"].message
-            return f"the answer to {type(message).__name__} by {frame.f_locals['self'].name}"
-        if frame.f_code is Channel.wait_for_item.__code__:
-            if _self_of(frames, MailboxLoop.run.__code__):
-                return "a message"
-            return f"a message in {found.name}'s channel"  # type: ignore[union-attr]
-        if frame.f_code is Channel.put.__code__:
-            return f"a place in {found.name}'s channel"  # type: ignore[union-attr]
-        if frame.f_code is InFlight.wait_idle.__code__:
-            return f"idle: {found.count} messages or jobs are in flight"  # type: ignore[union-attr]
-        if frame.f_code is anyio.to_thread.run_sync.__code__:
-            return "a thread, and a loop of virtual time has none"
-    return _other_tasks(task, frames, label)
-
-
-def _other_tasks(task: asyncio.Task[Any], frames: list[FrameType], label: Label) -> str:
-    """The other tasks that a task waits for: in a group, in a gather, or one by name."""
-    for frame in reversed(frames):
-        if frame.f_code.co_name == "__aexit__":
-            group = frame.f_locals.get("self")
-            inner = [
-                one
-                for one in getattr(group, "_tasks", ())
-                if isinstance(one, asyncio.Task) and not one.done()
-            ]
-            if inner:
-                return "its tasks " + ", ".join(sorted(label(one) for one in inner))
-    future: Any = getattr(task, "_fut_waiter", None)
-    children = getattr(future, "_children", [future])
-    names = sorted(
-        label(one) for one in children if isinstance(one, asyncio.Task) and not one.done()
-    )
-    return "the end of " + ", ".join(names) if names else "a future that nobody completes"

@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -16,12 +16,19 @@ from kvactors.cache import KVCache
 from kvactors.errors import ConfigError
 from kvactors.settings import convert, read_toml
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
-from kvactors.testing.faults import KINDS, LASTING, STEPPED, Fault, Kind
+from kvactors.testing.faults import (
+    LASTING,
+    STEPPED,
+    Drawn,
+    Fault,
+    Kind,
+    RankKind,
+    SinkKind,
+    StoreKind,
+)
 from kvactors.testing.loop import SimLoop
 
-DRAWN: tuple[Kind, ...] = KINDS[: KINDS.index("clock_jump") + 1]
-"""The kinds that plans are drawn from. A seed draws the same plan as long as the list is the
-same."""
+DRAWN: tuple[Kind, ...] = get_args(Drawn)
 
 
 class Targets(NamedTuple):
@@ -95,21 +102,13 @@ def possible(targets: Targets) -> list[Kind]:
     if not targets.actors:
         without.add("actor_crash")
     if not targets.sinks:
-        without |= {"sink_down", "sink_hang", "sink_lose_answers", "sink_duplicate"}
+        without.update(get_args(SinkKind))
     if targets.ranks == 1:
-        without |= {"rank_silent", "rank_cut", "rank_lost"}
+        without.update(get_args(RankKind))
     else:
         without |= {"copy_slow", "copy_hang"}  # the ranks' messages are slow and held instead
     if not targets.store:
-        without |= {
-            "store_down",
-            "store_slow",
-            "store_hang",
-            "torn_write",
-            "bit_flip",
-            "disk_full",
-            "object_lost",
-        }
+        without.update(get_args(StoreKind))
     if targets.direct:
         without |= {"torn_write", "bit_flip", "disk_full"}
     return [kind for kind in DRAWN if kind not in without]

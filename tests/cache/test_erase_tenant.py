@@ -15,13 +15,14 @@ from kvactors.errors import KVActorsError, StoreError, StoreUnsupported
 from kvactors.quotas import salt_id
 from kvactors.storage.catalog import Catalog
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import SimBackend, SimPool
+from kvactors.testing.fakes import SimBackend
 from kvactors.testing.faults import latency
 from kvactors.testing.loop import simulate
 from kvactors.testing.sim import problems_at_rest
 from tests.cache.test_quotas import BLOCK, settle, tokens_of
 from tests.cache.test_storage_quotas import HOST, store
 from tests.support.cache import opened, serve, settings
+from tests.support.sim_pool import SimPool
 
 
 def files(folder, **more):

@@ -15,13 +15,14 @@ from kvactors.quotas import salt_id
 from kvactors.settings.load import quota_faults
 from kvactors.settings.tables import QuotaConfig, StorageConfig
 from kvactors.storage.catalog import Catalog
-from kvactors.testing.fakes import SimBackend, SimPool
+from kvactors.testing.fakes import SimBackend
 from kvactors.testing.faults import latency
 from kvactors.testing.loop import simulate
 from kvactors.testing.sim import problems_at_rest
 from tests.cache.test_quotas import BLOCK, settle, tokens_of, use
 from tests.support.cache import opened, settings
 from tests.support.share_watch import ShareWatch
+from tests.support.sim_pool import SimPool
 
 HOST = {"slots": 4, "transit_slots": 8}
 

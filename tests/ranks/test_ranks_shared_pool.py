@@ -22,9 +22,9 @@ from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.settings.ranks import RanksConfig
 from kvactors.storage.backend import ReadReport
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import SimPool
 from kvactors.testing.loop import simulate
 from tests.support.rank_model import RankModel
+from tests.support.sim_pool import SimPool
 from tests.support.sim_rank import SimRank
 
 BLOCK, BLOCKS = 4, 5

@@ -27,9 +27,10 @@ from kvactors.settings import (
 )
 from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import SimBackend, SimExecutor, SimPool, SimSink
+from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
 from kvactors.testing.faults import Gate, latency
 from kvactors.testing.loop import simulate
+from tests.support.sim_pool import SimPool
 from tests.support.sim_rank import SimRank
 
 LAYOUT = make_layout(LayoutConfig(num_layers=3, num_kv_heads=1, head_dim=4, dtype="uint8"), 4)

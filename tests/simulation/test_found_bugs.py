@@ -39,13 +39,14 @@ from kvactors.settings import (
     StorageConfig,
 )
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import SimBackend, SimPool
+from kvactors.testing.fakes import SimBackend
 from kvactors.testing.loop import simulate
 from kvactors.types import Reason, Tier, join_hashes
 from tests.flush_notifier.helpers import delivered, take
 from tests.simulation import run_seed
 from tests.support.rank_model import RankModel
 from tests.support.rank_process import keys_on_rank
+from tests.support.sim_pool import SimPool
 from tests.support.sim_rank import SimRank
 
 SEEDS = {

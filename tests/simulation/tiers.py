@@ -27,11 +27,11 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import TreeReader
 from kvactors.testing.loop import SimLoop
 from kvactors.tier_cache import Lookup, SlotMemory, StorageTier, TierCache, TierConfig
 from kvactors.tier_cache.paths import block_name
 from kvactors.tier_cache.settings import checked_config
+from tests.support.tree_reader import TreeReader
 
 BLOCK, TOKENS, STEPS = 64, 4, 400
 TIMEOUT, SLOT_TIMEOUT = 2.0, 1.0

@@ -22,7 +22,7 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
 from kvactors.settings.sinks import AttentionStoreSinkConfig
 from kvactors.storage.attention_store import AttentionStoreBackend
-from kvactors.testing.fakes import SimBackend, SimExecutor, SimPool, SimSink
+from kvactors.testing.fakes import SimBackend, SimExecutor
 from kvactors.testing.faults import STEPPED, Fault, Latency, StoreFaults, latency
 from kvactors.testing.plan import Injectable, Injector
 from kvactors.threads import Workers
@@ -31,8 +31,10 @@ from tests.simulation.limits import STEP
 from tests.simulation.recorder import Recorder, SimSystem
 from tests.support.attentionstore_sdk import services
 from tests.support.rank_model import RankModel
+from tests.support.sim_pool import SimPool
 from tests.support.sim_rank import SimRank
 from tests.support.sim_service import SimService, SimThread
+from tests.support.tree_reader import ReadSink
 
 
 class World:
@@ -67,10 +69,10 @@ class World:
         for store in self.stores:
             store.heal()
         self.sinks = [
-            SimSink(MemorySink(one, config.cache.block_size), self._lag(2)) for one in drawn.sinks
+            ReadSink(MemorySink(one, config.cache.block_size), self._lag(2)) for one in drawn.sinks
         ]
         if drawn.token_index:
-            self.sinks.append(SimSink(self._make_index_sink(), self._lag(2)))
+            self.sinks.append(ReadSink(self._make_index_sink(), self._lag(2)))
         if direct and count > 1:
             for number in range(count):
                 self._rank_on_service(number, count)

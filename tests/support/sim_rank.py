@@ -4,17 +4,45 @@ their leader."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 import anyio
 
 from kvactors.data_plane.ranks.connection import Connection, Listener, connect
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.worker import serve_rank
+from kvactors.device.arena import Arena
+from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
+from kvactors.layout.base import Layout
 from kvactors.settings import Config
 from kvactors.storage.backend import Backend
-from kvactors.testing.fakes import SimDevice
 from kvactors.testing.faults import Fault, Gate, Latency, instant
+
+
+class SimDevice(HostDevice):
+    """A device whose copies can be refused. failing: how many calls still will be. failed: how many
+    were."""
+
+    def __init__(self, layout: Layout, num_blocks: int) -> None:
+        super().__init__(layout, num_blocks)
+        self.failing = self.failed = 0
+
+    def _refuse(self) -> None:
+        if self.failing:
+            self.failing -= 1
+            self.failed += 1
+            raise OSError("the copy was set to fail")
+
+    def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
+        self._refuse()
+        super().copy_to_host(blocks, arena, slots)
+
+    def copy_to_device(
+        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
+    ) -> None:
+        self._refuse()
+        super().copy_to_device(blocks, arena, slots, layers)
 
 
 def hang_up(group: RankGroup, rank: int) -> None:

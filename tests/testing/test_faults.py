@@ -85,7 +85,7 @@ async def test_a_fault_keeps_slots_and_views_from_the_store(faulty, kind, read, 
     store, arena = faulty
     kept, new = bytes([1]) * 32, bytes([2]) * 32
     await store.write_slots([kept], arena, [0], lambda: False)
-    await store.faults.inject(Fault(kind))
+    await store.inject(Fault(kind))
     views = [arena.view(1)]
     for report in (
         await store.read_slots([kept], arena, [1], lambda: False),
@@ -108,11 +108,11 @@ async def test_a_fault_keeps_slots_and_views_from_the_store(faulty, kind, read, 
 async def test_a_recovered_store_serves_again_and_a_new_fault_replaces_the_last(faulty):
     store, arena = faulty
     key = bytes([1]) * 32
-    await store.faults.inject(Fault("store_down"))
-    await store.faults.inject(Fault("disk_full"))
-    assert not store.faults.down
+    await store.inject(Fault("store_down"))
+    await store.inject(Fault("disk_full"))
+    assert not store.down
     (full,) = (await store.write_slots([key], arena, [0], lambda: False)).outcomes
-    await store.faults.recover(Fault("disk_full"))
+    await store.recover(Fault("disk_full"))
     (written,) = (await store.write_slots([key], arena, [0], lambda: False)).outcomes
     assert (full, written) == (Outcome.NO_SPACE, Outcome.OK)
 
@@ -121,7 +121,7 @@ async def test_a_store_refuses_faults_of_other_seams(faulty):
     store, _ = faulty
     for kind in ("object_lost", "sink_down", "rank_cut"):
         with pytest.raises(ValueError, match=f"{kind} is no fault of this store"):
-            await store.faults.inject(Fault(kind))
+            await store.inject(Fault(kind))
 
 
 @pytest.mark.parametrize("kind", sorted(FAULT_MODES))

@@ -15,10 +15,10 @@ from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.settings.sinks import MemorySinkConfig
-from kvactors.testing.fakes import TreeReader
 from kvactors.tier_cache import SlotMemory, paths
 from kvactors.tier_cache.paths import block_name
 from kvactors.tier_cache.settings import checked_config
+from tests.support.tree_reader import TreeReader
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, settle, store
 
 SIZE = 4  # tokens of a block

@@ -1,0 +1,27 @@
+"""A simulated pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvactors.errors import StoreUnavailable
+from kvactors.storage.backend import Expired
+from kvactors.testing.fakes import SimBackend
+
+
+class SimPool(SimBackend):
+    """A pool that other processes use as well: only `ask` finds out which objects it has, which
+    takes time, and no object belongs to this process."""
+
+    exclusive = False
+    answerable = False
+    keeps_lineages = False
+
+    def probe(self, keys: Sequence[bytes]) -> None:
+        """See `Backend.probe`."""
+
+    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+        await self.delay()
+        if self.down:
+            raise StoreUnavailable("the pool is down")
+        return 0 if expired() else super().probe(keys) or 0
