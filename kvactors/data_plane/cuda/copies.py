@@ -10,7 +10,7 @@ measured at start (`calibrate`)."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -49,6 +49,18 @@ class LaneCounts:
     def __init__(self) -> None:
         self.batches = self.launches = self.singles = self.bytes = self.errors = 0
         self.rectangles = self.staged = 0
+
+
+class Transfer:
+    """Copies of some pairs in one direction, and what they use on the GPU.
+
+    Attributes:
+        events: one for each group of pieces, reached when the group has been copied.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[int] = []
+        self.scratch: Scratch | None = None
 
 
 class GpuStream:
@@ -173,11 +185,11 @@ class GpuStream:
         scratch.host[: len(ids)] = ids
         scratch.push(len(ids), self.kernels)
 
-    def give_back(self, events: Iterable[int], scratch: Scratch | None) -> None:
-        """No part of an operation runs any more: take its resources back."""
-        self._events += events
-        if scratch is not None:
-            self._scratches.append(scratch)
+    def give_back(self, transfer: Transfer) -> None:
+        """No part of a transfer runs any more: take its resources back."""
+        self._events += transfer.events
+        if transfer.scratch is not None:
+            self._scratches.append(transfer.scratch)
 
     def close(self) -> None:
         """Release every resource. No work may be running. Never raises."""
@@ -326,6 +338,9 @@ class Copies:
         mapped: the slots' address as the GPU sees it. They are pinned.
         step: bytes from the slot of a block to that of its neighbour.
         undo: receives the clean-up of each resource.
+
+    Attributes:
+        streams: of each direction, by whether it is to the device.
     """
 
     def __init__(
@@ -336,6 +351,9 @@ class Copies:
         mapped: int,
         step: int,
         undo: ExitStack,
+        *,
+        staging_bytes: int,
+        event_flags: int = UNTIMED,
     ) -> None:
         self.device = device
         self.driver = driver = device.driver
@@ -352,6 +370,15 @@ class Copies:
         self._allocations = np.array([base or -1 - i for i, base in enumerate(bases)], np.int64)
         self._max_pitch = driver.read_int("cuDeviceGetAttribute", MAX_PITCH, device.ordinal)
         self.choice = Choice()
+        self.streams: dict[bool, GpuStream] = {}
+        for to_device in (False, True):
+            gpu = self.streams[to_device] = GpuStream(
+                driver,
+                to_device=to_device,
+                event_flags=event_flags,
+                staging_bytes=staging_bytes if self.kernels is not None else 0,
+            )
+            undo.callback(gpu.close)
 
     def _load_kernels(self, undo: ExitStack) -> dict[bool, int] | None:
         """The kernels, or None if this driver cannot make them out of their text."""
@@ -391,22 +418,38 @@ class Copies:
         self._table.push(len(table), stream)
         self.driver.call("cuStreamSynchronize", stream)
 
-    @property
-    def by_kernel(self) -> bool:
-        """Whether some pieces go by the kernel."""
-        return bool(self._small.size)
+    def prepare(self, transfer: Transfer, pairs: int, groups: int, gpu: GpuStream) -> None:
+        """Take what a transfer needs. CudaError: nothing was begun, and it may have got a part."""
+        for _ in range(groups):
+            transfer.events.append(gpu.take_event())
+        if self._small.size:
+            transfer.scratch = gpu.take_scratch(2 * pairs)
 
-    def enqueue(
+    def put(
+        self,
+        transfer: Transfer,
+        blocks: Numbers,
+        slots: Numbers,
+        groups: Sequence[range],
+        gpu: GpuStream,
+    ) -> None:
+        """Put the copies of n pairs on a stream, and an event after each group of pieces (in
+        contract order). CudaError: some of it may run nevertheless."""
+        order = np.argsort(slots, kind="stable")  # neighbours are copied together
+        blocks, slots, ids = blocks[order], slots[order], 0
+        if transfer.scratch is not None:
+            gpu.push_ids(transfer.scratch, blocks, slots)
+            ids = transfer.scratch.device
+        for pieces, event in zip(groups, transfer.events, strict=True):
+            if len(blocks):
+                self._enqueue(blocks, slots, pieces, ids, gpu)
+            gpu.record(event)
+
+    def _enqueue(
         self, blocks: Numbers, slots: Numbers, pieces: range, ids: int, gpu: GpuStream
     ) -> None:
-        """Copy some pieces of n pairs. CudaError: some of it may run nevertheless.
-
-        Args:
-            slots: in ascending order if neighbours are to be found.
-            pieces: in contract order.
-            ids: the device's address of the n blocks and, behind them, the n slots, there by the
-                time `gpu.kernels` gets so far.
-        """
+        """Copy some pieces. ids: the device's address of the n blocks and, behind them, the n
+        slots, there by the time `gpu.kernels` gets so far."""
         device, places = self.device, self._address + slots * self._stride
         first, last = np.searchsorted(self._small, (pieces.start, pieces.stop)).tolist()
         if last > first:

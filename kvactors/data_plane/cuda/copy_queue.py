@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.base import CLOSE_LIMIT
 from kvactors.data_plane.cuda.calibrate import calibrate
-from kvactors.data_plane.cuda.copies import Copies, GpuStream
+from kvactors.data_plane.cuda.copies import Copies, GpuStream, Transfer
 from kvactors.data_plane.cuda.device import CudaTensors
 from kvactors.data_plane.cuda.driver import FATAL, NOT_READY, UNTIMED, CudaDriver, CudaError
-from kvactors.data_plane.cuda.host_pin import STAGING_BYTES, HostPin, Scratch
+from kvactors.data_plane.cuda.host_pin import STAGING_BYTES, HostPin
 from kvactors.device.tensors import Rows
 from kvactors.errors import CacheClosed, DeviceError
 from kvactors.threads import Workers
@@ -76,7 +76,7 @@ def check_numbers(numbers: Mapping[str, NDArray[np.int64]], limits: Mapping[str,
             raise ValueError(f"{name} id out of range: there are {limits[name]}")
 
 
-class CudaJob:
+class CudaJob(Transfer):
     """A copy in flight.
 
     Attributes:
@@ -86,13 +86,12 @@ class CudaJob:
     """
 
     def __init__(self, number: int, to_host: bool, pairs: int) -> None:
+        super().__init__()
         self.number = number
         self.to_host = to_host
         self.pairs = pairs
         self.began = time.monotonic()
         self.seconds = 0.0
-        self.event = 0
-        self.scratch: Scratch | None = None
         self.recorded = self.ended = False
         self.error = ""
         self.code = 0  # of the driver, when it was last asked
@@ -123,7 +122,6 @@ class CudaCopyQueue:
         self._broken = ""
         self._undo = ExitStack()
         self._watchers: dict[bool, Workers] = {}
-        self._streams: dict[bool, GpuStream] = {}
         self._queues: dict[bool, deque[CudaJob]] = {True: deque(), False: deque()}
         self.event_fd = -1
         self._device = CudaTensors(rows, driver)
@@ -148,17 +146,13 @@ class CudaCopyQueue:
         undo.callback(pin.release)
         # slots are counted in bytes, so that one may begin anywhere in a row
         slots = plan.address + plan.offset, 1, pin.on_device + plan.offset
-        self._copies = Copies(device, *slots, plan.step(self.block_bytes), undo)
-        for to_host in (True, False):
-            self._streams[to_host] = GpuStream(
-                device.driver,
-                to_device=not to_host,
-                event_flags=flags,
-                staging_bytes=STAGING_BYTES if self._copies.kernels is not None else 0,
-            )
-            undo.callback(self._streams[to_host].close)
+        step = plan.step(self.block_bytes)
+        self._copies = Copies(
+            device, *slots, step, undo, staging_bytes=STAGING_BYTES, event_flags=flags
+        )
+        self._streams = self._copies.streams
         self._ordering = device.driver.make(undo, "cuEventCreate", UNTIMED)
-        gpu = self._streams[False]
+        gpu = self._streams[True]
         self._copies.split(calibrate(self._copies, gpu).choice, gpu.stream)
 
     # -- submission
@@ -190,16 +184,16 @@ class CudaCopyQueue:
         if self._broken:
             raise DeviceError(f"no more copies of this GPU's memory: {self._broken}")
         job = CudaJob(self._last + 1, to_host, len(blocks))
-        gpu = self._streams[to_host]
+        gpu = self._streams[not to_host]
         try:
             with self._device.current():
-                job.event = gpu.take_event()
                 try:
+                    self._copies.prepare(job, len(blocks), 1, gpu)
                     self._order(gpu, stream, event)
-                    self._enqueue(job, blocks, slots)
+                    self._put(job, blocks, slots)
                 except BaseException:
                     if not job.error:  # nothing was begun
-                        gpu.give_back((job.event,), job.scratch)
+                        gpu.give_back(job)
                     raise
         except CudaError as error:
             if error.code in FATAL:
@@ -222,22 +216,11 @@ class CudaCopyQueue:
         if event is not None:
             gpu.wait_for(event)
 
-    def _enqueue(self, job: CudaJob, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
-        gpu = self._streams[job.to_host]
+    def _put(self, job: CudaJob, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> None:
         places = self._plan.places(slots, self.block_bytes)
-        order = np.argsort(places, kind="stable")  # neighbours are copied together
-        blocks, places = blocks[order], places[order]
-        if self._copies.by_kernel:
-            job.scratch = gpu.take_scratch(2 * len(blocks))
+        pieces = range(len(self._device.piece_bytes))
         try:
-            if len(blocks):
-                ids = 0
-                if job.scratch is not None:
-                    gpu.push_ids(job.scratch, blocks, places)
-                    ids = job.scratch.device
-                pieces = range(len(self._device.piece_bytes))
-                self._copies.enqueue(blocks, places, pieces, ids, gpu)
-            gpu.record(job.event)
+            self._copies.put(job, blocks, places, [pieces], self._streams[not job.to_host])
             job.recorded = True
         except CudaError as error:
             job.error = str(error)
@@ -279,11 +262,11 @@ class CudaCopyQueue:
         driver = self._device.driver
         if not job.recorded:  # copies that were begun before an error end before this event
             try:
-                self._streams[job.to_host].record(job.event, whole=True)
+                self._streams[not job.to_host].record(job.events[0], whole=True)
             except CudaError as error:
                 return error.function, error.code
             job.recorded = True
-        return "cuEventQuery", driver.status("cuEventQuery", job.event)
+        return "cuEventQuery", driver.status("cuEventQuery", job.events[0])
 
     def _watch(self, job: CudaJob) -> None:
         """In a thread: make the descriptor readable when a copy has ended."""
@@ -293,7 +276,7 @@ class CudaCopyQueue:
                 # The call reports an error of the copies too, which `_ask` finds.
                 entered.callback(driver.status, "cuCtxPopCurrent", None)
                 if job.recorded:
-                    driver.status("cuEventSynchronize", job.event)
+                    driver.status("cuEventSynchronize", job.events[0])
             while not self._ask(job):
                 time.sleep(pause)
                 pause = min(2 * pause, LAST_PAUSE)
@@ -310,7 +293,7 @@ class CudaCopyQueue:
         for to_host, jobs in self._queues.items():
             while jobs and self._has_ended(jobs[0]):
                 job = jobs.popleft()
-                self._streams[to_host].give_back((job.event,), job.scratch)
+                self._streams[not to_host].give_back(job)
                 del self._jobs[job.number]
                 found.append(job)
         return [

@@ -51,7 +51,8 @@ STREAM_ORDER = 1
 V1, V2 = 12080, 13000
 """Driver versions that brought cuMemcpyBatchAsync, and its second form."""
 
-_int, _u32, _u64, _ptr = ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_void_p
+_int, _u32, _u64, _size = ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_size_t
+_ptr = ctypes.c_void_p
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuInit": (_u32,),
     "cuDriverGetVersion": (_ptr,),
@@ -130,22 +131,16 @@ class _Rectangle(ctypes.Structure):
     """CUDA_MEMCPY2D."""
 
     _fields_ = (
-        ("source_x", ctypes.c_size_t),
-        ("source_y", ctypes.c_size_t),
-        ("source_type", _u32),
-        ("source_host", _ptr),
-        ("source_device", _u64),
-        ("source_array", _ptr),
-        ("source_pitch", ctypes.c_size_t),
-        ("target_x", ctypes.c_size_t),
-        ("target_y", ctypes.c_size_t),
-        ("target_type", _u32),
-        ("target_host", _ptr),
-        ("target_device", _u64),
-        ("target_array", _ptr),
-        ("target_pitch", ctypes.c_size_t),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
+        *(
+            (f"{side}_{name}", kind)
+            for side in ("source", "target")
+            for name, kind in (
+                *(("x", _size), ("y", _size), ("type", _u32), ("host", _ptr)),
+                *(("device", _u64), ("array", _ptr), ("pitch", _size)),
+            )
+        ),
+        ("width", _size),
+        ("height", _size),
     )
 
 

@@ -7,14 +7,13 @@ at intervals how far each stream is."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
-import numpy as np
 
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
@@ -27,6 +26,7 @@ from kvactors.data_plane.cuda.copies import (
     LaneCounts,
     RunTiming,
     Timing,
+    Transfer,
 )
 from kvactors.data_plane.cuda.device import CudaDevice, checked_ids
 from kvactors.data_plane.cuda.driver import (
@@ -37,7 +37,7 @@ from kvactors.data_plane.cuda.driver import (
     CudaError,
     quietly,
 )
-from kvactors.data_plane.cuda.host_pin import STAGING_BYTES, HostPin, Scratch
+from kvactors.data_plane.cuda.host_pin import STAGING_BYTES, HostPin
 from kvactors.data_plane.engine import CopyEngine
 from kvactors.device.arena import Arena
 from kvactors.errors import DeviceError
@@ -98,20 +98,11 @@ class CudaStatistics(NamedTuple):
     staging_bytes: int
 
 
-class Lane(GpuStream):
-    """A direction's streams, and the thread that puts operations on them."""
-
-    def __init__(self, driver: CudaDriver, *, to_device: bool, staging_bytes: int) -> None:
-        self.workers = Workers(1, f"kvactors-cuda-{'load' if to_device else 'store'}")
-        super().__init__(driver, to_device=to_device, staging_bytes=staging_bytes)
-
-
-class Op:
+class Op(Transfer):
     """An operation of n pairs.
 
     Attributes:
         groups: the layers it goes by, counted from the layout's first.
-        events: one for each group.
         reached: how many of the events have been reached.
         done: whether all bytes arrived. Set on the loop, when no part of the operation runs any
             more, or when it was abandoned.
@@ -120,17 +111,16 @@ class Op:
 
     def __init__(
         self,
-        lane: Lane,
+        lane: GpuStream,
         blocks: Sequence[int],
         slots: Sequence[int],
         groups: list[range],
         progress: Progress | None,
     ) -> None:
+        super().__init__()
         self.lane, self.blocks, self.slots, self.groups = lane, blocks, slots, groups
         self.progress = progress
-        self.events: list[int] = []
         self.reached = 0
-        self.scratch: Scratch | None = None
         self.submitted = self.over = self.failed = False
         loop = asyncio.get_running_loop()
         self.done: asyncio.Future[bool] = loop.create_future()
@@ -168,21 +158,28 @@ class StreamEvents:
         self._made: list[int] = []
         self._released: list[int] = []
 
-    def record(self, stream: int) -> CudaEvent:
-        """Record an event after all work that a stream has got so far."""
-        self._check()
-        driver = self._device.driver
+    @contextmanager
+    def _driver(self) -> Iterator[CudaDriver]:
+        """The driver, with the context current. DeviceError if the copy engine is closed."""
+        if self.ended:
+            raise DeviceError("the copy engine of this GPU is closed")
         try:
             with self._device.current():
-                event = self._take()
-                try:
-                    driver.call("cuEventRecord", event, stream)
-                except BaseException:
-                    self._released.append(event)
-                    raise
+                yield self._device.driver
         except CudaError as error:
-            self._note(error)
+            if error.code in FATAL:
+                self._broken(error)
             raise
+
+    def record(self, stream: int) -> CudaEvent:
+        """Record an event after all work that a stream has got so far. DeviceError."""
+        with self._driver() as driver:
+            event = self._take()
+            try:
+                driver.call("cuEventRecord", event, stream)
+            except BaseException:
+                self._released.append(event)
+                raise
         return CudaEvent(self, event)
 
     def _take(self) -> int:
@@ -194,29 +191,15 @@ class StreamEvents:
 
     def query(self, event: int) -> bool:
         """Whether an event was reached. DeviceError."""
-        self._check()
-        driver = self._device.driver
-        try:
-            with self._device.current():
-                code = driver.status("cuEventQuery", event)
+        with self._driver() as driver:
+            code = driver.status("cuEventQuery", event)
             if code not in (0, NOT_READY):
                 raise driver.error("cuEventQuery", code)
-        except CudaError as error:
-            self._note(error)
-            raise
         return code == 0
 
     def give_back(self, event: int) -> None:
         """No waiter needs an event any more."""
         self._released.append(event)
-
-    def _check(self) -> None:
-        if self.ended:
-            raise DeviceError("the copy engine of this GPU is closed")
-
-    def _note(self, error: CudaError) -> None:
-        if error.code in FATAL:
-            self._broken(error)
 
     def close(self) -> None:
         """Destroy every event, with the context current. Never raises."""
@@ -280,15 +263,19 @@ class CudaCopyEngine(CopyEngine):
         self._staging_bytes = staging_bytes
         self._limit = limit
         self._undo = ExitStack()
-        self._lanes: dict[Direction, Lane] = {}
+        self._lanes: dict[Direction, GpuStream] = {}
         self._calibration = Calibration()
         self._copies: Copies | None = None
+        self._workers = {
+            to_device: Workers(1, f"kvactors-cuda-{'load' if to_device else 'store'}")
+            for to_device in (False, True)
+        }
         self._broken: str | None = None
         self._lost = self._unacknowledged = False
         self._changed: Callable[[bool, bool], None] | None = None
         self._in_flight: list[Op] = []
         self._watched: list[Op] = []  # those on a stream
-        self._waits: dict[StreamWait, Lane] = {}
+        self._waits: dict[StreamWait, GpuStream] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._pause = FIRST_PAUSE
         self._events = StreamEvents(device, self._break)
@@ -313,23 +300,20 @@ class CudaCopyEngine(CopyEngine):
                 pin = HostPin(device, arena.address, max(1, arena.num_slots) * arena.stride)
                 undo.callback(pin.release)
                 slots = arena.address, arena.stride, pin.on_device, arena.stride
-                copies = self._copies = Copies(device, *slots, undo)
-                lanes = {}
-                for direction in (Direction.TO_HOST, Direction.TO_DEVICE):
-                    lanes[direction] = Lane(
-                        device.driver,
-                        to_device=direction is Direction.TO_DEVICE,
-                        staging_bytes=self._staging_bytes if copies.kernels is not None else 0,
-                    )
-                    undo.callback(lanes[direction].close)
-                lane = lanes[Direction.TO_DEVICE]
-                self._calibration = calibrate(copies, lane, self._given)
-                copies.split(self._calibration.choice, lane.stream)
+                copies = self._copies = Copies(
+                    device, *slots, undo, staging_bytes=self._staging_bytes
+                )
+                to_device = copies.streams[True]
+                self._calibration = calibrate(copies, to_device, self._given)
+                copies.split(self._calibration.choice, to_device.stream)
             except BaseException:
                 self._copies = None
                 undo.close()
                 raise
-        self._lanes = lanes
+        self._lanes = {
+            Direction.TO_HOST: copies.streams[False],
+            Direction.TO_DEVICE: copies.streams[True],
+        }
 
     async def close(self) -> None:
         """Wait for copies in flight, then release every resource. The memory of copies that do not
@@ -340,7 +324,9 @@ class CudaCopyEngine(CopyEngine):
         if not lanes:
             return
         settled = [
-            asyncio.wrap_future(lane.workers.submit(partial(lane.settle, self.device.context)))
+            asyncio.wrap_future(
+                self._workers[lane.to_device].submit(partial(lane.settle, self.device.context))
+            )
             for lane in lanes.values()
         ]
         with anyio.move_on_after(self._limit):
@@ -355,8 +341,8 @@ class CudaCopyEngine(CopyEngine):
             log.error("copies of a GPU did not end, keeping their memory", gpu=self.device.name)
             ABANDONED.extend((self._undo.pop_all(), self.device, self.arena, self.arena.view(0)))
             self.device.abandon()
-        for lane in lanes.values():
-            lane.workers.close()
+        for workers in self._workers.values():
+            workers.close()
         self._copies = None
 
     def _give_back(self) -> None:
@@ -403,10 +389,12 @@ class CudaCopyEngine(CopyEngine):
         return () if good else tuple(range(len(blocks)))
 
     async def _copy_within(
-        self, lane: Lane, sources: Sequence[int], targets: Sequence[int]
+        self, lane: GpuStream, sources: Sequence[int], targets: Sequence[int]
     ) -> tuple[int, ...]:
         """Copy in a lane's thread, which waits for the GPU for microseconds."""
-        copies = lane.workers.submit(partial(self.device.copy_blocks, sources, targets))
+        copies = self._workers[lane.to_device].submit(
+            partial(self.device.copy_blocks, sources, targets)
+        )
         try:
             await wait_uncancelled(asyncio.wrap_future(copies))
         except Exception as error:
@@ -417,7 +405,7 @@ class CudaCopyEngine(CopyEngine):
         return ()
 
     def _in_thread(
-        self, lane: Lane, call: Callable[[], Any], then: Callable[[BaseException | None], None]
+        self, lane: GpuStream, call: Callable[[], Any], then: Callable[[BaseException | None], None]
     ) -> None:
         """Call in the lane's thread, then on the loop, with the call's error."""
         loop = asyncio.get_running_loop()
@@ -426,7 +414,7 @@ class CudaCopyEngine(CopyEngine):
             with suppress(RuntimeError):  # the loop is closed: no caller waits
                 loop.call_soon_threadsafe(then, future.exception())
 
-        lane.workers.submit(call).add_done_callback(done)
+        self._workers[lane.to_device].submit(call).add_done_callback(done)
 
     def _put(self, op: Op) -> None:
         """In the lane's thread: put an operation on its stream. When this raises (ValueError,
@@ -435,23 +423,14 @@ class CudaCopyEngine(CopyEngine):
         device.driver.call("cuCtxSetCurrent", device.context)
         blocks, slots = checked_ids(device, self.arena, op.blocks, op.slots)
         device.ensure_in_place()
-        lane, copies, ids = op.lane, self._copies, 0
+        copies, roles = self._copies, len(device.layout.roles)
         assert copies is not None
-        order = np.argsort(slots, kind="stable")  # neighbours are copied together
-        blocks, slots = blocks[order], slots[order]
-        roles = len(device.layout.roles)
+        groups = [range(group.start * roles, group.stop * roles) for group in op.groups]
+        copies.prepare(op, len(blocks), len(groups), op.lane)
         try:
-            if copies.by_kernel:
-                op.scratch = lane.take_scratch(2 * len(blocks))
-                lane.push_ids(op.scratch, blocks, slots)
-                ids = op.scratch.device
-            for group in op.groups:
-                pieces = range(group.start * roles, group.stop * roles)
-                copies.enqueue(blocks, slots, pieces, ids, lane)
-                op.events.append(lane.take_event())
-                lane.record(op.events[-1])
+            copies.put(op, blocks, slots, groups, op.lane)
         except BaseException:
-            lane.settle(device.context)
+            op.lane.settle(device.context)
             raise
         op.submitted = True
 
@@ -476,7 +455,7 @@ class CudaCopyEngine(CopyEngine):
 
     def _end(self, op: Op, *, good: bool) -> None:
         self._in_flight.remove(op)
-        op.lane.give_back(op.events, op.scratch)
+        op.lane.give_back(op)
         op.over = True
         op.failed = not good
         op.ended.set_result(None)
