@@ -48,14 +48,10 @@ class EngineStreams:
         return False
 
     def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
-        """Make a stream wait for copies into device blocks, also for those that begin later.
-
-        Returns:
-            Done when the stream waits for the copies of all blocks, which is never for blocks that
-            no copy in flight or later brings. Cancel it when it is not needed any more. Its
-            exception is a DeviceError if the driver refuses. None: the owner of the stream must
-            wait in another way.
-        """
+        """Make a stream wait for copies into device blocks, also for those that begin later. The
+        future is done when the stream waits for the copies of all blocks, which is never for blocks
+        that no copy brings, or has the DeviceError with which the driver refuses. Cancel it when it
+        is not needed any more. None: the owner of the stream must wait in another way."""
         return None
 
     def record_event(self, stream: int) -> RecordedEvent:
@@ -94,12 +90,8 @@ class Direction(Enum):
 
 
 class DataPlane(ABC):
-    """Moves the bytes of blocks.
-
-    Attributes:
-        store: the same, with its answers checked.
-        device_store: the store that moves device memory itself, None without one.
-    """
+    """Moves the bytes of blocks. backend, store: the store below the host slots, and the same with
+    its answers checked. device_store: the store that moves device memory itself."""
 
     def __init__(
         self,
@@ -155,15 +147,9 @@ class DataPlane(ABC):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """Copy every pair (blocks[j], slots[j]). No copy runs after this has returned or been
-        cancelled.
-
-        Args:
-            progress: with it, a copy to the device goes layer by layer.
-
-        Returns:
-            Indices of pairs whose bytes did not arrive. All of them if the memory was lost.
-        """
+        """Copy every pair (blocks[j], slots[j]), with `progress` to the device layer by layer.
+        Returns the indices of pairs whose bytes did not arrive, all of them if the memory was lost.
+        No copy runs after this has returned or been cancelled."""
         if self.refuses(generation):
             return tuple(range(len(blocks)))
         return await self.copy_pairs(direction, blocks, slots, progress)
@@ -186,11 +172,8 @@ class DataPlane(ABC):
     async def read(
         self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
     ) -> ReadReport:
-        """Read objects of the store into slots. UNAVAILABLE if the memory was lost.
-
-        Args:
-            expired: whether the deadline has passed. Keys not begun by then are LATE.
-        """
+        """Read objects of the store into slots; UNAVAILABLE if the memory was lost. expired:
+        whether the deadline has passed. Keys not begun by then are LATE."""
         if self.store is None or self.refuses(generation):
             return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
         return await self.store.read_slots(keys, self.slots, slots, expired)
@@ -213,16 +196,9 @@ class DataPlane(ABC):
     async def fetch(
         self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
     ) -> int:
-        """Read blocks of a path into device blocks, by the store that moves device memory; 0 if the
-        memory was lost.
-
-        Args:
-            tokens: of the whole path.
-            start: the path's first block to read, into blocks[0].
-
-        Returns:
-            How many blocks, from the first on, have their bytes.
-        """
+        """Read blocks of a path, whose tokens are given whole, from its block `start` on into
+        device blocks, by the store that moves device memory. Returns how many blocks, from the
+        first on, have their bytes; 0 if the memory was lost."""
         if self.device_store is None or self.refuses(generation):
             return 0
         return await self.device_store.fetch(tokens, start, blocks, seconds)

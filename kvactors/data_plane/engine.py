@@ -44,11 +44,8 @@ class CopyEngine(EngineStreams, ABC):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        """Copy every pair. Returns the indices of pairs whose bytes did not arrive. No copy runs
-        after it has returned or been cancelled.
-
-        progress: with it, a copy to the device goes layer by layer.
-        """
+        """Copy every pair, with `progress` to the device layer by layer. Returns the indices of
+        pairs whose bytes did not arrive. No copy runs after it has returned or been cancelled."""
 
     async def close(self) -> None:
         """No more copies."""

@@ -56,8 +56,7 @@ CUDA_ONLY = {"dma_min_bytes", "merge_min_blocks", "staging_bytes", "staging_min_
 
 class LocalPlane(DataPlane):
     """Its memory is lost only with the process, or with the GPU's context: then it copies nothing
-    any more. So its memory generation never changes.
-    """
+    any more. So its memory generation never changes."""
 
     def __init__(
         self,
@@ -142,14 +141,10 @@ def make_local_plane(
     shard: tuple[int, int] | None = None,
     inline: bool = False,
 ) -> LocalPlane:
-    """Make the data plane that a config describes.
-
-    Args:
-        device: in place of the config's. The caller closes it.
-        backend: in place of the config's, not used in flush-only mode.
-        shard: rank and number of ranks, if this process is one of several.
-        inline: copy in the loop's thread (for loops of virtual time, which have no threads).
-    """
+    """Make the data plane that a config describes. device, backend: in place of the config's. The
+    caller closes the device, and the back end is not used in flush-only mode. shard: rank and
+    number of ranks, if this process is one of several. inline: copy in the loop's thread, for loops
+    of virtual time."""
     owned = device is None
     blocks: DeviceBlocks
     if device is not None:
@@ -202,9 +197,8 @@ def _arena(config: Config, kind: str, layout: Layout, backend: Backend | None) -
 
 
 def check_copy_settings(kind: str, config: HostConfig) -> None:
-    """Check the settings of copies against the device that is copied. An engine may pass its own,
-    so `device.kind` alone does not decide.
-    """
+    """ConfigError that names a setting of copies that is given and has no use with this device. An
+    engine may pass its own device, so `device.kind` alone does not decide."""
     given = changed_in(config)
     if not config.staging_bytes:
         given.discard("staging_bytes")  # none is what a device of the host has

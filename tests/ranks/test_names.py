@@ -70,7 +70,6 @@ def test_a_million_names_join_a_small_set_in_slices():
     for keys in chain([page], repeat(filler, MILLION // PAGE_NAMES)):
         again.page(keys)
         assert len(again.seen) <= 100, "what the others do not hold is not kept"
-    assert again.received >= MILLION - PAGE_NAMES
     assert sum(again.merge()) == len(held) + 100
     assert set(names.held) == set(held[:100])
     lost = set()

@@ -40,12 +40,8 @@ class Calibration(NamedTuple):
 def calibrate(
     copies: Copies, gpu: GpuStream, given: Mapping[str, int] | None = None
 ) -> Calibration:
-    """Measure. Takes about 20 ms and waits for the streams.
-
-    Args:
-        copies: receives whether the driver has batched copies.
-        given: fields of `Choice` that need not be measured.
-    """
+    """Measure, for about 20 ms, and find out whether the driver has batched copies. Waits for the
+    streams. given: fields of `Choice` that need not be measured."""
     known = given or {}
     with ExitStack() as undo:
         bench = _Bench(copies, gpu, undo)

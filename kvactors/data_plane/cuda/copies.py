@@ -52,11 +52,8 @@ class LaneCounts:
 
 
 class Transfer:
-    """Copies of some pairs in one direction, and what they use on the GPU.
-
-    Attributes:
-        events: one for each group of pieces, reached when the group has been copied.
-    """
+    """Copies of some pairs in one direction, and what they use on the GPU: an event for each group
+    of pieces, reached when the group has been copied, and the memory of the pairs' numbers."""
 
     def __init__(self) -> None:
         self.events: list[int] = []
@@ -133,11 +130,8 @@ class GpuStream:
         self._launched |= self.to_device
 
     def record(self, event: int, *, whole: bool = False) -> None:
-        """Record an event after everything that both streams have got. CudaError.
-
-        Args:
-            whole: whether any part of it may be missing, after an error.
-        """
+        """Record an event after everything that both streams have got. whole: whether any part of
+        it may be missing, after an error. CudaError."""
         last = self.stream
         if self.kernels != self.stream and (self._launched or whole):
             # the stream that needs not wait goes on with the next layers
@@ -264,47 +258,27 @@ class RunTiming(NamedTuple):
 
 def choose(timings: Sequence[Timing], runs: Sequence[RunTiming], pieces: int) -> Choice:
     """The choice that follows from timings."""
-    kernels = [min(one.kernel, one.gathered or one.kernel) for one in timings]
-    sizes = [one.piece for one in timings]
-    batches = [one.batch for one in timings]
-    gathered = [one for one in timings if one.gathered]
+    ways = [(one.piece, one.batch, min(one.kernel, one.gathered or one.kernel)) for one in timings]
+    gathered = [(pieces * one.piece, one.gathered, one.kernel) for one in timings if one.gathered]
+    merged = [(one.blocks, one.rectangle, one.batch) for one in runs]
+    beyond = 2 * timings[-1].piece if timings else BATCH_FROM
     return Choice(
-        first_not_slower(
-            sizes, batches, kernels, BATCH_FROM, beyond=2 * sizes[-1] if sizes else BATCH_FROM
-        ),
-        first_not_slower(
-            [pieces * one.piece for one in gathered],
-            [one.gathered for one in gathered],
-            [one.kernel for one in gathered],
-            STAGE_FROM,
-        ),
-        first_not_slower(
-            [one.blocks for one in runs],
-            [one.rectangle for one in runs],
-            [one.batch for one in runs],
-            MERGE_FROM,
-        ),
+        first_not_slower(ways, BATCH_FROM, beyond=beyond),
+        first_not_slower(gathered, STAGE_FROM),
+        first_not_slower(merged, MERGE_FROM),
     )
 
 
 def first_not_slower(
-    sizes: Sequence[int],
-    seconds: Sequence[float],
-    others: Sequence[float],
-    otherwise: int,
-    *,
-    beyond: int = NEVER,
+    timings: Sequence[tuple[int, float, float]], otherwise: int, *, beyond: int = NEVER
 ) -> int:
-    """The smallest size from which on one way is never slower than the other one.
-
-    Args:
-        otherwise: the answer without timings, or if one is impossible.
-        beyond: the answer if the way is slower at the largest size.
-    """
-    if not sizes or not all(0 < one < LONGEST for one in (*seconds, *others)):
+    """The smallest size from which on one way is never slower than the other one. timings: the
+    seconds of each way, by ascending size. otherwise: the answer without timings, or if one is
+    impossible. beyond: the answer if the way is slower at the largest size."""
+    if not timings or not all(0 < one < LONGEST for _, *both in timings for one in both):
         return otherwise
     best = beyond
-    for size, one, other in zip(reversed(sizes), reversed(seconds), reversed(others), strict=True):
+    for size, one, other in reversed(timings):
         if one > other:
             break
         best = size

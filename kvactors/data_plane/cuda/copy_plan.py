@@ -15,14 +15,9 @@ Numbers = NDArray[np.int64]
 
 
 class Columns(NamedTuple):
-    """Bytes of a block that are contiguous on the device and in a slot. Arrays of the same length.
-
-    Attributes:
-        regions: address of the first row.
-        strides: bytes from a row to the next one.
-        sizes: bytes of a row.
-        offsets: bytes from the start of a slot.
-    """
+    """Bytes of a block that are contiguous on the device and in a slot: address of the first row,
+    bytes from a row to the next one, bytes of a row, bytes from the start of a slot. Arrays of the
+    same length."""
 
     regions: Numbers
     strides: Numbers
@@ -51,12 +46,8 @@ class CopyPlan(NamedTuple):
 
 
 def join_columns(columns: Columns, allocations: Numbers) -> Columns:
-    """Columns in which neighbours are joined.
-
-    Args:
-        allocations: of each column. A copy must not reach from one allocation into another one,
-            even if their addresses follow one another.
-    """
+    """Columns in which neighbours are joined. A copy must not reach from one allocation into
+    another one, even if their addresses follow one another."""
     if len(columns.sizes) < 2:
         return columns
     regions, strides, sizes, offsets = columns
@@ -71,11 +62,7 @@ def join_columns(columns: Columns, allocations: Numbers) -> Columns:
 
 
 def runs(rows: Numbers, places: Numbers, step: int) -> tuple[Numbers, Numbers]:
-    """Pairs that follow one another on both sides.
-
-    Returns:
-        The first pair of each run, and its length.
-    """
+    """Pairs that follow one another on both sides: the first pair of each run, and its length."""
     broken = (np.diff(rows) != 1) | (np.diff(places) != step)
     first = np.flatnonzero(np.concatenate(([True], broken)))
     return first, np.diff(np.append(first, len(rows)))
@@ -84,11 +71,8 @@ def runs(rows: Numbers, places: Numbers, step: int) -> tuple[Numbers, Numbers]:
 def plan_copies(
     columns: Columns, rows: Numbers, places: Numbers, step: int, merge_from: int, max_pitch: int
 ) -> CopyPlan:
-    """The copies of n pairs.
-
-    Args:
-        merge_from: length of a run from which on its rows are one rectangle. At least 2.
-    """
+    """The copies of n pairs. merge_from: length of a run from which on its rows are one rectangle,
+    at least 2."""
     first, lengths = runs(rows, places, step)
     regions, strides, sizes, offsets = columns
     dense = (strides == sizes) & (sizes == step)

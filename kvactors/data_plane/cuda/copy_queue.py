@@ -42,13 +42,8 @@ log = get_logger()
 
 
 class HostSlotPlan(NamedTuple):
-    """Where the blocks of a worker are in host memory.
-
-    Attributes:
-        offset: bytes from the start of a row to the worker's share.
-        row_stride: bytes from one row to the next.
-        slots_per_row: blocks in a row.
-    """
+    """Where the blocks of a worker are in host memory: rows of `slots_per_row` blocks, `row_stride`
+    bytes apart, in each of which the worker's share begins at byte `offset`."""
 
     address: int
     nbytes: int
@@ -77,13 +72,8 @@ def check_numbers(numbers: Mapping[str, NDArray[np.int64]], limits: Mapping[str,
 
 
 class CudaJob(Transfer):
-    """A copy in flight.
-
-    Attributes:
-        recorded: whether the event is on the stream.
-        error: why bytes did not arrive, empty if they did.
-        ended: whether no part of it runs any more.
-    """
+    """A copy in flight. recorded: whether the event is on the stream. error: why bytes did not
+    arrive, empty if they did. ended: whether no part of it runs any more."""
 
     def __init__(self, number: int, to_host: bool, pairs: int) -> None:
         super().__init__()
@@ -99,13 +89,8 @@ class CudaJob(Transfer):
 
 class CudaCopyQueue:
     """Copies of a GPU's blocks in the order of their submission, one stream for each direction.
-
-    One thread at a time calls the methods. `wait` is the exception.
-
-    Args:
-        rows: the tensors. Block b is row b of each.
-        event_fd: whether `event_fd` becomes readable when copies have ended.
-    """
+    Block b is row b of each tensor. event_fd: whether `event_fd` becomes readable when copies have
+    ended. One thread at a time calls the methods. `wait` is the exception."""
 
     def __init__(
         self,
@@ -165,16 +150,9 @@ class CudaCopyQueue:
         stream: int | None,
         event: int | None,
     ) -> int:
-        """Begin copies after the engine's work.
-
-        An error of the driver after the first copy was begun is the copy's result, since some
-        bytes may be on their way.
-
-        Args:
-            stream: copies begin after the work that this stream has got so far. 0: the default
-                stream.
-            event: copies begin after this event, as it was last recorded.
-        """
+        """Begin copies after the work that the engine's `stream` (0 is the default stream) has got
+        so far, and after `event` as it was last recorded. An error of the driver after the first
+        copy was begun is the copy's result, since some bytes may be on their way."""
         if os.getpid() != self._process:
             raise CacheClosed(
                 "the copy queue was made before a fork: make another one in the child"
@@ -320,11 +298,8 @@ class CudaCopyQueue:
         return len(self._jobs)
 
     def close(self) -> bool:
-        """Let the copies end and release every resource.
-
-        Returns:
-            Whether all copies have ended. Otherwise the host memory and the tensors must be kept.
-        """
+        """Let the copies end and release every resource. False: copies have not ended, and the host
+        memory and the tensors must be kept."""
         if os.getpid() != self._process:
             self._undo.pop_all()  # the parent's
             self._close_fd()

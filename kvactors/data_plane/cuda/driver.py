@@ -146,11 +146,7 @@ class _Rectangle(ctypes.Structure):
 
 class CudaDriver:
     """The driver in `library` (a path, or a name to search for). DeviceError if it is not there,
-    CudaError if it does not start.
-
-    Attributes:
-        version: 1000 * major + 10 * minor.
-    """
+    CudaError if it does not start. version: 1000 * major + 10 * minor."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         try:

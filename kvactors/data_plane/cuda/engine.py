@@ -99,15 +99,10 @@ class CudaStatistics(NamedTuple):
 
 
 class Op(Transfer):
-    """An operation of n pairs.
-
-    Attributes:
-        groups: the layers it goes by, counted from the layout's first.
-        reached: how many of the events have been reached.
-        done: whether all bytes arrived. Set on the loop, when no part of the operation runs any
-            more, or when it was abandoned.
-        ended: set when no part of it runs any more, although it was abandoned.
-    """
+    """An operation of n pairs. groups: the layers it goes by, counted from the layout's first.
+    reached: how many of the events have been. done: whether all bytes arrived, set when no part of
+    the operation runs any more or when it was abandoned. ended: set when no part of it runs any
+    more."""
 
     def __init__(
         self,
@@ -148,8 +143,7 @@ class CudaEvent:
 
 class StreamEvents:
     """The events of one device, on the loop. They are destroyed by `close`, and are recorded again
-    only after they were reached.
-    """
+    only after they were reached."""
 
     def __init__(self, device: CudaDevice, broken: Callable[[BaseException], None]) -> None:
         self.ended = False

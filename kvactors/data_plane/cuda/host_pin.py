@@ -27,17 +27,9 @@ PINS: dict[int, list[int]] = {}
 
 
 class HostPin:
-    """Host memory that the GPU may address, until `release`.
-
-    Memory that its owner has pinned stays the owner's, who keeps it pinned as long as copies of it
-    are made. Pins of the same memory are made by one thread at a time.
-
-    Attributes:
-        on_device: the address by which the GPU reaches the memory.
-
-    Raises:
-        DeviceError: the memory is pinned in part.
-    """
+    """Host memory that the GPU may address (at `on_device`) until `release`. Memory that its owner
+    has pinned stays the owner's, who keeps it pinned as long as copies of it are made. Pins of the
+    same memory are made by one thread at a time. DeviceError if the memory is pinned in part."""
 
     def __init__(self, context: CudaContext, address: int, nbytes: int) -> None:
         self._driver = driver = context.driver
@@ -131,13 +123,8 @@ ALIGNMENT = 256
 
 
 class GatherBuffer:
-    """Memory for small pieces in flight, in two halves that are used in turn.
-
-    Made and closed with the GPU's context current.
-
-    Args:
-        nbytes: of both halves.
-    """
+    """Memory for small pieces in flight, in two halves of together `nbytes` that are used in turn.
+    Made and closed with the GPU's context current."""
 
     def __init__(self, driver: CudaDriver, nbytes: int) -> None:
         self._driver = driver

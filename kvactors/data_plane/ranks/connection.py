@@ -30,13 +30,8 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 
 class Connection(ABC):
-    """One end of a connection.
-
-    Attributes:
-        source: where the other end is, for logs.
-        limit: bytes of a message at most. A longer one ends the connection.
-        violation: the invalid data of the other end, if that ended the connection.
-    """
+    """One end of a connection. source: where the other end is, for logs. limit: bytes of a message
+    at most. violation: the invalid data of the other end, if that ended the connection."""
 
     source = ""
     limit = MOST_BYTES
@@ -160,13 +155,9 @@ _in_memory: dict[str, Listener] = {}
 
 
 class Listener:
-    """Accepts connections at one endpoint.
-
-    Attributes:
-        met: awaited for each. Stopping cancels the calls that have not returned.
-        foreign: called with the source and the reason for a connection that is closed because of
-            its user.
-    """
+    """Accepts connections at one endpoint. met: awaited for each. Stopping cancels the calls that
+    have not returned. foreign: called with the source and the reason for a connection that is
+    closed because of its user."""
 
     def __init__(
         self, met: Met, foreign: Callable[[str, str], None] = lambda _source, _reason: None

@@ -71,14 +71,9 @@ time."""
 
 
 class RankGroup:
-    """All ranks of one cache.
-
-    Attributes:
-        memory_generation: the count of losses of memory.
-        names: keys that the stores of all ranks hold, if there are stores.
-        layers: of a block, at most as many can arrive.
-        used: whether a cache relies on the ranks' memory.
-    """
+    """All ranks of one cache. memory_generation: the count of losses of memory. names: keys that
+    the stores of all ranks hold, if there are stores. layers: of a block. used: whether a cache
+    relies on the ranks' memory."""
 
     def __init__(
         self,
@@ -186,6 +181,7 @@ class RankGroup:
             return [None] * len(self._ranks)
         op, loop = next(self._ops), asyncio.get_running_loop()
         message = build(op)
+        stored = isinstance(message, StoreObjects | MoveDevice)
         layers = [0] * len(self._ranks)
 
         def note(rank: int, number: int) -> None:
@@ -196,13 +192,8 @@ class RankGroup:
 
         answers: list[asyncio.Future[RankAnswer | None]] = []
         for rank in self._ranks:
-            operation = RankOperation(
-                loop.create_future(),
-                None if arrived is None else partial(note, rank.number),
-                outcomes,
-                worst,
-                stored=isinstance(message, StoreObjects | MoveDevice),
-            )
+            progress = None if arrived is None else partial(note, rank.number)
+            operation = RankOperation(loop.create_future(), progress, outcomes, worst, stored)
             answers.append(operation.answer)
             if (
                 rank.health is not RankState.HEALTHY
@@ -287,7 +278,9 @@ class RankGroup:
             reason = await self._receive(rank, link)
         except Violation as violation:
             reason = f"protocol violation: {violation}"
-            rank.penalize(now(), PENALTY_LEAST, PENALTY_MOST)
+            penalty = PENALTY_LEAST * 2 ** min(16, rank.violations)
+            rank.not_before = now() + min(PENALTY_MOST, penalty)
+            rank.violations += 1
             log.error("protocol violation of a rank", rank=rank.number, reason=str(violation))
         finally:
             self._lost(rank, link, reason)

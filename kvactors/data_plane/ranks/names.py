@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from itertools import chain, islice
 
 from kvactors.actor.clock import now
@@ -64,14 +65,10 @@ class NameSet:
 
 
 class RankNames:
-    """The keys that the stores of all ranks hold.
-
-    Attributes:
-        departed: keys removed from a store after all ranks had joined, and not reported yet.
-        generations: how often each rank's store has been cleared.
-        uneven: whether the generations differ: a clear did not reach every rank before its leader
-            stopped. Then no key counts as held until all stores have been cleared.
-    """
+    """The keys that the stores of all ranks hold. departed: keys removed from a store after all
+    ranks had joined, and not reported yet. generations: how often each rank's store has been
+    cleared. uneven: whether these differ: a clear did not reach every rank before its leader
+    stopped. Then no key counts as held until all stores have been cleared."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -142,21 +139,16 @@ class RankNames:
         self.uneven = len(set(self.generations.values())) > 1
 
 
+@dataclass(eq=False)
 class Joining:
-    """One rank's names as they arrive.
+    """One rank's names as they arrive. base: the names that the ranks before it hold, None for the
+    first rank. seen: those of the base that this rank holds, too."""
 
-    Attributes:
-        base: the names that the ranks before it hold, None for the first rank.
-        seen: those of the base that this rank holds, too.
-    """
-
-    def __init__(self, names: RankNames, rank: int, generation: int, base: NameSet | None) -> None:
-        self.names = names
-        self.rank = rank
-        self.generation = generation
-        self.base = base
-        self.seen = NameSet()
-        self.received = 0
+    names: RankNames
+    rank: int
+    generation: int
+    base: NameSet | None
+    seen: NameSet = field(default_factory=NameSet)
 
     @property
     def wanted(self) -> bool:
@@ -166,7 +158,6 @@ class Joining:
     def page(self, keys: bytes) -> None:
         """One page of names."""
         seen, base = self.seen, self.base
-        self.received += len(keys) // HASH_BYTES
         for i in range(0, len(keys), HASH_BYTES):
             name = keys[i : i + HASH_BYTES]
             if base is None:
@@ -222,9 +213,7 @@ def pages(names: Iterable[bytes], size: int = PAGE_NAMES) -> Iterator[tuple[byte
 
 
 class Joins:
-    """Attributes:
-    progress: when the last page of keys arrived, on the clock of the loop.
-    """
+    """progress: when the last page of keys arrived, on the clock of the loop."""
 
     def __init__(self) -> None:
         self.progress = 0.0

@@ -24,8 +24,7 @@ from kvactors.storage.factory import has_device_store
 
 class RanksPlane(DataPlane):
     """A pair has arrived if it has on every rank. The memory of all ranks is lost when a connection
-    to one of them is.
-    """
+    to one of them is."""
 
     def __init__(
         self,

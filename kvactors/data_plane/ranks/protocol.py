@@ -69,13 +69,8 @@ class Proof(Frame, frozen=True):
 
 class Identity(Frame, frozen=True):
     """Identity and configuration of a rank. No copy is in flight on it: operations of an earlier
-    connection have ended.
-
-    Attributes:
-        namespace, storage: `storage.namespace` (with AttentionStore: the names of its shards) and
-            the kind of back end.
-        generation: how often that store was cleared.
-    """
+    connection have ended. namespace, storage: `storage.namespace` (with AttentionStore: the names
+    of its shards) and the kind of back end. generation: how often that store was cleared."""
 
     rank: int
     ranks: int
@@ -121,11 +116,8 @@ class Pong(Frame, frozen=True):
 
 
 class CopyBlocks(Frame, frozen=True):
-    """Copy pairs (blocks[j], slots[j]) of the rank's device and arena.
-
-    Attributes:
-        layerwise: report layers as they arrive.
-    """
+    """Copy pairs (blocks[j], slots[j]) of the rank's device and arena. layerwise: report layers as
+    they arrive."""
 
     op: int
     to_device: bool
@@ -144,15 +136,9 @@ class RankCopyWithin(Frame, frozen=True):
 
 class StoreObjects(Frame, frozen=True):
     """Read or write slots (one for each key), ask which leading keys can be read (the others are
-    MISS), remove keys, or clear the rank's store.
-
-    Attributes:
-        seconds: keys not begun by then are LATE.
-        generation: of the store after a clear.
-        lineages: of objects to write, one for each key or none. Kind "begin_paths" and kind
-            "paths": the next parts of the paths that the objects form, with about `most` blocks,
-            after it was begun anew or not.
-    """
+    MISS), remove keys, clear the rank's store (generation: of the store afterwards), or send the
+    next parts of the paths that its objects form, with about `most` blocks, begun anew or not. Keys
+    not begun after `seconds` are LATE. lineages: of objects to write, one for each key or none."""
 
     op: int
     kind: Literal["read", "write", "ask", "remove", "clear", "begin_paths", "paths"]
@@ -188,15 +174,11 @@ class Arrived(Frame, frozen=True):
 
 
 class RankAnswer(Frame, frozen=True):
-    """An operation has ended: the rank does not access its slots and blocks any more.
-
-    Attributes:
-        outcomes: a byte for each pair or key, one for a clear. 0 is success. In a store operation
-            it is a `storage.messages.Outcome`.
-        gone: keys removed from the rank's store.
-        paths: parts of paths. After the last ones the only outcome is MISS.
-        without_checksum: misses of objects without a checksum, since the rank's last answer.
-    """
+    """An operation has ended: the rank does not access its slots and blocks any more. outcomes: a
+    byte for each pair or key, one for a clear. 0 is success. In a store operation it is a
+    `storage.messages.Outcome`, and after the last parts of paths MISS. gone: keys removed from the
+    rank's store. without_checksum: misses of objects without a checksum, since the rank's last
+    answer."""
 
     op: int
     outcomes: bytes = b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -143,30 +144,16 @@ class RankHealth(NamedTuple):
     since: float
 
 
+@dataclass(slots=True, eq=False)
 class RankOperation:
-    """An operation in flight on one rank.
+    """An operation in flight on one rank. stored: whether the rank's store carries it out."""
 
-    Attributes:
-        stored: whether the rank's store carries it out.
-    """
-
-    __slots__ = ("answer", "arrived", "outcomes", "stored", "timer", "worst")
-
-    def __init__(
-        self,
-        answer: asyncio.Future[RankAnswer | None],
-        arrived: Callable[[int], None] | None,
-        outcomes: int,
-        worst: int,
-        *,
-        stored: bool = False,
-    ) -> None:
-        self.stored = stored
-        self.answer = answer
-        self.arrived = arrived
-        self.outcomes = outcomes
-        self.worst = worst
-        self.timer: asyncio.TimerHandle | None = None
+    answer: asyncio.Future[RankAnswer | None]
+    arrived: Callable[[int], None] | None
+    outcomes: int
+    worst: int
+    stored: bool
+    timer: asyncio.TimerHandle | None = None
 
     def check(self, answer: RankAnswer) -> None:
         """Violation unless the answer is one to this operation."""
@@ -186,12 +173,8 @@ class RankOperation:
 
 
 class Rank:
-    """One rank's number.
-
-    Attributes:
-        link: its connection, joining or admitted.
-        overdue: those whose answer is late.
-    """
+    """One rank's number. link: its connection, joining or admitted. overdue: operations whose
+    answer is late."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -210,29 +193,15 @@ class Rank:
         for operation in operations.values():
             operation.over(None)
 
-    def penalize(self, at: float, least: float, most: float) -> None:
-        """Admit it later than before: it violated the protocol."""
-        self.violations += 1
-        self.not_before = at + min(most, least * 2 ** min(16, self.violations - 1))
-
     def statistics(self) -> RankStatistics:
+        troubles = self.losses, self.silences, self.violations
         return RankStatistics(
-            self.number,
-            self.health.value,
-            self.operations,
-            len(self.open),
-            self.losses,
-            self.silences,
-            self.violations,
+            self.number, self.health.value, self.operations, len(self.open), *troubles
         )
 
     def describe(self) -> RankHealth:
-        if self.link is not None and not self.link.admitted:
-            link = self.link
-            return RankHealth(
-                self.number,
-                "joining",
-                f"{link.received} of {link.identity.objects} names received",
-                self.since,
-            )
-        return RankHealth(self.number, self.health.value, self.reason, self.since)
+        state, reason, link = self.health.value, self.reason, self.link
+        if link is not None and not link.admitted:
+            state = "joining"
+            reason = f"{link.received} of {link.identity.objects} names received"
+        return RankHealth(self.number, state, reason, self.since)
