@@ -145,14 +145,9 @@ class SimExecutor(CopyEngine):
 
 
 class SimBackend(LocalStore, StoreFaults):
-    """Objects as bytes, each with the XXH3-64 of the intended bytes. Lineages are kept.
-
-    Attributes:
-        objects: bytes and checksum by key, in order of writing.
-        lineages: of the objects, also of those removed since.
-        salts: numbers of the objects' salts, also of those removed since.
-        tearing: writes still to be cut short, unnoticed.
-    """
+    """Objects as bytes, each with the XXH3-64 of the intended bytes, in order of writing. Their
+    lineages and the numbers of their salts are kept, also of those removed since. tearing: writes
+    still to be cut short, unnoticed."""
 
     keeps_lineages = True
 
@@ -234,21 +229,17 @@ class SimBackend(LocalStore, StoreFaults):
             for item in work:
                 tasks.start_soon(do, item)
 
-    def flip(self, count: int) -> int:
-        """Flip a bit in the oldest objects that are whole. Returns their number."""
-        chosen = list(self.objects)[:count]
-        for key in chosen:
+    def flip(self, count: int) -> None:
+        """Flip a bit in the oldest objects that are whole."""
+        for key in list(self.objects)[:count]:
             data, checksum = self.objects[key]
             self.objects[key] = (data[:-1] + bytes([data[-1] ^ 1]), checksum)
-        self.flipped += len(chosen)
-        return len(chosen)
+            self.flipped += 1
 
-    def lose(self, count: int) -> int:
-        chosen = list(self.objects)[:count]
-        for key in chosen:
+    def lose(self, count: int) -> None:
+        for key in list(self.objects)[:count]:
             del self.objects[key]
-        self.vanished += len(chosen)
-        return len(chosen)
+            self.vanished += 1
 
     def damage(self, fault: Fault) -> None:
         """See `StoreFaults.damage`: torn_write, bit_flip, object_lost."""

@@ -113,37 +113,23 @@ class Gate:
     def __init__(self) -> None:
         self.shut = False
         self.waited = 0
-        self._waiters: list[asyncio.Future[None]] = []
+        self._opened = asyncio.Event()
 
     def close(self) -> None:
         """Make callers wait."""
-        self.shut = True
+        if not self.shut:
+            self.shut, self._opened = True, asyncio.Event()  # the last one may be another loop's
 
     def open(self) -> None:
         """Let all callers through."""
         self.shut = False
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+        self._opened.set()
 
     async def passed(self) -> None:
         """Return once it is open."""
         self.waited += self.shut
         while self.shut:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
-
-
-FaultMode = Literal["", "down", "hang", "slow", "fail_every", "lose_answers"]
-FAULT_MODES: dict[Kind, FaultMode] = {
-    "sink_down": "down",
-    "sink_hang": "hang",
-    "sink_slow": "slow",
-    "sink_fail_every": "fail_every",
-    "sink_lose_answers": "lose_answers",
-}
+            await self._opened.wait()
 
 
 SINK_ATTRIBUTES = (
@@ -153,20 +139,18 @@ SINK_ATTRIBUTES = (
 
 
 class FaultySink(Sink):
-    """A sink around another: the injector of the sinks' seam.
+    """A sink around another: the injector of the sinks' seam. twice: every delivery arrives twice.
 
-    Attributes:
-        fault_mode: down (refuses every call), hang (never answers), slow (every call takes `delay`
-            seconds more), fail_every (refuses every `every`-th call), lose_answers (carries out the
-            call and then fails), or empty.
-        twice: every delivery arrives twice.
+    fault_mode: down (refuses every call), hang (never answers), slow (every call takes `delay`
+    seconds more), fail_every (refuses every `every`-th call), lose_answers (carries out the call
+    and then fails), or empty.
     """
 
     def __init__(self, inner: Sink) -> None:
         self.inner = inner
         for name in SINK_ATTRIBUTES:
             setattr(self, name, getattr(inner, name))
-        self.fault_mode: FaultMode = ""
+        self.fault_mode = ""
         self.every = 2
         self.delay = 0.0
         self.twice = False
@@ -222,7 +206,7 @@ class FaultySink(Sink):
             self.lose_state()
         else:
             self.every, self.delay = fault.every, fault.delay or 0.0
-            self.fault_mode = FAULT_MODES[fault.kind]
+            self.fault_mode = fault.kind.removeprefix("sink_")
 
     async def recover(self, fault: Fault) -> None:
         if fault.kind != "sink_lose_state":

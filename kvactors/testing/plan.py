@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, get_args
+from typing import Any, Protocol, get_args
 
 import msgspec
 from msgspec.structs import replace
@@ -24,26 +24,11 @@ from kvactors.testing.faults import (
     Kind,
     RankKind,
     SinkKind,
-    StoreKind,
 )
 from kvactors.testing.loop import SimLoop
 
 DRAWN: tuple[Kind, ...] = get_args(Drawn)
-
-
-class Targets(NamedTuple):
-    """The possible targets of a plan. span: seconds in which faults begin. steps: turns or awaits
-    among which they do. direct: whether the store moves device memory itself, and so has neither
-    checksums nor a disk of this node."""
-
-    actors: tuple[str, ...] = ()
-    sinks: tuple[str, ...] = ()
-    ranks: int = 1
-    clients: int = 1
-    store: bool = False
-    direct: bool = False
-    span: float = 1.0
-    steps: int = 200
+SINK_KINDS: tuple[Kind, ...] = get_args(SinkKind)
 
 
 class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,53 +81,20 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 )
 
 
-def possible(targets: Targets) -> list[Kind]:
-    """Kinds that have something to hit."""
-    without: set[Kind] = set()
-    if not targets.actors:
-        without.add("actor_crash")
-    if not targets.sinks:
-        without.update(get_args(SinkKind))
-    if targets.ranks == 1:
-        without.update(get_args(RankKind))
-    else:
-        without |= {"copy_slow", "copy_hang"}  # the ranks' messages are slow and held instead
-    if not targets.store:
-        without.update(get_args(StoreKind))
-    if targets.direct:
-        without |= {"torn_write", "bit_flip", "disk_full"}
-    return [kind for kind in DRAWN if kind not in without]
-
-
-def draw(rng: random.Random, count: int, targets: Targets) -> FaultPlan:
-    """`count` faults, drawn from the kinds that have something to hit."""
-    kinds = possible(targets)
-    faults = [_draw_one(rng, rng.choice(kinds), targets) for _ in range(count)]
-    return FaultPlan(tuple(sorted(faults, key=lambda fault: fault.at)))
-
-
-def _draw_one(rng: random.Random, kind: Kind, targets: Targets) -> Fault:
+def draw_one(
+    rng: random.Random, kind: Kind, aims: Sequence[str], span: float, steps: int = 200
+) -> Fault:
+    """A fault at one of some targets. span: seconds in which it begins. steps: turns or awaits
+    among which it does."""
     at = (
-        float(int(rng.triangular(1, targets.steps, 1)))
+        float(int(rng.triangular(1, steps, 1)))
         if kind in STEPPED
-        else round(rng.uniform(0, targets.span), 4)
+        else round(rng.uniform(0, span), 4)
     )
-    lasting = kind in LASTING
-    duration = round(min(3.0, rng.expovariate(3.0)), 4) if lasting else 0.0
+    duration = round(min(3.0, rng.expovariate(3.0)), 4) if kind in LASTING else 0.0
     if kind == "cancel":
         duration = round(rng.choice((0.0, 0.0, rng.expovariate(200.0), rng.expovariate(20.0))), 4)
-    return Fault(kind, at, rng.choice(aims(kind, targets)), duration, rng.randint(1, 8))
-
-
-def aims(kind: Kind, targets: Targets) -> tuple[str, ...]:
-    """The possible targets of a kind of fault."""
-    if kind == "actor_crash":
-        return targets.actors
-    if kind.startswith("sink_"):
-        return targets.sinks
-    if kind == "cancel":
-        return tuple(str(number) for number in range(targets.clients))
-    return tuple(str(number) for number in range(targets.ranks))
+    return Fault(kind, at, rng.choice(aims), duration, rng.randint(1, 8))
 
 
 # -- carrying a plan out
@@ -259,13 +211,17 @@ class SimFaults:
                 cancelled, up to 0.1 s later. The task that opened the cache does not leave.
         """
         rng = random.Random(f"faults {self.seed}")  # noqa: S311  (no cryptography)
+        kinds = [kind for kind in DRAWN if kind not in ("actor_crash", *get_args(RankKind))]
         chosen: list[Fault] = []
         for number in range(SPANS):
             begin, span = FIRST_SPAN * (2**number - 1), FIRST_SPAN * 2**number
-            targets, drawn = Targets(sinks=("sim",), store=True, span=span), list[Fault]()
+            drawn: list[Fault] = []
             while len(drawn) < count:
-                drawn += [fault for fault in draw(rng, 1, targets).fault if fault.kind in NEAR]
-            chosen += [replace(fault, at=begin + fault.at) for fault in drawn]
+                kind = rng.choice(kinds)
+                fault = draw_one(rng, kind, ("sim",) if kind in SINK_KINDS else ("0",), span)
+                if kind in NEAR:
+                    drawn.append(replace(fault, at=begin + fault.at))
+            chosen += drawn
         left = [number for number in range(REQUESTS) if leaves and rng.random() < leaves]
         chosen += [
             Fault("client_leave", number + 1.0, delay=10 ** rng.uniform(-4, -1)) for number in left

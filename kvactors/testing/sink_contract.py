@@ -41,15 +41,19 @@ CLOSE_LIMIT = 5.0
 """Seconds that `close` may take here."""
 
 
-class TaskRecorder:
-    """The deliveries of a sink, as the notifier makes them."""
+class Served:
+    """A cache with a sink, the deliveries of the sink as the notifier makes them, and what the sink
+    must hold."""
 
-    def __init__(self, sink: Sink) -> None:
+    cache: KVCache
+
+    def __init__(self, sink: Sink, mirror: MemorySink) -> None:
+        self.sink = sink
         self.calls: list[Sequence[FlushTask]] = []
         self.epoch = 0
         self.complaint = ""
+        self._mirror = mirror
         self._deliver, self._begin = sink.deliver, sink.begin_epoch
-        self._sink = sink
         sink.deliver = self.deliver  # type: ignore[method-assign]
         sink.begin_epoch = self.begin_epoch  # type: ignore[method-assign]
 
@@ -63,24 +67,12 @@ class TaskRecorder:
         """Record a call, and check the sink's count of acknowledged tasks after it."""
         await self._deliver(tasks)
         self.calls.append(tasks)
-        count = self._sink.num_acknowledged
+        count = self.sink.num_acknowledged
         if not 0 <= count <= len(tasks):
             self.complaint = (
                 f"num_acknowledged is {count} after a call of {len(tasks)} tasks: it counts the "
                 "leading tasks of this call"
             )
-
-
-class Served:
-    """A cache with a sink, and what the sink must hold."""
-
-    def __init__(
-        self, cache: KVCache, sink: Sink, mirror: MemorySink, recorder: TaskRecorder
-    ) -> None:
-        self.cache = cache
-        self.sink = sink
-        self.recorder = recorder
-        self._mirror = mirror
 
     async def serve(self, *prompts: list[int]) -> None:
         """Serve requests and wait until the sinks have acknowledged all changes."""
@@ -137,7 +129,7 @@ class SinkContract(ABC):
             ),
             BLOCK,
         )
-        recorder = TaskRecorder(sink)
+        served = Served(sink, mirror)
         config = Config.from_mapping(
             {
                 "cache": {"model": "contract", "block_size": BLOCK},
@@ -148,12 +140,12 @@ class SinkContract(ABC):
         )
         from kvactors.cache import open_cache
 
-        async with open_cache(config, sinks=[sink, mirror]) as cache:
-            yield Served(cache, sink, mirror, recorder)
+        async with open_cache(config, sinks=[sink, mirror]) as served.cache:
+            yield served
 
     async def agrees(self, served: Served) -> None:
         """AssertionError unless the index holds what the tiers hold."""
-        assert not served.recorder.complaint, served.recorder.complaint
+        assert not served.complaint, served.complaint
         held, expected = set(await self.held(served.sink)), served.expected
         lacking, wrong = expected - held, held - expected
         assert not lacking, (
@@ -185,7 +177,7 @@ class SinkContract(ABC):
         """Nothing else reports that a process or the notifier has restarted."""
         async with self.served(tmp_path) as served:
             await served.serve(prompt(1))
-            await served.sink.begin_epoch(served.recorder.epoch + 1)
+            await served.sink.begin_epoch(served.epoch + 1)
             assert not list(await self.held(served.sink)), "blocks of an earlier epoch are left"
 
     async def test_a_resync_sends_everything_again(self, tmp_path: Path) -> None:
@@ -209,15 +201,15 @@ class SinkContract(ABC):
         async with self.served(tmp_path) as served:
             await served.serve(prompt(1), prompt(2))
             with anyio.fail_after(CALL_LIMIT):
-                await served.sink.deliver(list(served.recorder.calls[-1]))
+                await served.sink.deliver(list(served.calls[-1]))
             await self.agrees(served)
 
     async def test_a_call_that_is_cancelled_can_be_made_again(self, tmp_path: Path) -> None:
         """A cancelled call may have delivered any part of its tasks."""
         async with self.served(tmp_path) as served:
             await served.serve(prompt(1), prompt(2))
-            epoch = served.recorder.epoch
-            tasks = [task for call in served.recorder.calls for task in call]
+            epoch = served.epoch
+            tasks = [task for call in served.calls for task in call]
             await served.sink.begin_epoch(epoch)
             call = asyncio.ensure_future(served.sink.deliver(tasks))
             await asyncio.sleep(0)

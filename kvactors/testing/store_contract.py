@@ -59,12 +59,17 @@ class Bench:
         """Host slots."""
         return [self.arena.view(first + i) for i in range(count)]
 
-    async def put(self, *numbers: int, expired: Any = never) -> list[int]:
-        """Write blocks. Returns one outcome a block."""
-        views = self.views(len(numbers))
+    def filled(self, numbers: Sequence[int], first: int = 0) -> list[memoryview]:
+        """Host slots with the bytes of blocks."""
+        views = self.views(len(numbers), first)
         for view, number in zip(views, numbers, strict=True):
             view[:] = self.pattern(number)
-        return list((await self.store.write([key(n) for n in numbers], views, expired)).outcomes)
+        return views
+
+    async def put(self, *numbers: int, expired: Any = never) -> list[int]:
+        """Write blocks. Returns one outcome a block."""
+        keys = [key(n) for n in numbers]
+        return list((await self.store.write(keys, self.filled(numbers), expired)).outcomes)
 
     async def get(self, *numbers: int, expired: Any = never) -> list[int]:
         """Read blocks. Returns one outcome a block. Blocks that are OK hold the right bytes."""
@@ -115,13 +120,8 @@ class StoreContract(ABC):
         """Holes in a batch are holes in its answer."""
         async with self.opened(tmp_path) as bench:
             assert await bench.put(1, 2, 3) == [Outcome.OK] * 3
-            assert await bench.get(1, 9, 3, 8, 2) == [
-                Outcome.OK,
-                Outcome.MISS,
-                Outcome.OK,
-                Outcome.MISS,
-                Outcome.OK,
-            ]
+            found, lacking = Outcome.OK, Outcome.MISS
+            assert await bench.get(1, 9, 3, 8, 2) == [found, lacking, found, lacking, found]
 
     async def test_probes_report_the_leading_run(self, tmp_path: Path) -> None:
         """Keys after the first gap do not count."""
@@ -171,9 +171,7 @@ class StoreContract(ABC):
             async with self.opened(folder) as bench:
                 store = GuardedBackend(bench.store, CALL_LIMIT)
                 await bench.put(1, 2)
-                for view, number in zip(bench.views(32, 8), numbers, strict=True):
-                    view[:] = bench.pattern(number)
-                views = bench.views(32, 8)
+                views = bench.filled(numbers, 8)
                 batches = [range(at, at + 8) for at in range(0, 32, 8)]
                 writing = [
                     asyncio.create_task(
@@ -198,8 +196,7 @@ class StoreContract(ABC):
             store = GuardedBackend(bench.store, CALL_LIMIT)
             if store.shares is None:
                 return
-            for view, number in zip(bench.views(3), range(3), strict=True):
-                view[:] = bench.pattern(number)
+            bench.filled(range(3))
             await bench.store.write_slots(
                 [key(n) for n in range(3)], bench.arena, range(3), never, (), [7, 8, None]
             )
@@ -228,15 +225,12 @@ class StoreContract(ABC):
             else:
                 failure = ""
             assert "could not be cleared" in failure
-            view = bench.views(1)
-            view[0][:] = bench.pattern(2)
+            view = bench.filled([2])
             assert store.probe([key(1)]) == 0
-            assert list((await store.read([key(1)], bench.views(1, 1), never)).outcomes) == [
-                Outcome.MISS
-            ]
-            assert list((await store.write([key(2)], view, never)).outcomes) == [
-                Outcome.UNAVAILABLE
-            ]
+            read = await store.read([key(1)], bench.views(1, 1), never)
+            assert list(read.outcomes) == [Outcome.MISS]
+            refused = await store.write([key(2)], view, never)
+            assert list(refused.outcomes) == [Outcome.UNAVAILABLE]
             bench.store.clear = clear  # type: ignore[method-assign]
             assert list((await store.write([key(2)], view, never)).outcomes) == [Outcome.OK]
             assert await bench.get(1, 2) == [Outcome.MISS, Outcome.OK]
@@ -263,11 +257,8 @@ class StoreContract(ABC):
             outcomes = await bench.put(*range(20, 30))
             assert set(outcomes[:2]) <= {Outcome.REFUSED, Outcome.NO_SPACE}
             assert outcomes[2:] == [Outcome.OK] * 8
-            assert (
-                sorted(bench.store.keys())
-                == sorted(bench.store.iter_keys())
-                == [key(i) for i in range(22, 30)]
-            )
+            kept = [key(i) for i in range(22, 30)]
+            assert sorted(bench.store.keys()) == sorted(bench.store.iter_keys()) == kept
 
     async def test_slots_are_left_alone_once_a_call_has_ended_cancelled_or_not(
         self, tmp_path: Path
@@ -306,9 +297,7 @@ class StoreContract(ABC):
             async def writer(first: int) -> None:
                 for round_ in range(6):
                     numbers = [(first + round_ * 3 + i) % 40 for i in range(8)]
-                    views = bench.views(8, 8 * (first // 10))
-                    for view, number in zip(views, numbers, strict=True):
-                        view[:] = bench.pattern(number)
+                    views = bench.filled(numbers, 8 * (first // 10))
                     await bench.store.write([key(n) for n in numbers], views, never)
 
             async def reader(first: int) -> None:

@@ -19,9 +19,10 @@ from kvactors.settings import (
 )
 from kvactors.settings.ranks import RanksConfig
 from kvactors.settings.sinks import MemorySinkConfig
-from kvactors.testing.plan import FaultPlan, Targets, draw
+from kvactors.testing.plan import FaultPlan
 from tests.simulation.limits import draw_limit, draw_limits
 from tests.simulation.sharing import Extra
+from tests.simulation.targets import Targets, draw
 
 BLOCK = 4
 """Tokens a block."""

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError
 from kvactors.testing.faults import LASTING, STEPPED, Fault
-from kvactors.testing.plan import DRAWN, FaultPlan, Targets, aims, draw, possible
+from kvactors.testing.plan import DRAWN, FaultPlan
+from tests.simulation.targets import Targets, aims, draw, possible
 
 ALL = Targets(("prefix_index", "cpu_evictor"), ("sink-0", "sink-1"), ranks=2, clients=3, store=True)
 LOCAL = ALL._replace(ranks=1)

@@ -16,7 +16,7 @@ from kvactors.storage.backend import Backend
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
-from kvactors.testing.faults import FAULT_MODES, Fault, FaultyBackend, FaultySink
+from kvactors.testing.faults import Fault, FaultyBackend, FaultySink
 from kvactors.types import Tier
 
 
@@ -124,11 +124,13 @@ async def test_a_store_refuses_faults_of_other_seams(faulty):
             await store.inject(Fault(kind))
 
 
-@pytest.mark.parametrize("kind", sorted(FAULT_MODES))
+@pytest.mark.parametrize(
+    "kind", ["sink_down", "sink_fail_every", "sink_hang", "sink_lose_answers", "sink_slow"]
+)
 async def test_a_sink_fails_as_injected_and_recovers(kind):
     sink = FaultySink(MemorySink(MemorySinkConfig(), 4))
     await sink.inject(Fault(kind, every=1, delay=0.0))
-    assert sink.fault_mode == FAULT_MODES[kind]
+    assert sink.fault_mode == kind.removeprefix("sink_")
     await sink.recover(Fault(kind))
     assert sink.fault_mode == ""
     await sink.begin_epoch(1)
