@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio
 import anyio.to_thread
@@ -38,6 +38,7 @@ from kvactors.settings import Config, StorageConfig
 from kvactors.settings.sinks import AttentionStoreConfig, JsonLinesSinkConfig, MemorySinkConfig
 from kvactors.settings.tables import QuotaConfig
 from kvactors.signals import run_terminable, temporary_folder
+from kvactors.storage.backend import Backend
 from kvactors.storage.factory import make_backend
 from kvactors.storage.inspect import keys_in
 from kvactors.testing.faults import FaultyBackend, FaultySink, StoreFaults
@@ -125,10 +126,10 @@ class Session:
     def _target(self, spec: FaultSpec) -> FaultySink | StoreFaults:
         if spec.sink:
             return self.sinks[spec.sink]
-        backend = self.cache.system.backend
+        backend: Any = self.cache.system.backend
         if not isinstance(backend, FaultyBackend):
             raise TypeError(f"no faults can be injected into {backend!r}")
-        return backend.faults
+        return backend
 
     async def _begin(self, spec: FaultSpec) -> None:
         if spec.kind == "loses_state":
@@ -188,7 +189,7 @@ async def session(
     else:
         identity = (config.cache.model, layout.fingerprint, layout.block_bytes)
         store = make_backend(config.storage, *identity)
-    backend = None if store is None else FaultyBackend(store)
+    backend = None if store is None else cast("Backend", FaultyBackend(store))
     if bare.storage.backend != "attention_store":  # else only the sinks, already open, use it
         bare = replace(bare, attention_store=AttentionStoreConfig())
     async with (

@@ -290,59 +290,19 @@ class StoreFaults:
         self.gate.open()
 
 
-class Inner:
-    """A method or attribute of `FaultyBackend` that is the inner store's."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, store: FaultyBackend | None, owner: type) -> Any:
-        return self if store is None else getattr(store.inner, self._name)
-
-
-class FaultyBackend(Backend, StoreFaults):
+@Backend.register  # every call that is not here is the inner one's
+class FaultyBackend(StoreFaults):
     """A store around another, which gets every call that no fault keeps from it. A new lasting
     fault replaces the last one."""
 
-    open: Any = Inner()
-    attach: Any = Inner()
-    close: Any = Inner()
-    take: Any = Inner()
-    remove: Any = Inner()
-    clear: Any = Inner()
-    forget: Any = Inner()
-    wipe: Any = Inner()
-    wipes: Any = Inner()
-    keys: Any = Inner()
-    iter_keys: Any = Inner()
-    key_slices: Any = Inner()
-    lists_keys: Any = Inner()
-    is_complete: Any = Inner()
-    shares: Any = Inner()
-    count: Any = Inner()
-    holds: Any = Inner()
-    take_removed: Any = Inner()
-    acknowledge_removed: Any = Inner()
-    begin_paths: Any = Inner()
-    next_paths: Any = Inner()
-    end_paths: Any = Inner()
-    trouble: Any = Inner()
-    condition: Any = Inner()
-    removed_outside: Any = Inner()
-    statistics: Any = Inner()
-    generation: Any = Inner()
-    clear_pending: Any = Inner()
-    stuck: Any = Inner()
     exists_many = Backend.exists_many  # in parts, each of which may meet a fault
 
     def __init__(self, inner: Backend) -> None:
-        Backend.__init__(self, inner.digest, inner.block_bytes)
-        StoreFaults.__init__(self)
+        super().__init__()
         self.inner = inner
-        self.exclusive = inner.exclusive
-        self.slot_trailer_bytes = inner.slot_trailer_bytes
-        self.keeps_lineages = inner.keeps_lineages
-        self.counters = inner.counters
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     async def delay(self) -> None:
         """See `StoreFaults.delay`. Without a fault, nothing is awaited."""

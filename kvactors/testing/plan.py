@@ -6,15 +6,12 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any, Protocol, get_args
 
 import msgspec
 from msgspec.structs import replace
 
 from kvactors.cache import KVCache
-from kvactors.errors import ConfigError
-from kvactors.settings import convert, read_toml
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
 from kvactors.testing.faults import (
     LASTING,
@@ -36,49 +33,9 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     fault: tuple[Fault, ...] = ()
 
-    @classmethod
-    def from_toml(cls, path: str | Path) -> FaultPlan:
-        """Read [[fault]] tables. Raises ConfigError with the reason, OSError if the file cannot be
-        read."""
-        plan = convert(read_toml(path), cls)
-        plan.check()
-        return plan
-
-    @classmethod
-    def from_json(cls, text: str | bytes) -> FaultPlan:
-        """Read the output of `to_json`.
-
-        Raises:
-            ConfigError: the text is no valid plan.
-        """
-        try:
-            plan = msgspec.json.decode(text, type=cls)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(str(error)) from error
-        plan.check()
-        return plan
-
     def to_json(self) -> str:
         """As JSON, in one line."""
         return msgspec.json.encode(self).decode()
-
-    def check(self) -> None:
-        """ConfigError for values that cannot be."""
-        for number, fault in enumerate(self.fault):
-            for name, value, low in (
-                ("at", fault.at, 0.0),
-                ("duration", fault.duration, 0.0),
-                ("amount", fault.amount, 1),
-            ):
-                if not low <= value < float("inf"):
-                    raise ConfigError(
-                        f"fault {number} ({fault.kind}): {name} must be at least {low:g}, not "
-                        f"{value}"
-                    )
-            if fault.kind in STEPPED and (fault.at < 1 or fault.at != int(fault.at)):
-                raise ConfigError(
-                    f"fault {number} ({fault.kind}): at counts from 1, it cannot be {fault.at}"
-                )
 
 
 def draw_one(

@@ -96,7 +96,7 @@ class Trace(Instrument):
             return
         name, message = receiver.name, envelope.message
         sender, cause = self._sender(name, turn)
-        record = self._add(sender, name, message, cause)
+        record = self._add(sender, name, type(message).__name__, fields_of(message), cause)
         record.forward = not isinstance(message, Control)
         record.links = frozenset(self._links(sender, name, message))
         self._queued[id(envelope)] = record
@@ -140,16 +140,13 @@ class Trace(Instrument):
         if key not in self._asks:
             return
         _, ask = self._asks.pop(key)
-        if reply.cancelled():
-            self._reply(ask, "withdrawn", "", ask.sender, ask.receiver)
-        else:
-            self._reply(ask, "expired", "", ask.sender, ask.receiver)
+        how = "withdrawn" if reply.cancelled() else "expired"
+        self._reply(ask, how, "", ask.sender, ask.receiver)
 
     def _reply(self, ask: Record, how: str, words: str, sender: str, receiver: str) -> None:
         task = asyncio.current_task()
         _, cause = self._current.get(task, ("", None)) if task is not None else ("", None)
-        record = self._add(sender, receiver, None, cause)
-        record.kind, record.fields = how, f"#{ask.number} {ask.kind}{words}"
+        record = self._add(sender, receiver, how, f"#{ask.number} {ask.kind}{words}", cause)
         record.links, record.ask = ask.links, ask.number
         self._in_order(record)
 
@@ -171,11 +168,8 @@ class Trace(Instrument):
 
     # -- inner parts
 
-    def _add(
-        self, sender: str, receiver: str, message: Message | None, cause: int | None
-    ) -> Record:
+    def _add(self, sender: str, receiver: str, kind: str, fields: str, cause: int | None) -> Record:
         self.count += 1
-        kind, fields = ("", "") if message is None else (type(message).__name__, fields_of(message))
         record = Record(self.count, now(), sender, receiver, kind, fields, cause)
         self.records.append(record)
         return record

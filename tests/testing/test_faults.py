@@ -12,9 +12,7 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.identity import Lineage
 from kvactors.settings.sinks import MemorySinkConfig
-from kvactors.storage.backend import Backend
 from kvactors.storage.file.store import FileBackend
-from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import Fault, FaultyBackend, FaultySink
 from kvactors.types import Tier
@@ -25,12 +23,6 @@ def members(contract: type) -> set[str]:
     found = {name for one in contract.__mro__[:-1] for name in vars(one)}
     found |= {name for one in contract.__mro__[:-1] for name in inspect.get_annotations(one)}
     return {name for name in found if not name.startswith("_")}
-
-
-def test_every_member_of_a_store_is_passed_on():
-    store = FaultyBackend(MemoryBackend(bytes(32), 8))
-    own = set(vars(FaultyBackend)) | set(vars(store))
-    assert members(Backend) - own == set()
 
 
 def test_every_member_of_a_sink_is_passed_on():
