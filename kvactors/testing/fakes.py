@@ -27,13 +27,9 @@ from kvactors.testing.faults import SLOWER, Fault, FaultySink, Gate, Latency, St
 
 
 class SimExecutor(CopyEngine):
-    """latency: seconds of each copy. gate: copies that come to it while it is shut hang until it
-    opens.
-
-    failing: pairs still to fail, counted off as copies come. Their targets hold half of their
-    bytes. slower: seconds more each copy takes. moved, failed, delayed: what became of pairs and
-    copies so far.
-    """
+    """latency: seconds of each copy, and `slower` more. gate: copies that come while it is shut
+    hang. failing: pairs still to fail, counted off as copies come. Their targets hold half of their
+    bytes. moved, failed, delayed: what became of pairs and copies so far."""
 
     def __init__(self, device: Device, arena: Arena, latency: Latency) -> None:
         super().__init__(device, arena)

@@ -83,20 +83,13 @@ def small_config(given: Device | None = None, /, **tables: Mapping[str, Any]) ->
 
 
 async def check_at_rest(
-    cache: KVCache,
-    forgotten: list[str],
-    held: HeldBlocks | None = None,
-    *,
-    deadline: float = 30.0,
+    cache: KVCache, forgotten: list[str], held: HeldBlocks | None = None
 ) -> None:
-    """Check a cache that is no longer used.
-
-    Args:
-        forgotten: requests whose leases were dropped, as `watch_leases` recorded them.
-    """
+    """Check a cache that is no longer used. forgotten: requests whose leases were dropped, as
+    `watch_leases` recorded them."""
     problems = [f"the lease of {name!r} was dropped and never finished" for name in forgotten]
     try:
-        problems += await problems_at_rest(cache, deadline)
+        problems += await problems_at_rest(cache)
     except KVActorsError as error:
         raise Unclean([*problems, f"the cache does not become idle: {error}"], []) from error
     requests = [*forgotten, *(lease.request_id for lease in cache.system.index_actor.core.leases)]
@@ -312,12 +305,9 @@ class HeldBlocks(Instrument):
 
 
 async def problems_at_rest(cache: KVCache, deadline: float = 30.0) -> list[str]:
-    """Wait until a cache without requests is idle and its sinks are up to date, then check it.
-
-    Returns:
-        One text per problem, see `left_over`. An idle cache's invariants include that every sink's
-        view equals the tiers.
-    """
+    """Wait until a cache without requests is idle and its sinks are up to date, then check it: one
+    text per problem, see `left_over`. An idle cache's invariants include that every sink's view
+    equals the tiers."""
     at = now() + deadline
     try:
         await cache.wait_flushed(deadline)

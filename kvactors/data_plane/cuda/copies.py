@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -51,13 +52,13 @@ class LaneCounts:
         self.rectangles = self.staged = 0
 
 
+@dataclass(eq=False)
 class Transfer:
     """Copies of some pairs in one direction, and what they use on the GPU: an event for each group
     of pieces, reached when the group has been copied, and the memory of the pairs' numbers."""
 
-    def __init__(self) -> None:
-        self.events: list[int] = []
-        self.scratch: Scratch | None = None
+    events: list[int] = field(default_factory=list, init=False)
+    scratch: Scratch | None = field(default=None, init=False)
 
 
 class GpuStream:

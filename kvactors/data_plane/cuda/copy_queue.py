@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -71,20 +72,20 @@ def check_numbers(numbers: Mapping[str, NDArray[np.int64]], limits: Mapping[str,
             raise ValueError(f"{name} id out of range: there are {limits[name]}")
 
 
+@dataclass(eq=False)
 class CudaJob(Transfer):
     """A copy in flight. recorded: whether the event is on the stream. error: why bytes did not
     arrive, empty if they did. ended: whether no part of it runs any more."""
 
-    def __init__(self, number: int, to_host: bool, pairs: int) -> None:
-        super().__init__()
-        self.number = number
-        self.to_host = to_host
-        self.pairs = pairs
-        self.began = time.monotonic()
-        self.seconds = 0.0
-        self.recorded = self.ended = False
-        self.error = ""
-        self.code = 0  # of the driver, when it was last asked
+    number: int
+    to_host: bool
+    pairs: int
+    began: float = field(default_factory=time.monotonic)
+    seconds: float = 0.0
+    recorded: bool = False
+    ended: bool = False
+    error: str = ""
+    code: int = 0  # of the driver, when it was last asked
 
 
 class CudaCopyQueue:

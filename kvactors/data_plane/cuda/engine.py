@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -98,28 +99,24 @@ class CudaStatistics(NamedTuple):
     staging_bytes: int
 
 
+@dataclass(eq=False)
 class Op(Transfer):
     """An operation of n pairs. groups: the layers it goes by, counted from the layout's first.
     reached: how many of the events have been. done: whether all bytes arrived, set when no part of
     the operation runs any more or when it was abandoned. ended: set when no part of it runs any
     more."""
 
-    def __init__(
-        self,
-        lane: GpuStream,
-        blocks: Sequence[int],
-        slots: Sequence[int],
-        groups: list[range],
-        progress: Progress | None,
-    ) -> None:
-        super().__init__()
-        self.lane, self.blocks, self.slots, self.groups = lane, blocks, slots, groups
-        self.progress = progress
-        self.reached = 0
-        self.submitted = self.over = self.failed = False
-        loop = asyncio.get_running_loop()
-        self.done: asyncio.Future[bool] = loop.create_future()
-        self.ended: asyncio.Future[None] = loop.create_future()
+    lane: GpuStream
+    blocks: Sequence[int]
+    slots: Sequence[int]
+    groups: list[range]
+    progress: Progress | None
+    done: asyncio.Future[bool]
+    ended: asyncio.Future[None]
+    reached: int = 0
+    submitted: bool = False
+    over: bool = False
+    failed: bool = False
 
 
 # -- Events on the CUDA streams of an engine, and waits of these streams for copies.
@@ -376,7 +373,9 @@ class CudaCopyEngine(CopyEngine):
             return await self._copy_within(lane, blocks, slots)
         load = direction is Direction.TO_DEVICE
         groups = self.layer_groups(len(blocks), GROUP) if load else self.layer_groups(1, 1 << 62)
-        op = Op(lane, blocks, slots, groups, progress if load else None)
+        loop = asyncio.get_running_loop()
+        ends = loop.create_future(), loop.create_future()
+        op = Op(lane, blocks, slots, groups, progress if load else None, *ends)
         self._in_flight.append(op)
         self._in_thread(lane, partial(self._put, op), lambda error: self._submitted(op, error))
         good = await wait_uncancelled(op.done)

@@ -11,18 +11,22 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from kvactors.data_plane.ranks.protocol import MOST_BYTES, AnyFrame, Frame
+from kvactors.data_plane.ranks.protocol import MOST_BYTES, Frame
 from kvactors.errors import RankError
 from kvactors.native import fcntl
 from kvactors.settings.ranks import split_endpoint
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyFrame] = msgspec.msgpack.Decoder(AnyFrame)
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(
+    reduce(or_, Frame.__subclasses__())
+)
 
 
 KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
@@ -42,7 +46,7 @@ class Connection(ABC):
         """Send without waiting. The message is lost if the connection is."""
 
     @abstractmethod
-    async def receive(self) -> AnyFrame | None:
+    async def receive(self) -> Frame | None:
         """The next message; None when the connection is lost, or when something arrives that is not
         a message."""
 
@@ -55,7 +59,7 @@ class Connection(ABC):
             self.violation = f"a message of {size} bytes, at most {self.limit} are accepted here"
         return size <= self.limit
 
-    def _decode(self, body: bytes) -> AnyFrame | None:
+    def _decode(self, body: bytes) -> Frame | None:
         try:
             return _decoder.decode(body)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -83,7 +87,7 @@ class StreamConnection(Connection):
         if not self._writer.is_closing():
             self._writer.write(len(body).to_bytes(4, "little") + body)
 
-    async def receive(self) -> AnyFrame | None:
+    async def receive(self) -> Frame | None:
         try:
             size = int.from_bytes(await self._reader.readexactly(4), "little")
             if not self._accepts(size):
@@ -116,7 +120,7 @@ class MemoryConnection(Connection):
             loop = asyncio.get_running_loop()
             loop.call_soon(self.other._inbox.put_nowait, _encoder.encode(message))
 
-    async def receive(self) -> AnyFrame | None:
+    async def receive(self) -> Frame | None:
         body = await self._inbox.get()
         if body is None:
             self._inbox.put_nowait(None)  # for later calls

@@ -16,28 +16,26 @@ from itertools import chain, islice
 from kvactors.actor.clock import now
 from kvactors.data_plane.ranks.protocol import PAGE_NAMES
 from kvactors.data_plane.ranks.state import PAGE_LIMIT, Link
+from kvactors.tables import SHARDS, ShardedDict
 from kvactors.types import HASH_BYTES
 
-SHARDS = 1024
-"""Tables that a set of names is divided into: a table that grows is copied at once, one of 10
-million names would keep the loop for long."""
 
+class NameSet(ShardedDict[bytes]):
+    """A set of names, each stored as its own value. The names are SHA-256 digests, so their first
+    bytes make shards of one size, in the same order in every process."""
 
-class NameSet:
-    """A set of names (SHA-256 digests, so that shards are of one size)."""
-
-    __slots__ = ("shards",)
+    __slots__ = ()
 
     def __init__(self, names: Iterable[bytes] = ()) -> None:
-        self.shards: list[dict[bytes, bytes]] = [{} for _ in range(SHARDS)]
+        super().__init__()
         for name in names:
             self.add(name)
 
-    def __contains__(self, name: bytes) -> bool:
-        return name in self.shards[name[0] | (name[1] & 3) << 8]
+    def of(self, key: bytes) -> dict[bytes, bytes]:
+        return self.shards[key[0] | (key[1] & 3) << 8]
 
-    def __len__(self) -> int:
-        return sum(map(len, self.shards))
+    def __contains__(self, name: bytes) -> bool:
+        return name in self.shards[name[0] | (name[1] & 3) << 8]  # `of`, for every key of a probe
 
     def __bool__(self) -> bool:
         return any(self.shards)
@@ -53,15 +51,11 @@ class NameSet:
 
     def add(self, name: bytes) -> None:
         """Put a name in."""
-        self.shards[name[0] | (name[1] & 3) << 8].setdefault(name, name)
-
-    def find(self, name: bytes) -> bytes | None:
-        """The object in the set that equals a name."""
-        return self.shards[name[0] | (name[1] & 3) << 8].get(name)
+        self.of(name).setdefault(name, name)
 
     def discard(self, name: bytes) -> bool:
         """Remove a name. Returns whether it was in the set."""
-        return self.shards[name[0] | (name[1] & 3) << 8].pop(name, None) is not None
+        return self.of(name).pop(name, None) is not None
 
 
 class RankNames:
@@ -162,7 +156,7 @@ class Joining:
             name = keys[i : i + HASH_BYTES]
             if base is None:
                 seen.add(name)
-            elif (held := base.find(name)) is not None:
+            elif (held := base.of(name).get(name)) is not None:
                 seen.add(held)
 
     def merge(self) -> Iterator[int]:

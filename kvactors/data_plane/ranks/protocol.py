@@ -185,23 +185,3 @@ class RankAnswer(Frame, frozen=True):
     gone: bytes = b""
     paths: tuple[PathPart, ...] = ()
     without_checksum: Annotated[int, msgspec.Meta(ge=0, le=1 << 32)] = 0
-
-
-AnyFrame = (
-    Hello
-    | Challenge
-    | Proof
-    | Identity
-    | SendNames
-    | Names
-    | Welcome
-    | Refused
-    | Ping
-    | Pong
-    | CopyBlocks
-    | RankCopyWithin
-    | StoreObjects
-    | MoveDevice
-    | Arrived
-    | RankAnswer
-)

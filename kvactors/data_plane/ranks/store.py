@@ -8,7 +8,7 @@ from typing import Literal
 
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.ranks.leader import RankGroup
-from kvactors.data_plane.ranks.names import SHARDS, RankNames, in_slices
+from kvactors.data_plane.ranks.names import RankNames, in_slices
 from kvactors.data_plane.ranks.protocol import MoveDevice, StoreObjects
 from kvactors.device.arena import Arena, HostSlots
 from kvactors.errors import StoreUnavailable, StoreUnsupported
@@ -17,6 +17,7 @@ from kvactors.identity import Lineage
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.messages import Outcome
+from kvactors.tables import SHARDS
 from kvactors.types import join_hashes, split_hashes
 
 log = get_logger()

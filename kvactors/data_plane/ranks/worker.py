@@ -23,9 +23,9 @@ from kvactors.data_plane.ranks.connection import Connection, connect
 from kvactors.data_plane.ranks.entrance import check_leader
 from kvactors.data_plane.ranks.names import pages
 from kvactors.data_plane.ranks.protocol import (
-    AnyFrame,
     Arrived,
     CopyBlocks,
+    Frame,
     Identity,
     MoveDevice,
     Names,
@@ -296,7 +296,7 @@ class _Serving:
                 await uncancelled(self._give_up(tasks))
 
     def _work_of(
-        self, connection: Connection, message: AnyFrame
+        self, connection: Connection, message: Frame
     ) -> Coroutine[Any, Any, RankAnswer] | None:
         """The work that a message requests. None if it is answered already."""
         if isinstance(message, CopyBlocks):
