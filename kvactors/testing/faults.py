@@ -11,12 +11,10 @@ from typing import Any, Literal, get_args
 import anyio
 import msgspec
 
-from kvactors.device.arena import Arena
 from kvactors.errors import SinkError, StoreUnavailable
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
 from kvactors.flush_notifier.sinks.memory import MemorySink
-from kvactors.identity import Lineage
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
@@ -342,33 +340,17 @@ class FaultyBackend(StoreFaults):
             raise StoreUnavailable("the store is down")
         return await self.inner.ask(keys, expired)
 
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        return await self._refuse_read(keys) or await self.inner.read(keys, views, expired)
+    async def read(self, keys: Sequence[bytes], *rest: Any) -> ReadReport:
+        return await self._refuse_read(keys) or await self.inner.read(keys, *rest)
 
-    async def read_slots(
-        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
-    ) -> ReadReport:
-        refused = await self._refuse_read(keys)
-        return refused or await self.inner.read_slots(keys, arena, slots, expired)
+    async def read_slots(self, keys: Sequence[bytes], *rest: Any) -> ReadReport:
+        return await self._refuse_read(keys) or await self.inner.read_slots(keys, *rest)
 
-    async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> WriteReport:
-        return await self._refuse_write(keys) or await self.inner.write(keys, views, expired)
+    async def write(self, keys: Sequence[bytes], *rest: Any) -> WriteReport:
+        return await self._refuse_write(keys) or await self.inner.write(keys, *rest)
 
-    async def write_slots(
-        self,
-        keys: Sequence[bytes],
-        arena: Arena,
-        slots: Sequence[int],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
-        salts: Sequence[int | None] = (),
-    ) -> WriteReport:
-        refused = await self._refuse_write(keys)
-        return refused or await self.inner.write_slots(keys, arena, slots, expired, lineages, salts)
+    async def write_slots(self, keys: Sequence[bytes], *rest: Any, **named: Any) -> WriteReport:
+        return await self._refuse_write(keys) or await self.inner.write_slots(keys, *rest, **named)
 
 
 def corrupt_objects(store: FileBackend, every: int) -> int:

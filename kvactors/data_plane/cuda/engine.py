@@ -570,25 +570,22 @@ class CudaCopyEngine(CopyEngine):
         counts = {direction: lane.counts for direction, lane in self._lanes.items()}
         to_host = counts.get(Direction.TO_HOST, LaneCounts())
         to_device = counts.get(Direction.TO_DEVICE, LaneCounts())
+        sums = "batches", "launches", "singles", "errors", "staged", "rectangles"
+        totals: dict[str, Any] = {
+            name: getattr(to_host, name) + getattr(to_device, name) for name in sums
+        }
         copies = self._copies
         choice = Choice(0, 0, 0) if copies is None else copies.choice
         buffers = [lane.buffer for lane in self._lanes.values()]
         return CudaStatistics(
-            batches=to_host.batches + to_device.batches,
-            launches=to_host.launches + to_device.launches,
-            singles=to_host.singles + to_device.singles,
+            **totals,
+            **choice._asdict(),
             bytes_to_host=to_host.bytes,
             bytes_to_device=to_device.bytes,
-            errors=to_host.errors + to_device.errors,
-            batch_from=choice.batch_from,
             timings=self._calibration.timings,
+            run_timings=self._calibration.runs,
             has_batch=copies is not None and copies.has_batch,
             has_kernel=copies is not None and copies.kernels is not None,
             broken=self._broken,
-            staged=to_host.staged + to_device.staged,
-            rectangles=to_host.rectangles + to_device.rectangles,
-            stage_from=choice.stage_from,
-            merge_from=choice.merge_from,
-            run_timings=self._calibration.runs,
             staging_bytes=sum(2 * buffer.half_bytes for buffer in buffers if buffer is not None),
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Collection, Coroutine, Iterator
+from itertools import islice
 from typing import Any
 
 import anyio
@@ -249,10 +250,7 @@ class _Serving:
         """Send so many pages. False if the store changed while its names were sent: the rank joins
         again."""
         try:
-            for _ in range(count):
-                page = next(names, None)
-                if page is None:
-                    break
+            for page in islice(names, count):
                 connection.send(Names(*page))
         except RuntimeError as error:
             log.warning("store changed while its names were sent", rank=self.rank, error=str(error))
