@@ -111,23 +111,27 @@ class Gate:
     def __init__(self) -> None:
         self.shut = False
         self.waited = 0
-        self._opened = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
 
     def close(self) -> None:
         """Make callers wait."""
-        if not self.shut:
-            self.shut, self._opened = True, asyncio.Event()  # the last one may be another loop's
+        self.shut = True
 
     def open(self) -> None:
         """Let all callers through."""
         self.shut = False
-        self._opened.set()
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
     async def passed(self) -> None:
         """Return once it is open."""
         self.waited += self.shut
         while self.shut:
-            await self._opened.wait()
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
 
 
 SINK_ATTRIBUTES = (

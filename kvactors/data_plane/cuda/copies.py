@@ -340,7 +340,7 @@ class Copies:
         undo.callback(self._table.close)
         self._staged_table = self._table.device + 24 * count
         self._row_numbers = self._table.device + 48 * count
-        # a number of its own for a region whose allocation the driver does not tell
+        # a separate number for each region whose allocation the driver does not tell
         bases = [driver.allocation(address) for address in device.regions.tolist()]
         self._allocations = np.array([base or -1 - i for i, base in enumerate(bases)], np.int64)
         self._max_pitch = driver.read_int("cuDeviceGetAttribute", MAX_PITCH, device.ordinal)
