@@ -33,11 +33,9 @@ TAIL = 40
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The two options, and in a clone that of the interop tests.
-
-    pytest takes the value of an option that only a conftest adds, `--interop DIR`, for a path of
-    tests, and then finds neither.
-    """
+    """The two options, and in a clone that of the interop tests: pytest takes the value of an
+    option that only a conftest adds, `--interop DIR`, for a path of tests, and then finds
+    neither."""
     group = parser.getgroup("kvactors", "simulated runs of kvactors")
     group.addoption(
         "--kv-seeds",

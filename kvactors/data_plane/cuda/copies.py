@@ -62,15 +62,11 @@ class Transfer:
 
 
 class GpuStream:
-    """The streams of copies in one direction: one for the copy engines, and one for kernels.
-
-    With a buffer for small pieces the kernels have a separate stream of high priority, so that
-    they run while the engine's kernels have all multiprocessors and the copy engine has work.
-    Without one, both are the same stream. Made and closed with the GPU's context current.
-
-    Args:
-        staging_bytes: of the buffer, 0 for none. Without memory for it there is none.
-    """
+    """The streams of copies in one direction: one for the copy engines, and one for kernels. With a
+    buffer for small pieces (of staging_bytes, 0 for none, and none without memory for it) the
+    kernels have a separate stream of high priority, so that they run while the engine's kernels
+    have all multiprocessors and the copy engine has work. Without one, both are the same stream.
+    Made and closed with the GPU's context current."""
 
     def __init__(
         self,
@@ -305,18 +301,11 @@ NAMES = {False: "kvactors_gather", True: "kvactors_scatter"}
 
 
 class Copies:
-    """Puts copies on streams. Made with the GPU's context current.
-
-    Args:
-        address: of the first host slot.
-        stride: bytes from a slot to the next one, in the numbers that `enqueue` is given.
-        mapped: the slots' address as the GPU sees it. They are pinned.
-        step: bytes from the slot of a block to that of its neighbour.
-        undo: receives the clean-up of each resource.
-
-    Attributes:
-        streams: of each direction, by whether it is to the device.
-    """
+    """Puts copies on its streams, which it has by whether they are to the device. Made with the
+    GPU's context current. address: of the first host slot. stride: bytes from a slot to the next
+    one, in the numbers that `put` is given. mapped: the address of the slots, which are pinned, as
+    the GPU sees it. step: bytes from the slot of a block to that of its neighbour. undo: receives
+    the clean-up of each resource."""
 
     def __init__(
         self,

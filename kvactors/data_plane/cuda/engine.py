@@ -227,13 +227,10 @@ class StreamWait:
 
 class CudaCopyEngine(CopyEngine):
     """Copies by streams of a GPU. Every operation fails before `open`, and after an error of the
-    driver, because the state of the GPU's work is then unknown.
-
-    Args:
-        batch_from, stage_from, merge_from: see `Choice`. None: measured by `open`.
-        staging_bytes: device memory of each direction that small pieces are gathered in. 0: none.
-        limit: seconds that `close` waits for copies in flight.
-    """
+    driver, because the state of the GPU's work is then unknown. batch_from, stage_from, merge_from:
+    see `Choice`, None: measured by `open`. staging_bytes: device memory of each direction that
+    small pieces are gathered in, 0 for none. limit: seconds that `close` waits for copies in
+    flight."""
 
     device: CudaDevice
 
