@@ -264,7 +264,7 @@ class KVCache:
             hints = check_hints(hints)
         chunk = 0 if chunk_tokens is None else check_int("chunk_tokens", chunk_tokens, 1)
         stored = None
-        if self.system.index_actor.core.settings.fetch:
+        if self.system.index_actor.settings.fetch:
             stored = await self._count_stored(path, scope, media)
         lease = next(self._leases)
         message = Acquire(
@@ -437,7 +437,7 @@ class KVCache:
         self._context.check()
         if self.system.index_asleep:
             raise CacheAsleep
-        core = self.system.index_actor.core
+        core = self.system.index_actor
         index = core.index
         being_freed = max(0, index.room.unpromised)
         waiting = len(core.queue.waiting) + len(core.queue.acquires)

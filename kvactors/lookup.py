@@ -109,7 +109,7 @@ async def count_stored(
     """Count the leading blocks of a request's path that are in some tier. None if the store cannot
     tell: then every block that it may have is hashed. Other tasks run between the steps of a long
     count."""
-    core, store = system.index_actor.core, system.store
+    core, store = system.index_actor, system.store
     if store is not None and store.is_complete:
         root = path.root
         hits: PromptHits = await in_slices(hits_of(system, path, scope.salt, media))
@@ -134,7 +134,7 @@ def hits_of(
     system: System, path: Path, salt: str | None, media: tuple[tuple[int, int], ...]
 ) -> Sliced[PromptHits]:
     """Count the hits of a path that holds nothing, in steps."""
-    core, least = system.index_actor.core, system.config.storage.min_fetch_blocks
+    core, least = system.index_actor, system.config.storage.min_fetch_blocks
     evictor = system.evictor_actor
     # A clear that the host tier has not handled yet comes before the loads of a later request.
     handled = evictor.memory.clears

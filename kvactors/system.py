@@ -156,8 +156,8 @@ class ReplacedCounters:
     def replaced(self, actor: Actor) -> None:
         self._add(actor.ref.name, actor.statistics())
         if isinstance(actor, PrefixIndex):
-            self._add("", actor.core.statistics())
-            actor.core.index.policy.keep_counts(actor.core.index.tree)
+            self._add("", actor.index_statistics())
+            actor.index.policy.keep_counts(actor.index.tree)
         elif isinstance(actor, CpuEvictor):
             self._add("", actor.host_statistics())
             if self._salts is not None:

@@ -117,7 +117,7 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
         if queued := channel.queued + channel.control:
             found.append(f"{actor.ref.name}: {queued} messages queued, and no work in flight")
     index, evictor = system.index_actor, system.evictor_actor
-    in_flight = index.core.statistics()
+    in_flight = index.index_statistics()
     if in_flight.loads_in_flight or in_flight.offloads_in_flight or in_flight.saves_in_flight:
         found.append("prefix_index: an operation is in flight, and no actor works on it")
     if not in_flight.leases and not in_flight.waiting:
@@ -132,7 +132,7 @@ def _comparisons(system: System, found: list[str]) -> Iterator[None]:
     yield
     where: Residency = {}
     yield from residency_steps(system, where)  # its first step makes thousands of small tables
-    if evictor.exclusive and not index.core.leases:
+    if evictor.exclusive and not index.leases:
         both = 0
         for page in pages(where[Tier.DEVICE]):
             both += sum(
@@ -159,14 +159,14 @@ def _unfinished(system: System) -> Iterator[str]:
     """No load is left open, no request waits for blocks that nothing frees, and without requests no
     call to the index."""
     index, evictor = system.index_actor, system.evictor_actor
-    if waiting := len(index.core.queue.waiting):
+    if waiting := len(index.queue.waiting):
         yield f"prefix_index: {waiting} requests wait for device blocks, and no work in flight"
     if loading := len(index.index.loading):
         yield f"prefix_index: {loading} blocks are loading, and no work in flight"
     if loads := len(evictor.memory.loads):
         yield f"cpu_evictor: {loads} loads have not ended, and no work in flight"
-    asks, held = index.ref.open_asks, len(index.core.queue.held)
-    if asks and not (held or index.core.leases or index.core.statistics().waiting):
+    asks, held = index.ref.open_asks, len(index.queue.held)
+    if asks and not (held or index.leases or index.index_statistics().waiting):
         yield f"prefix_index: {asks} calls have no answer, and there is no request"
 
 

@@ -92,7 +92,7 @@ def with_names(value: Any) -> Any:
 def collect(system: System) -> CacheStatistics:
     """The statistics as of now."""
     sums = system.totals.over_incarnations
-    index = sums(system.index_actor.core.statistics())
+    index = sums(system.index_actor.index_statistics())
     store = system.store if system.store is not None else system.device_store
     actors = tuple(sums(actor.statistics(), actor.ref.name) for actor in system.supervisor.actors())
     return CacheStatistics(
@@ -209,7 +209,7 @@ def named_tenants(system: System) -> Sliced[dict[str, TenantStatistics]]:
 
 
 def _of_salt(system: System, number: int, row: SaltCount) -> TenantStatistics:
-    resident, _, evicted = system.index_actor.core.index.tree.owner(number)
+    resident, _, evicted = system.index_actor.index.tree.owner(number)
     shares = system.evictor_actor.host.shares
     stored = None if system.store is None else system.store.shares
     quota = system.quotas.get(row.salt) or system.quotas.default
@@ -233,7 +233,7 @@ def _of_salt(system: System, number: int, row: SaltCount) -> TenantStatistics:
 
 def _others(system: System, listed: list[TenantStatistics]) -> TenantStatistics:
     found, quota = collect(system), system.quotas.default
-    tree = system.index_actor.core.index.tree.statistics()
+    tree = system.index_actor.index.tree.statistics()
     on_device = tree["device"] - tree["offloading"]
     whole = {name: getattr(found.prefix, name) for name in SUMMED[:5]}
     whole["device_quota_evictions"] = found.prefix.quota_evictions

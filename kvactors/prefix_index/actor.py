@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from functools import partial
-from itertools import chain, count
-from typing import ClassVar
+from itertools import chain, count, islice
+from typing import Any, ClassVar, get_args
+
+import msgspec
+import numpy as np
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.cpu_evictor.messages import (
-    Cancel,
-    ClearHost,
-    DropHostCopies,
-    EvictFirst,
     HostBlocksAdded,
     HostBlocksRemoved,
     HostCleared,
     HostRequest,
-    KeepHostCopies,
     LayersLoaded,
-    Load,
     Loaded,
     LoadStalled,
-    Offload,
     Offloaded,
-    PinHostBlocks,
     PrefetchToHost,
-    Save,
     Saved,
-    SetHostQuota,
-    SetTargets,
-    UnpinHostBlocks,
 )
-from kvactors.errors import CacheAsleep, LeasesOpen, RankLost, ensure
+from kvactors.errors import (
+    CacheAsleep,
+    DeviceError,
+    LeaseBusy,
+    LeaseEnded,
+    LeasesOpen,
+    NoRoom,
+    NumBlocksUnset,
+    RankLost,
+    TokensCommitted,
+    ensure,
+)
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
@@ -43,11 +45,16 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
 )
 from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneStatus
-from kvactors.identity import PLAIN
-from kvactors.native import BlockTree
-from kvactors.prefix_index.finish import Endings
-from kvactors.prefix_index.host import Evictions, SaveTable, TreeClears
-from kvactors.prefix_index.leases import LeaseTable
+from kvactors.identity import PLAIN, RequestScope, leading_items
+from kvactors.native import HOST, BlockTree, Path
+from kvactors.prefix_index.host import (
+    NO_HINT,
+    Evictions,
+    SavedPath,
+    SaveTable,
+    TreeClears,
+)
+from kvactors.prefix_index.leases import LeaseState, LeaseTable
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.messages import (
     Abandon,
@@ -61,6 +68,7 @@ from kvactors.prefix_index.messages import (
     Extend,
     Finish,
     Fork,
+    ForkedLease,
     ForkResult,
     LayerReady,
     LayerResult,
@@ -76,85 +84,963 @@ from kvactors.prefix_index.messages import (
     Resume,
     SetNamespace,
     SetNumBlocks,
+    SetQuota,
     StepLeases,
     StepResult,
-    Sweep,
     Truncate,
-    Unpin,
     Withdrawn,
 )
 from kvactors.prefix_index.pins import Pins
 from kvactors.prefix_index.reports import Announcements, IndexStatistics
-from kvactors.prefix_index.requests import Requests
 from kvactors.prefix_index.settings import IndexSettings, Roots
-from kvactors.prefix_index.tree import BlockIndex
-from kvactors.prefix_index.waiting import WaitQueue
-from kvactors.prefix_index.work import IndexEffects, NextSlice, Work, hash_first
+from kvactors.prefix_index.tree import BlockIndex, Match, pick_hashes, was_cleared
+from kvactors.prefix_index.waiting import TURN_REQUESTS, Line, Wait, WaitQueue
+from kvactors.prefix_index.work import IndexEffects, NextSlice, Work, hash_first, slices
 from kvactors.quotas import salt_id
 from kvactors.types import Reason
 
 
-class IndexCore:
-    """Everything that one incarnation of PrefixIndex owns, and what concerns all of it: clears,
-    losses, pauses, sleep. Each object depends only on those made before it.
+class TailCopy(msgspec.Struct, eq=False):
+    """The copies, for forks, of one last block that is not full. They own their blocks until they
+    end."""
 
-    Args:
-        restarted: it is not the first incarnation.
+    source: int
+    targets: tuple[int, ...]
+    forks: list[LeaseState]
+    envelope: Envelope[ForkResult]
+
+
+class PrefixIndex(Actor):
+    """Owns the block tree, the device blocks, their LRU order and the leases.
+
+    A request is matched and granted in slices of one turn each, most of them in one. Blocks that
+    are pinned stay on the device, and blocks that are reserved are not given to others, so requests
+    between two slices take nothing from this one.
+
     """
+
+    ROLE: ClassVar[str] = "prefix_index"
+    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
+        "cpu_evictor": get_args(HostRequest),
+        "gpu_swapper": (CopyWithin,),
+        "flush_notifier": (PathCached, BlocksAdded, BlocksRemoved, TierCleared, NamespaceChanged),
+    }
 
     def __init__(
         self,
+        ref: ActorRef,
+        *,
         index: BlockIndex,
-        out: IndexEffects,
+        evictor: ActorRef[HostRequest],
+        swapper: ActorRef[CopyWithin],
+        notifier: ActorRef[Report],
         roots: Roots,
         settings: IndexSettings,
-        *,
-        restarted: bool,
     ) -> None:
-        ops = count(1)
-        self._restarted = restarted
-        self._sleep: Envelope[Ack] | None = None
-        self.index, self.out, self.roots, self.settings = index, out, roots, settings
+        super().__init__(ref)
+        self._ops = ops = count(1)
+        self.index, self.roots, self.settings = index, roots, settings
+        self.out = out = IndexEffects(self.context, evictor, swapper, notifier)
+        # Each of these depends only on those made before it.
         self.clears = TreeClears(out, ops)
         self.announcements = Announcements(index, out, roots, settings)
         self.evictions = Evictions(self, ops)
-        self.leases = LeaseTable(self, restarted=restarted)
+        self.leases = LeaseTable(self)
         self.loads = LoadTable(self, ops)
         self.saves = SaveTable(self, ops)
         self.pins = Pins(self)
         self.queue = WaitQueue(self)
-        self.endings = Endings(self)
-        self.requests = Requests(self, ops)
+        self.copies: dict[int, TailCopy] = {}  # for forks, in flight, by operation
+        self.tails = 0  # blocks copied for forks
 
-    # -- completions
+    def set_root(self, path: Path, scope: RequestScope) -> bool:
+        """Start a path from the root hash of the present namespace. Returns whether it did not."""
+        root = self.roots.root(scope)
+        changed = path.root != root
+        if changed:
+            path.set_root(root)
+        if scope.salt is not None:
+            path.salt = number = salt_id(scope.salt)
+            self.index.policy.quotas.counts.see(number, scope.salt)
+        self.announcements.remember(root, scope)
+        return changed
 
-    def loaded(self, op: int, num_loaded: int, from_host: int) -> None:
-        """A load is over."""
-        if self.loads.finish(op, num_loaded, from_host):
+    # -- acquire
+
+    @on(Acquire)
+    def acquire(self, message: Acquire, envelope: Envelope[AcquireResult]) -> None:
+        """Match, pin and take blocks: now, once enough of them are free, or after a pause."""
+        queue, index, path, pool = self.queue, self.index, message.path, self.index.pool
+        quiet = not queue.contended or queue.is_quiet()
+        if quiet and not (message.chunk_tokens or message.media) and pool.ages is None:
+            if message.scope is not PLAIN or self.announcements.latest is not self.roots.plain:
+                self.set_root(path, message.scope)
+            policy, tokens, tree = index.policy, path.num_tokens, index.tree
+            needed = -(-tokens // index.block_size)
+            limit, fetch = (tokens - index.recompute_tokens) // index.block_size, 0
+            if self.settings.fetch:
+                fetch = min(limit, self.settings.fetchable(path, message.stored))
+            if 0 < needed <= index.turn_blocks:
+                # Every cached block is on the device, and enough others are free.
+                free = pool.free - index.room.reserved - queue.free_low
+                root = self.announcements.latest
+                now = 0.0 if policy.tables is None else policy.now()
+                run = tree.pin_resident(path, root, limit, fetch, needed, free, now)
+                if run >= 0:
+                    lease = self._new_lease(message, run, run)
+                    self.leases.grant(lease)
+                    table = path.complete(run, pool.take(needed - run))
+                    result = AcquireResult(table, run * index.block_size, False, run)
+                    if not self.out.reply(envelope, result):
+                        self._give_back(lease)
+                    return
+        if queue.asleep:
+            self.out.refuse(envelope, CacheAsleep())
+        elif queue.paused or queue.held.waits:
+            queue.hold(envelope)
+        else:
+            self._admit(message, envelope)
+
+    def _new_lease(self, message: Acquire, device_hits: int, expected_blocks: int) -> LeaseState:
+        return LeaseState(
+            message.lease,
+            message.request_id,
+            message.path,
+            self.index.tree,
+            message.deadline,
+            message.media,
+            message.hints,
+            device_hits,
+            expected_blocks,
+        )
+
+    def _admit(self, message: Acquire, envelope: Envelope[AcquireResult]) -> None:
+        """Admit a request, before those that wait for room if it fits and may overtake them."""
+        queue = self.queue
+        self.set_root(message.path, message.scope)
+        needed = self.index.blocks_for(message.path.num_tokens)
+        wanted = (message.path, needed, message.deadline, message.media)
+        if queue.refuse_unreachable(envelope, *wanted):
+            return
+        heads = queue.heads()
+        if heads:
+            claims = queue.forks.claims + queue.acquires.claims + needed
+            if claims > queue.spare(heads) or not self._fits(message):
+                if message.wait_for_room:
+                    queue.wait_for_room(envelope)
+                else:
+                    first = "requests that wait for room come first"
+                    queue.refuse(envelope, NoRoom(needed, 0, self.index.tree.pinned, first))
+                return
+            queue.overtakings += 1
+        self.out.begin(self._match(envelope))
+
+    def _fits(self, message: Acquire | Fork) -> bool:
+        """Whether a request that holds nothing, or the copies of a fork, can have blocks now."""
+        if isinstance(message, Fork):
+            return self.index.room.available >= len(message.leases)
+        path, index, media = message.path, self.index, message.media
+        self.set_root(path, message.scope)
+        fetch = self.settings.fetchable(path, message.stored)
+        needed = index.needed_blocks(path, message.chunk_tokens, fetch=fetch, media=media)
+        return index.fits(path, needed, media)
+
+    def _match(self, envelope: Envelope[AcquireResult]) -> Work:
+        """Match a request and give it its blocks, or let it wait."""
+        message: Any = envelope.message
+        path, index, room, queue = message.path, self.index, self.index.room, self.queue
+        tree, settings = index.tree, self.settings
+        fetch = settings.fetchable(path, message.stored)
+        media, chunk = message.media, message.chunk_tokens
+        needed, states = index.blocks_for(path.num_tokens), b""
+        long = needed > index.turn_blocks
+        if not long:
+            needed = index.needed_blocks(path, chunk, fetch=fetch, media=media)
+            if room.free < needed and not (queue.releasing or index.can_fit(path, needed)):
+                queue.lacks_room(envelope, needed)
+                return
+        index.policy.advance(tree)
+        if long:
+            pinned = yield from self._pin_slices(message, fetch, envelope)
+            if pinned is None:
+                yield from self._match_again(tree, envelope)
+                return
+            states = pinned
+        # A request that is refused in the end must not count hits or keep blocks that leave for
+        # others: requests that try again would keep each other's victims and never be granted.
+        used = long or (not queue.waiting and room.free >= needed)
+        match = index.match(path, fetch=fetch, media=media, chunk=chunk, used=used, states=states)
+        lease = self._new_lease(message, match.num_device_blocks, match.expected_blocks)
+        if not queue.waiting and room.free >= match.new_blocks:
+            if not used:
+                tree.keep(path)
+            room.reserved += match.new_blocks
+            yield from self._grant(lease, match, envelope)
+            return
+        # Without an offload no copy has to be waited for: a long request waits for later turns.
+        may_wait = message.wait or message.wait_for_room or (long and not settings.offload)
+        if may_wait:
+            self.loads.begin(lease, match.segments, placed=False)
+        wait = Wait(
+            lease.id,
+            envelope,
+            needed=match.new_blocks,
+            salt=path.salt,
+            complete=lambda: self.out.begin(self._grant_late(lease, match, envelope)),
+            give_up=lambda: self._drop(lease),
+        )
+        if not queue.request(wait, may_wait=may_wait, deadline=message.deadline):
+            self._drop(lease)
+            queue.lacks_room(envelope, match.new_blocks)
+        elif queue.waiting.get(message.lease) is wait:
+            tree.keep(path, used=False)
+
+    def _pin_slices(
+        self, message: Acquire, fetch: int, envelope: Envelope[AcquireResult]
+    ) -> Generator[None, None, bytes | None]:
+        """Pin the leading blocks of a long request, all but the last slice. Returns the states of
+        the nodes that it holds beyond those on the device, None if it has to be matched again."""
+        path, index, tree, states = message.path, self.index, self.index.tree, b""
+        limit = index.limit_of(path.num_tokens)
+        if message.media:
+            limit = index.before_media(index.reach(path, limit, fetch=fetch), message.media)
+        while limit - path.num_held > index.turn_blocks:
+            upto = path.num_held + index.turn_blocks
+            _, states = tree.pin(path, upto)
+            if states or path.num_held < upto:
+                break
+            yield
+            if not self._is_current(tree, envelope):
+                return None
+        return states
+
+    def _is_current(self, tree: BlockTree, envelope: Envelope[AcquireResult]) -> bool:
+        """Whether the caller still waits, the blocks that the request holds were not cleared, and
+        the namespace is the same."""
+        message: Any = envelope.message
+        current = message.path.root == self.roots.root(message.scope)
+        return current and not envelope.abandoned and not was_cleared(tree, message.path)
+
+    def _match_again(self, tree: BlockTree, envelope: Envelope[AcquireResult]) -> Work:
+        """Release the blocks of a request that is not current any more, then match it again."""
+        message: Any = envelope.message
+        yield from self.queue.freeing(self.index.release_slices(tree, message.path))
+        if envelope.abandoned:
+            self.out.refuse(envelope, LeaseEnded("this request was given up"))
+        else:
+            self.set_root(message.path, message.scope)
+            yield from self._match(envelope)
+        self.queue.serve()
+
+    def _grant(self, lease: LeaseState, match: Match, envelope: Envelope[AcquireResult]) -> Work:
+        """The new blocks of a request are reserved: enter them into its table."""
+        path, index, left = lease.path, self.index, match.new_blocks
+        long = left > index.turn_blocks and not match.segments
+        while long:
+            if not self._is_current(lease.tree, envelope):
+                index.room.reserved -= left
+                self.queue.serve()
+                yield from self._match_again(lease.tree, envelope)
+                return
+            if left <= index.turn_blocks:
+                break
+            start = match.num_device_blocks + match.new_blocks - left
+            path.assign(start, index.take_reserved(index.turn_blocks))
+            left -= index.turn_blocks
+            yield
+        blocks = index.take_reserved(left)
+        if match.segments:
+            index.fill_table(path, match, blocks)
+            self.loads.begin(lease, match.segments, placed=True)
+        elif blocks:
+            path.assign(match.num_device_blocks + match.new_blocks - left, blocks)
+        self._granted(lease, envelope)
+
+    def _grant_late(
+        self, lease: LeaseState, match: Match, envelope: Envelope[AcquireResult]
+    ) -> Work:
+        """The new blocks of a request that waited are reserved. The cached part of its path or its
+        namespace may have changed: match a short one again, and continue with the loads sent ahead
+        only if nothing has."""
+        message: Any = envelope.message
+        before, index, path, room = lease.tree, self.index, lease.path, self.index.room
+        if match.new_blocks > index.turn_blocks and not match.segments:
+            yield from self._grant(lease, match, envelope)
+            return
+        # The table may hold new blocks in place of a shared load that was not completed.
+        index.pool.give(before.release(path))
+        lease.fault = None
+        lease.tree = index.tree
+        changed = self.set_root(path, message.scope)
+        fetch = self.settings.fetchable(path, message.stored)
+        index.policy.advance(index.tree)
+        again = index.match(path, fetch=fetch, media=lease.media, chunk=message.chunk_tokens)
+        same_loads = len(lease.loads) == len(match.segments)
+        if not changed and again == match and lease.tree is before and same_loads:
+            index.fill_table(path, match, index.take_reserved(match.new_blocks))
+            self.loads.place(lease)
+            self._granted(lease, envelope)
+            return
+        self.loads.cancel(lease, 0)
+        self._detach(lease)
+        # Blocks whose loads have completed since are on the device now.
+        lease.device_hits, lease.host_hits, lease.storage_hits = again.num_device_blocks, 0, 0
+        lease.expected_blocks = again.expected_blocks
+        room.reserved -= match.new_blocks
+        lacking = again.new_blocks - room.free  # a clear may have removed hits
+        if lacking > 0:
+            self.evictions.drop(lacking, path.salt)
+        if again.new_blocks > room.free:
+            self._drop(lease)
+            self.queue.lacks_room(envelope, again.new_blocks - match.new_blocks)
+            return
+        room.reserved += again.new_blocks
+        yield from self._grant(lease, again, envelope)
+
+    def _granted(self, lease: LeaseState, envelope: Envelope[AcquireResult]) -> None:
+        index, expected = self.index, lease.expected_blocks
+        self.leases.grant(lease)
+        if index.pool.ages is not None and lease.device_hits:
+            index.pool.ages.matched(lease.path.blocks(0, lease.device_hits))
+        if lease.media:
+            expected = index.before_media(lease.expected_blocks, lease.media)
+        cached, pending = expected * index.block_size, bool(lease.loads)
+        result = AcquireResult(lease.path.table(), cached, pending, lease.device_hits)
+        if not self.out.reply(envelope, result):
+            self._give_back(lease)
+        elif self.queue.free_low:
+            self.queue.evict_to_watermark()
+
+    @on(Prefetch)
+    def prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> None:
+        """Ask the host tier to fetch the blocks that the device lacks."""
+        path, index = message.path, self.index
+        if not index.pool.total or self.queue.asleep:
+            self.out.refuse(envelope, CacheAsleep() if index.pool.total else NumBlocksUnset())
+            return
+        self.set_root(path, message.scope)
+        limit = index.limit_of(path.num_tokens)
+        limit = min(limit, self.settings.fetchable(path, message.stored))
+        start, states = index.tree.peek(path, limit)
+        wanted = max(0, limit - start)
+        if wanted:
+            lineages = self.announcements.lineages_of_path(path, 0, limit)
+            hashes, deadline = path.hashes(0, limit), message.deadline
+            held = sum(1 for state in states[:wanted] if state & HOST)
+            self.evictions.name_host_victims(wanted - held)
+            self.out.to_evictor(
+                PrefetchToHost(path.root, hashes, start, deadline, lineages, path.salt)
+            )
+        self.out.reply(envelope, Ack(wanted))
+
+    # -- requests that wait
+
+    def admit_waiting(self) -> None:
+        """Admit a turn's share of the requests that wait, those of a pause last."""
+        self._admit_room()
+        queue, held = self.queue, self.queue.held
+        for _ in range(TURN_REQUESTS):
+            if queue.paused or queue.asleep or not held.waits:
+                return
+            wait = held.remove(next(iter(held.waits)))
+            if wait is not None and not wait.envelope.abandoned:
+                self._admit(wait.message, wait.envelope)
+        if held.waits:
+            queue.proceed_later()
+
+    def _admit_room(self) -> None:
+        """Look at the first requests that wait for room, and admit those that fit, unless they
+        would overtake others too often."""
+        queue, heads = self.queue, list[Wait]()
+        lines = (queue.forks, queue.acquires)
+        before, claims, spare = sum(map(len, lines)), 0, queue.spare(heads)
+        for line in lines:
+            head: Wait | None = None
+            for wait in list(islice(line.waits.values(), TURN_REQUESTS)):
+                message = wait.message
+                if wait.envelope.abandoned:
+                    if line.remove(wait.lease) is not None:
+                        self.out.refuse(wait.envelope, LeaseEnded("this request was given up"))
+                    continue
+                if line is queue.acquires and not self._can_try(message):
+                    return
+                if claims + wait.claim <= spare and self._fits(message):
+                    queue.overtakings += bool(heads)
+                    self._retry(line, wait)
+                    spare = queue.spare(heads)
+                if wait.lease not in line.waits:
+                    continue
+                if head is None:
+                    head = wait
+                    heads.append(head)
+                    spare = queue.spare(heads)
+                claims += wait.claim
+                if claims >= spare:
+                    break  # no later request may overtake
+        if TURN_REQUESTS < sum(map(len, lines)) < before:
+            queue.proceed_later()
+
+    def _can_try(self, message: Acquire) -> bool:
+        """Whether a request that waits for room can be matched now."""
+        path = message.path
+        releasing = path.num_held or path.num_blocks  # what it had in its last attempt
+        return not (releasing or self.queue.paused or self.queue.acquires.matching)
+
+    def _retry(self, line: Line, wait: Wait) -> None:
+        """Admit a request that waited for room. It has its place again if it does not fit."""
+        line.match(wait.lease)
+        if isinstance(wait.message, Fork):
+            self.fork(wait.message, wait.envelope)
+            line.matching.pop(wait.lease, None)
+        else:
+            self.out.begin(self._match_in_place(line, wait))
+
+    def _match_in_place(self, line: Line, wait: Wait) -> Work:
+        later = False
+        for _ in self._match(wait.envelope):
+            later = True
+            yield
+        line.matching.pop(wait.lease, None)
+        if later:
+            self.queue.look_again()
+
+    @on(Withdrawn)
+    def withdrawn(self, message: Withdrawn) -> None:
+        self.queue.withdraw(message.lease)
+
+    @on(AdmissionDeadline)
+    def admission_deadline(self, message: AdmissionDeadline) -> None:
+        self.queue.expire(message.lease, message.ticket)
+
+    @on(Proceed)
+    def proceed(self, message: Proceed) -> None:
+        self.queue.proceed()
+        self.admit_waiting()
+
+    @on(NextSlice)
+    def continue_work(self, message: NextSlice) -> None:
+        self.out.works -= 1
+        self.out.begin(message.work)
+
+    # -- growth of leases
+
+    # A reserved block of a lease is a private one beyond those that its tokens need. The next
+    # tokens use it, and the end of the lease gives it back like any other private block.
+
+    def grow(self, message: Extend | Reserve, envelope: Envelope[AcquireResult]) -> None:
+        """Append tokens to a lease, with the blocks that it lacks, or blocks for later tokens."""
+        lease = self.leases.get(message.lease) or self.leases.find(message.lease, envelope)
+        if lease is None:
+            return
+        path, index, queue = lease.path, self.index, self.queue
+        total = -(-message.num_tokens // index.block_size)
+        needed = max(0, total - path.num_blocks)
+        idle = not queue.contended and lease.fault is None and message.position == path.num_tokens
+        if idle and (not needed or needed <= index.room.free):
+            self._grow(path, message, envelope, index.take(needed) if needed else [])
+            return
+        error = self._busy(lease, message.position)
+        if error is not None:
+            self.out.refuse(envelope, error)
+            return
+        if needed and queue.refuse_unreachable(envelope, path, total, lease.deadline):
+            return
+
+        def complete() -> None:
+            self._grow(path, message, envelope, index.take_reserved(needed))
+
+        wait = Wait(lease.id, envelope, needed=needed, salt=path.salt, complete=complete)
+        self._take(wait, lease.deadline)
+
+    extend = on(Extend)(grow)
+    reserve = on(Reserve)(grow)
+
+    def _grow(
+        self,
+        path: Path,
+        message: Extend | Reserve,
+        envelope: Envelope[AcquireResult],
+        blocks: list[int],
+    ) -> None:
+        """Enter the tokens and the new blocks of a message."""
+        if isinstance(message, Extend):
+            path.append(message.added)
+            for block, extra in message.extras:
+                path.set_extra(block, path.extra_key(block) + extra)
+        if blocks:
+            path.assign(path.num_blocks, blocks)
+        self.out.reply(envelope, AcquireResult(tuple(blocks), 0, False, 0))
+
+    def _busy(self, lease: LeaseState, position: int) -> Exception | None:
+        """Why the table of a lease cannot be changed now. position: see `Extend`."""
+        if lease.fault is not None and lease.fault.func is RankLost:
+            return lease.fault()
+        call = self.queue.call_of(lease.id)
+        if call is not None and call.abandoned:
+            self.queue.cancel(lease.id, "this call was cancelled")
+            call = None
+        if call is None and position == lease.path.num_tokens:
+            return None
+        return LeaseBusy(
+            f"the lease of {lease.request_id!r} has {lease.path.num_tokens} tokens, or is being "
+            "extended"
+        )
+
+    def _take(self, wait: Wait, lease_deadline: float, *, may_wait: bool = True) -> None:
+        """Give a request of a lease its blocks, or let it wait for them."""
+        if not wait.needed:
+            wait.complete()
+            return
+        deadline = wait.envelope.deadline
+        deadline = lease_deadline if deadline is None else deadline
+        if not self.queue.request(wait, may_wait=may_wait, deadline=deadline):
+            self.queue.lacks_room(wait.envelope, wait.needed)
+
+    @on(Truncate)
+    def truncate(self, message: Truncate, envelope: Envelope[Ack]) -> None:
+        lease, kept = self.leases.find(message.lease, envelope), message.num_tokens
+        if lease is None:
+            return
+        error = self._busy(lease, message.position) or self._keeps(lease, kept)
+        if error is not None:
+            self.out.refuse(envelope, error)
+            return
+        path, (full, rest) = lease.path, divmod(kept, self.index.block_size)
+        extra = leading_items(path.extra_key(full), rest) if rest else b""
+        for load in self.index.loading.values():
+            # A late load, which the lease continues without, still reports its blocks by the
+            # tokens that they were loaded for.
+            if load.path is path:
+                load.path = copy_of(path, load.stop)
+        freed = lease.tree.truncate(path, kept, extra)
+        lease.media = tuple(item for item in lease.media if item[0] < kept)
+        self.out.reply(envelope, Ack(path.num_blocks))
+        if freed:
+            self.out.begin(self.queue.freeing(self._give(freed)))
+
+    def _keeps(self, lease: LeaseState, kept: int) -> Exception | None:
+        """Why a lease cannot be cut to so many tokens."""
+        if lease.loads:
+            return lease.not_ready("truncate")
+        if lease.fault is not None:
+            return lease.fault()
+        committed = lease.path.num_committed * self.index.block_size
+        if kept < committed:
+            return TokensCommitted(
+                f"num_tokens is {kept}, but the first {committed} tokens are committed: other "
+                "requests may share their blocks"
+            )
+        full, rest = divmod(kept, self.index.block_size)
+        if rest and full < min(lease.path.num_full_blocks, lease.path.num_blocks):
+            block = lease.path.blocks(full, full + 1)[0]
+            if self.index.pool.is_shared(block):
+                return TokensCommitted(
+                    f"num_tokens is {kept}, within a full block that {lease.request_id!r} shares "
+                    f"with a fork: truncate to a multiple of {self.index.block_size}, or before "
+                    "the fork"
+                )
+        return None
+
+    def _give(self, freed: list[int]) -> Iterator[None]:
+        for start, stop in slices(0, len(freed), self.index.turn_blocks):
+            if start:
+                yield
+            self.index.pool.give(freed[start:stop])
+
+    # -- forks
+
+    # A fork references the same nodes of the tree and waits for the same loads. Full blocks that
+    # are not committed get a further owner in the pool: the tokens of a full block do not change,
+    # so every lease that computes it writes the same bytes. The last block is written by both
+    # leases if it is not full, so the fork gets a copy of it before either of them can continue.
+
+    @on(Fork)
+    def fork(self, message: Fork, envelope: Envelope[ForkResult]) -> None:
+        lease, queue = self.leases.find(message.lease, envelope), self.queue
+        if lease is None:
+            return
+        error = self._busy(lease, message.position)
+        if error is None and lease.fault is not None:
+            error = lease.fault()
+        if error is not None:
+            self.out.refuse(envelope, error)
+            return
+        needed = len(message.leases) if tail_of(lease.path) >= 0 else 0
+        claim = lease.path.num_blocks + needed
+        if needed and queue.refuse_unreachable(envelope, lease.path, claim, message.deadline):
+            return
+        first = queue.forks.first
+        if needed and first is not None and first.lease != lease.id:
+            claims = queue.forks.claims + claim
+            if claims > queue.spare([first]) or self.index.room.available < needed:
+                queue.lacks_room(envelope, needed)
+                return
+            queue.overtakings += 1
+        wait = Wait(
+            lease.id,
+            envelope,
+            needed=needed,
+            salt=lease.path.salt,
+            complete=partial(self._make_forks, lease, message, envelope, needed),
+        )
+        self._take(wait, lease.deadline, may_wait=message.wait or message.wait_for_room)
+
+    def _make_forks(
+        self, lease: LeaseState, message: Fork, envelope: Envelope[ForkResult], needed: int
+    ) -> None:
+        """The blocks for the copies are reserved."""
+        index = self.index
+        if lease.fault is not None:  # since it began to wait
+            index.room.reserved -= needed
+            self.out.refuse(envelope, lease.fault())
+            return
+        index.policy.advance(lease.tree)
+        forks = [
+            self._make_fork(lease, number, request_id)
+            for number, request_id in zip(message.leases, message.request_ids, strict=True)
+        ]
+        if not needed:
+            self._answer_fork(forks, envelope)
+            return
+        blocks = index.take_reserved(needed)
+        for fork, block in zip(forks, blocks, strict=True):
+            fork.path.assign(fork.path.num_blocks, [block])
+        copy = TailCopy(tail_of(lease.path), tuple(blocks), forks, envelope)
+        index.pool.share((copy.source, *copy.targets))
+        self.tails += needed
+        index.room.closing += 1
+        op = next(self._ops)
+        self.copies[op] = copy
+        sources = (copy.source,) * needed
+        self.out.to_swapper(CopyWithin(op, sources, copy.targets, index.memory_generation))
+
+    def _make_fork(self, lease: LeaseState, number: int, request_id: str) -> LeaseState:
+        """A lease of the same tokens, without a block for a last one that is not full."""
+        path = Path(lease.path.block_size, lease.path.root)
+        self.index.pool.share(lease.tree.fork(lease.path, path))
+        fork = msgspec.structs.replace(
+            lease,
+            id=number,
+            request_id=request_id,
+            path=path,
+            loads=list(lease.loads),
+            waits=[],
+            counted=False,
+        )
+        self.leases.add_fork(fork)
+        return fork
+
+    @on(CopiedWithin)
+    def copied(self, message: CopiedWithin) -> None:
+        """Copies for a fork have ended, some of them maybe without their bytes."""
+        copy = self.copies.pop(message.op, None)
+        if copy is None:
+            return
+        self.index.room.closing -= 1
+        self.index.pool.give((copy.source, *copy.targets))
+        if not message.failed:
+            self._answer_fork(copy.forks, copy.envelope)
+            self.queue.serve()
+            return
+        error = DeviceError("the last block could not be copied for the fork: nothing was changed")
+        self._give_back_forks(copy.forks)
+        self.out.refuse(copy.envelope, error)
+
+    def _answer_fork(self, forks: list[LeaseState], envelope: Envelope[ForkResult]) -> None:
+        """The leases can be used, unless the caller has gone or device memory was lost."""
+        lost = next((fork.fault for fork in forks if fork.fault is not None), None)
+        if lost is not None and lost.func is RankLost:
+            self._give_back_forks(forks)
+            self.out.refuse(envelope, lost())
+            return
+        made = (ForkedLease(one.path, self.leases.result(one), bool(one.loads)) for one in forks)
+        if not self.out.reply(envelope, ForkResult(tuple(made))):
+            self._give_back_forks(forks)
+
+    def _give_back_forks(self, forks: list[LeaseState]) -> None:
+        """End the leases, without those that have ended."""
+        for fork in forks:
+            if self.leases.get(fork.id) is fork:
+                self._give_back(fork)
+        self.queue.serve()
+
+    # -- decode steps
+
+    @on(StepLeases)
+    def step(self, message: StepLeases, envelope: Envelope[StepResult]) -> None:
+        """Extend and commit many leases, as far as blocks are free or can be evicted at once. A
+        lease that needs more is left to a separate commit and extend, so that a step waits for
+        nothing. Quotas are by lease: with them, blocks are evicted for such an extend alone."""
+        index, room, queue = self.index, self.index.room, self.queue
+        leases = list(map(self.leases.get, message.leases))
+        if queue.waiting or queue.forks.waits:
+            leases = [
+                None if lease is None or queue.call_of(lease.id) else lease for lease in leases
+            ]
+        paths = [
+            None if lease is None or lease.fault is not None or lease.loads else lease.path
+            for lease in leases
+        ]
+        trees = [None if lease is None else lease.tree for lease in leases]
+
+        def take(count: int) -> list[int]:
+            lacking = count - room.free - room.unpromised
+            if lacking > 0:
+                self.evictions.evict(lacking)
+            return index.take(min(count, room.free))
+
+        free = 0 if queue.waiting else room.free  # the requests that wait get them first
+        if free < len(paths) and not (queue.waiting or index.tree.sharing):
+            free += index.evictable()
+        committed, grown, commits, unused = message.tokens.step(
+            message.first,
+            paths,
+            trees,
+            message.positions,
+            message.computed,
+            free,
+            index.turn_blocks,
+            take,
+        )
+        if unused:
+            index.pool.give(unused)
+        for path, start, stop, adopted in commits:
+            self._entered(path, start, stop, adopted)
+        self.out.reply(envelope, StepResult(committed, grown))
+        queue.look_again()
+
+    # -- commits
+
+    @on(Commit)
+    def commit(self, message: Commit, envelope: Envelope[Ack]) -> None:
+        lease = self.leases.get(message.lease) or self.leases.find(message.lease, envelope)
+        if lease is None:
+            return
+        error = self._commit(lease, message.computed_tokens)
+        if error is None:
+            self.out.reply(envelope, Ack(lease.path.num_committed))
+        else:
+            self.out.refuse(envelope, error)
+        if self.queue.contended:
+            self.queue.look_again()  # a request that shares these blocks may fit now
+
+    def _commit(self, lease: LeaseState, computed: int) -> Exception | None:
+        """Enter the full blocks of the first `computed` tokens into the tree. Returns why nothing
+        was changed. A lease whose blocks the tree refuses fails."""
+        path, tree = lease.path, lease.tree
+        if lease.fault is None and not lease.loads:
+            try:
+                # New blocks that a sink is sent, or that the host may have, are entered below.
+                if tree.commit_tokens(path, computed, self.announcements.enabled) >= 0:
+                    return None
+            except ValueError:  # refused below, with the reason
+                pass
+        error = self._refusal(lease, computed)
+        if error is not None:
+            return error
+        try:
+            start, stop, adopted = tree.commit(path, computed // self.index.block_size)
+        except ValueError as refused:
+            self.log.error("commit refused by the block tree", error=str(refused))
+            text = f"lease of {lease.request_id!r} has ended: acquire again ({refused})"
+            return lease.fail(LeaseEnded, text)()
+        if stop > start:
+            self._entered(path, start, stop, adopted)
+        return None
+
+    def _entered(self, path: Path, start: int, stop: int, adopted: list[int]) -> None:
+        """Blocks [start, stop) of a path have entered the tree. adopted: see `BlockTree.commit`."""
+        self.announcements.cached(path, start, stop, Reason.COMMIT)
+        if adopted:
+            self.evictions.drop_host_copies(pick_hashes(path.hashes(0, stop), adopted))
+
+    def _refusal(self, lease: LeaseState, computed: int) -> Exception | None:
+        """Why the first `computed` tokens of a lease cannot be committed."""
+        if lease.fault is not None and lease.fault.func is RankLost:
+            return lease.fault()
+        if lease.loads:
+            return lease.not_ready("commit")
+        tokens = lease.path.num_tokens
+        if not 0 <= computed <= tokens:
+            return ValueError(f"computed_tokens is {computed}, the lease has {tokens} tokens")
+        covered = lease.path.num_blocks * self.index.block_size
+        if computed > covered:
+            return ValueError(
+                f"computed_tokens is {computed}, the lease has blocks for {covered} of its "
+                f"{tokens} tokens: call next_chunk()"
+            )
+        return None if lease.fault is None else lease.fault()
+
+    # -- ends of leases
+
+    @on(Finish)
+    def finish(self, message: Finish, envelope: Envelope[Ack]) -> None:
+        lease = self.leases.get(message.lease) or self.leases.find(message.lease, envelope)
+        if lease is None:
+            return
+        hints = message.hints or lease.hints
+        if hints is not None and hints.pin:
+            path, turn_blocks = lease.path, self.index.turn_blocks
+            if path.num_full_blocks - path.num_hashed > turn_blocks:
+                then = partial(self.finish, message, envelope)
+                self.out.begin(hash_first(path, turn_blocks, then))
+                return
+        if message.computed_tokens is not None:
+            error = self._commit(lease, message.computed_tokens)
+            if error is not None:
+                self.out.refuse(envelope, error)
+                return
+        lease.output_tokens = message.output_tokens
+        if message.hints is not None:
+            lease.hints, lease.pin_prompt = message.hints, False
+        pinned = 0
+        if hints is not None and hints.pin:
+            pinned = self.pins.pin(lease)
+            if pinned:
+                self.queue.pinned()
+        self._close(lease, envelope, pinned)
+
+    @on(Preempt)
+    def preempt(self, message: Preempt, envelope: Envelope[Ack]) -> None:
+        lease = self.leases.find(message.lease, envelope)
+        if lease is None:
+            return
+        error = self._commit(lease, message.computed_tokens) if message.computed_tokens else None
+        if error is not None:
+            self.out.refuse(envelope, error)
+            return
+        self.leases.remember_preempted(lease.request_id)
+        self._close(lease, envelope)
+
+    @on(Abandon)
+    def abandon(self, message: Abandon) -> None:
+        lease = self.leases.get(message.lease)
+        if lease is not None:
+            self.leases.abandoned += 1
+            self._close(lease, None)
+        self.queue.cancel(message.lease, "this request was given up")
+        self.queue.serve()
+
+    def _detach(self, lease: LeaseState) -> None:
+        """Remove a lease from everything that waits for it or with it, without its blocks."""
+        if self.queue.contended and lease.granted and self.queue.call_of(lease.id):
+            self.queue.cancel(lease.id, "it has ended")  # an extend or a fork
+        self.leases.remove(lease)
+
+    def _drop(self, lease: LeaseState) -> None:
+        """End a lease that never had its blocks."""
+        self.loads.cancel(lease, 0)
+        self._detach(lease)
+        self.queue.release(lease.tree, lease.path)
+
+    def _give_back(self, lease: LeaseState) -> None:
+        """End a lease that was granted to a caller who no longer waits."""
+        self._drop(lease)
+        self.queue.serve()
+
+    def _end_policy(self, lease: LeaseState) -> tuple[int, float]:
+        """Returns priority and expiry of the lease's blocks."""
+        policy = self.index.policy
+        if policy.tables is not None:
+            policy.end(lease.tree, lease.path, lease.output(), lease.hints)
+        if lease.hints is None and not lease.tree.sharing:
+            return NO_HINT
+        return policy.hint(lease.tree, lease.path, lease.hints)
+
+    def _close(self, lease: LeaseState, envelope: Envelope[Ack] | None, pinned: int = 0) -> None:
+        """Announce, save and release the blocks of a lease. Without an envelope its caller has
+        gone, and nothing is saved."""
+        path, tree, index = lease.path, lease.tree, self.index
+        pool, policy, committed = index.pool, index.policy, path.num_committed
+        self._detach(lease)
+        reports = self.announcements.enabled or self.saves.enabled
+        if not reports and lease.hints is None and path.num_blocks <= index.turn_blocks:
+            output, now = -1, 0.0
+            if policy.tables is not None:
+                output, now = lease.output(), policy.now()
+            if pool.ages is not None:
+                pool.note_release(path)
+            # None, and unchanged, of a cleared tree, and of one with salts or hints.
+            freed = tree.end(path, index.turn_blocks, output, now)
+            if freed is not None:
+                pool.give(freed)
+                if envelope is not None:
+                    self.out.reply(envelope, Ack(committed, pinned))
+                self.queue.serve()
+                return
+        self.out.begin(self._close_in_slices(lease, envelope, pinned))
+
+    def _close_in_slices(
+        self, lease: LeaseState, envelope: Envelope[Ack] | None, pinned: int
+    ) -> Work:
+        path, tree, turn_blocks = lease.path, lease.tree, self.index.turn_blocks
+        committed = 0 if was_cleared(tree, path) else path.num_committed
+        self.index.room.closing += 1
+        saved = SavedPath(tree, path, 1, *self._end_policy(lease))
+        if self.announcements.enabled:
+            for start, stop in slices(0, committed, turn_blocks):
+                if start:
+                    yield
+                if not was_cleared(tree, path):
+                    self.announcements.finished(tree, path, start, stop)
+        if envelope is not None and self.saves.enabled:
+            for start, stop in self.saves.ranges(committed):
+                if committed > turn_blocks:
+                    yield
+                if saved.parts and not was_cleared(tree, path):
+                    self.saves.start(saved, start, stop)
+        if saved.answered():
+            for _ in self.index.release_slices(tree, path):
+                yield
+                self.queue.serve()
+        self.index.room.closing -= 1
+        if envelope is not None:
+            self.out.reply(envelope, Ack(committed, pinned))
+        self.queue.serve()
+
+    # -- loads, evictions and saves
+
+    @on(Ready)
+    def ready(self, message: Ready, envelope: Envelope[ReadyResult]) -> None:
+        self.leases.wait(message, envelope)
+
+    @on(LayerReady)
+    def layer_ready(self, message: LayerReady, envelope: Envelope[LayerResult]) -> None:
+        self.leases.wait(message, envelope)
+
+    @on(Loaded)
+    def loaded(self, message: Loaded) -> None:
+        if self.loads.finish(message.op, message.num_loaded, message.from_host):
             self.queue.serve()
 
-    def load_overdue(self, op: int) -> None:
-        """A load is past its deadline, or is blocked on a rank that does not respond."""
-        if self.loads.overdue(op):
+    @on(LayersLoaded)
+    def layers_loaded(self, message: LayersLoaded) -> None:
+        self.loads.layers_loaded(message)
+
+    @on(LoadDeadline)
+    @on(LoadStalled)
+    def load_overdue(self, message: LoadDeadline | LoadStalled) -> None:
+        if self.loads.overdue(message.op):
             self.queue.serve()
 
-    def offloaded(self, op: int, on_host: bytes) -> None:
-        """The copies of an eviction are complete."""
-        if self.evictions.finish(op, on_host):
+    @on(Offloaded)
+    def offloaded(self, message: Offloaded) -> None:
+        if self.evictions.finish(message.op, message.kept_mask):
             self.queue.serve()
 
-    def saved(self, op: int, on_host: bytes) -> None:
-        """Blocks of a finished request have been copied. After the last of them its path is
-        released."""
-        saved = self.saves.finish(op, on_host)
+    @on(Saved)
+    def saved(self, message: Saved) -> None:
+        """After the last blocks of a finished request its path is released."""
+        saved = self.saves.finish(message.op, message.kept_mask)
         if saved is not None:
             if saved.answered():
                 self.queue.release(saved.tree, saved.path)
             self.queue.serve()
 
+    @on(HostBlocksRemoved)
+    @on(HostBlocksAdded)
     def host_blocks(self, message: HostBlocksAdded | HostBlocksRemoved) -> None:
-        """Blocks left the host tier, or it has more. A hint of more blocks from before a clear or a
-        loss is out of date."""
+        """A hint of more blocks from before a clear or a loss is out of date."""
         if isinstance(message, HostBlocksRemoved):
             self.index.tree.host_blocks_removed(message.hashes)
         elif (
@@ -166,36 +1052,35 @@ class IndexCore:
     # -- restarts and losses
 
     def started(self) -> None:
-        """The first turn. A restarted index has an empty device tier."""
-        if self._restarted:
+        """A restarted index begins with an empty device tier."""
+        if self.incarnation:
             self.announcements.cleared(Reason.RESTART)
 
+    @on(DataPlaneStatus)
     def data_plane_status(self, message: DataPlaneStatus) -> None:
         """Device memory was lost, or copies in flight may never complete."""
-        if message.memory_lost:
-            self.device_lost(message.generation)
-        elif not message.available:
-            self.queue.stall()
+        if message.memory_lost:  # no block can be hit any more, and no granted lease be used
+            self.index.memory_generation = message.generation
+            self.index.retire()
+            self.pins.device_lost()
+            self.announcements.cleared(Reason.RESTART)
+            lost = "a rank was lost, and with it what this lease's blocks held there"
+            self.leases.fail_all(RankLost, lost)
+        if message.memory_lost or not message.available:
+            self.evictions.stall()
+            self.queue.serve()
 
-    def device_lost(self, memory_generation: int) -> None:
-        """The blocks on the device may be lost: none of them can be hit any more, and no granted
-        lease can be used."""
-        self.index.memory_generation = memory_generation
-        self.index.retire()
-        self.pins.device_lost()
-        self.announcements.cleared(Reason.RESTART)
-        self.leases.fail_all(
-            RankLost, "a rank was lost, and with it what this lease's blocks held there"
-        )
-        self.queue.stall()
-
-    def peer_restarted(self, name: str) -> None:
-        """The host tier has lost its operations in flight, or a notifier its ledger."""
-        if name == "cpu_evictor":
+    @on(PeerRestarted)
+    def peer_restarted(self, message: PeerRestarted) -> None:
+        """It has lost its operations in flight, or a notifier its ledger."""
+        if message.name == "cpu_evictor":
             self.host_lost()
-        elif name == "gpu_swapper":
-            self.requests.swapper_lost()
-        elif name == "flush_notifier":
+        elif message.name == "gpu_swapper":
+            # No copy is in flight. The notice of the host tier's restart comes first, and a copy
+            # that is sent between the two is dropped like those before.
+            for op in list(self.copies):
+                self.copied(CopiedWithin(op, failed=(0,)))
+        elif message.name == "flush_notifier":
             self.announcements.announce_all()
 
     def host_lost(self) -> None:
@@ -218,13 +1103,13 @@ class IndexCore:
 
     # -- clears, pins, quotas, the namespace
 
+    @on(Clear)
     def clear(self, message: Clear, envelope: Envelope[Ack]) -> None:
-        """Continue with an empty tree, host tier and, on request, store, or without the blocks of a
-        salt. Leases keep their blocks in the old tree until they end."""
+        """Leases keep their blocks in the old tree until they end."""
         if self.queue.asleep:
             self.out.refuse(envelope, CacheAsleep())
         elif message.salt is not None:
-            self._clear_salt(message.salt, envelope, storage=message.storage)
+            self.out.begin(self._clear_salt(message.salt, envelope, storage=message.storage))
         elif message.lora is not None:
             self._clear_lora(message.lora, envelope)
         else:
@@ -235,11 +1120,12 @@ class IndexCore:
             self.clears.device_cleared(op, envelope, freed)
             self.queue.serve()
 
-    def _clear_salt(self, name: str, envelope: Envelope[Ack], *, storage: bool) -> None:
-        """Forget the blocks of a salt. Leases keep theirs, which nothing else finds."""
-        tree, salt = self.index.tree, salt_id(name)
+    def _clear_salt(self, name: str, envelope: Envelope[Ack], *, storage: bool) -> Work:
+        """Forget the blocks of a salt, some of them a turn. Leases keep theirs, which nothing else
+        finds."""
+        index, tree, salt = self.index, self.index.tree, salt_id(name)
         self.pins.end_all(lambda pin: pin.salt == salt)
-        self.index.policy.quotas.forget(name)
+        index.policy.quotas.forget(name)
         tree.begin_forget(salt)
         used = [lease.path for lease in self.leases]
         used += self.loads.paths()
@@ -248,11 +1134,7 @@ class IndexCore:
             if path.salt == salt:
                 path.forgotten = True
         op = self.clears.start(envelope, salt, storage=storage)
-        self.out.begin(self._forget(tree, op, envelope))
-
-    def _forget(self, tree: BlockTree, op: int, envelope: Envelope[Ack]) -> Work:
-        """Free and report the blocks that are not found any more, some of them a turn."""
-        index, count, over = self.index, 0, False
+        count, over = 0, False
         index.room.closing += 1
         while True:
             over, freed, hashes = tree.forget_step(index.turn_blocks, index.hashes)
@@ -278,38 +1160,44 @@ class IndexCore:
         self.out.reply(envelope, Ack())
         self.queue.serve()
 
+    @on(HostCleared)
+    def host_cleared(self, message: HostCleared) -> None:
+        self.clears.finish(message)
+
+    @on(ChangeShares)
     def change_shares(self, message: ChangeShares, envelope: Envelope[Ack]) -> None:
-        """Change a pin, or the quota of a salt in both tiers."""
-        change, policy = message.change, self.index.policy
-        if isinstance(change, Unpin):
-            self._unpin(change, envelope)
+        change = message.change
+        if isinstance(change, SetQuota):
+            set_quota = self.index.policy.set_quota
+            self.out.to_evictor(set_quota(self.index.tree, change.salt, change.quota))
+            self.out.reply(envelope, Ack())
             return
-        self.out.to_evictor(policy.set_quota(self.index.tree, change.salt, change.quota))
-        self.out.reply(envelope, Ack())
+        self.set_root(change.path, change.scope)
 
-    def _unpin(self, message: Unpin, envelope: Envelope[Ack]) -> None:
-        """End the pin of a path."""
-        self.requests.set_root(message.path, message.scope)
-        end = partial(self._end_pin, message, envelope)
-        self.out.begin(hash_first(message.path, self.index.turn_blocks, end))
+        def unpin() -> None:
+            if self.set_root(change.path, change.scope):
+                self.change_shares(message, envelope)  # the namespace has changed since
+                return
+            self.out.reply(envelope, Ack(self.pins.unpin(change.path)))
+            self.queue.serve()
 
-    def _end_pin(self, message: Unpin, envelope: Envelope[Ack]) -> None:
-        if self.requests.set_root(message.path, message.scope):
-            self._unpin(message, envelope)  # the namespace has changed since
-            return
-        self.out.reply(envelope, Ack(self.pins.unpin(message.path)))
+        self.out.begin(hash_first(change.path, self.index.turn_blocks, unpin))
+
+    @on(PinExpired)
+    def pin_expired(self, message: PinExpired) -> None:
+        self.pins.expire(message.number)
         self.queue.serve()
 
+    @on(SetNamespace)
     def set_namespace(self, message: SetNamespace, envelope: Envelope[Ack]) -> None:
-        """Admit requests under another namespace, those that wait included. Blocks of the previous
-        one age out."""
+        """Requests that wait are admitted under it. Blocks of the previous one age out."""
         if message.namespace != self.roots.namespace:
             self.roots.use(message.namespace)
             self.announcements.namespace_changed(message.namespace)
         self.out.reply(envelope, Ack())
 
+    @on(SetNumBlocks)
     def set_num_blocks(self, message: SetNumBlocks) -> None:
-        """Take the device blocks of a cache that was opened without any."""
         if not self.index.pool.total:
             self.index.set_num_blocks(message.num_blocks)
             self.queue.free_low = message.free_low
@@ -317,53 +1205,45 @@ class IndexCore:
 
     # -- pause and sleep
 
+    @on(Pause)
     def pause(self, message: Pause, envelope: Envelope[Ack]) -> None:
-        """Hold new requests, and answer once no transfer is in flight.
-
-        For a sleep, refuse them and end all pins, then empty the device, some blocks a turn: each
-        block is evicted as for a request, so that the host tier gets a copy as far as it has
-        capacity, and sinks are sent each removal. Answered when nothing is on the device.
-        """
+        """For a sleep, end all pins and empty the device, some blocks a turn: each block is evicted
+        as for a request, so that the host tier gets a copy as far as it has capacity, and sinks are
+        sent each removal."""
         queue = self.queue
         if not message.asleep:
             queue.paused = True
-            queue.wait_idle(envelope)
+            queue.when_idle(partial(self.out.reply, envelope, Ack()))
         elif self._is_busy():
             self.out.refuse(envelope, LeasesOpen(len(self.leases)))
         else:
-            queue.asleep = queue.contended = True
-            self._sleep, queue.on_idle = envelope, self._empty_device
+            queue.asleep = True
             self.pins.end_all()
-            queue.serve()
+            queue.when_idle(partial(self._empty_device, envelope))
 
+    @on(Resume)
     def resume(self, message: Resume, envelope: Envelope[Ack]) -> None:
-        """Admit requests again, first those that waited."""
         if message.awake:
-            self._wake()
+            self.queue.asleep = False
         else:
             self.queue.paused = False
         self.out.reply(envelope, Ack(len(self.queue.held)))
-        self.requests.admit_waiting()
-
-    def _wake(self) -> None:
-        self.queue.asleep = False
-        self._sleep = self.queue.on_idle = None
+        self.admit_waiting()
 
     def _is_busy(self) -> bool:
         return bool(self.leases or self.queue.waiting or self.queue.heads())
 
-    def _empty_device(self) -> None:
+    def _empty_device(self, envelope: Envelope[Ack]) -> None:
         """No transfer is in flight: evict the next blocks, or answer."""
-        envelope = self._sleep
-        if envelope is None or envelope.abandoned:
+        if envelope.abandoned or not self.queue.asleep:
             return  # its caller ends the sleep
         if self.evictions.evict(self.index.turn_blocks):
+            self.queue.on_idle.append(partial(self._empty_device, envelope))
             self.queue.proceed_later()
             return
-        self.queue.on_idle = self._sleep = None
         tree = self.index.tree.statistics()
         if tree["referenced"] or self.index.room.reserved or self._is_busy():  # it came before
-            self._wake()
+            self.queue.asleep = False
             self.out.refuse(envelope, LeasesOpen(len(self.leases)))
             return
         if tree["device"]:  # blocks that no eviction takes
@@ -376,18 +1256,13 @@ class IndexCore:
     def in_use(self) -> bool:
         """Whether a lease, a request or an operation may hold device blocks."""
         holders = (self.leases, self.loads, self.evictions, self.saves, self.queue.waiting)
-        return any(holders) or bool(self.requests.copies)
+        return any(holders) or bool(self.copies)
 
-    def check_steps(self, *, idle: bool) -> Iterator[None]:
-        """Check every invariant, in steps of about a millisecond.
+    def check(self) -> None:
+        deque(self.check_steps(), maxlen=0)
 
-        Args:
-            idle: no work has slices left.
-
-        Raises:
-            AssertionError, RuntimeError: names the inconsistency.
-        """
-        if idle and not self.in_use():
+    def check_steps(self) -> Iterator[None]:
+        if not (self.out.works or self.in_use()):
             tree, pool = self.index.tree.statistics(), self.index.pool
             used = tree["referenced"] - self.index.tree.pinned
             ensure(used == 0, f"{used} nodes referenced, no lease")
@@ -397,7 +1272,7 @@ class IndexCore:
             ensure(not shared, f"{shared} blocks with several owners, no lease")
         yield from chain(self.leases.check_steps(), self.index.check_steps())
 
-    def statistics(self) -> IndexStatistics:
+    def index_statistics(self) -> IndexStatistics:
         """A snapshot."""
         index, leases, evictions, queue = self.index, self.leases, self.evictions, self.queue
         tree = index.tree.statistics()
@@ -410,8 +1285,8 @@ class IndexCore:
             no_room=queue.no_room,
             refused_size=queue.refused_size,
             refused_pins=queue.refused_pins,
-            preempted=self.endings.preempted,
-            abandoned=self.endings.abandoned,
+            preempted=leases.preempted,
+            abandoned=leases.abandoned,
             leases=len(leases),
             waiting=len(queue.waiting) + len(queue.acquires) + len(queue.forks),
             blocks_total=index.pool.total,
@@ -426,8 +1301,8 @@ class IndexCore:
             saves_in_flight=len(self.saves),
             overdue_loads=self.loads.overdue_loads,
             resumed=leases.resumed,
-            forks=self.requests.forks,
-            tails_copied=self.requests.tails,
+            forks=leases.forks,
+            tails_copied=self.tails,
             blocks_shared=index.pool.num_shared,
             pinned=index.tree.pinned,
             pins_refused=self.pins.refused,
@@ -436,242 +1311,18 @@ class IndexCore:
         )
 
 
-class PrefixIndex(Actor):
-    """Owns the block tree, the device blocks, their LRU order and the leases."""
+def copy_of(path: Path, blocks: int) -> Path:
+    """The leading blocks of a path: tokens and extra keys, without nodes and device blocks."""
+    copy = Path(path.block_size, path.root)
+    copy.extend(np.frombuffer(path.tokens(0, blocks), "<u4"))
+    for position, extra in path.extra_keys(0, blocks):
+        copy.set_extra(position, extra)
+    return copy
 
-    ROLE: ClassVar[str] = "prefix_index"
-    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = {
-        "cpu_evictor": (
-            Offload,
-            Load,
-            SetTargets,
-            Cancel,
-            Save,
-            DropHostCopies,
-            KeepHostCopies,
-            ClearHost,
-            EvictFirst,
-            PinHostBlocks,
-            UnpinHostBlocks,
-            SetHostQuota,
-            PrefetchToHost,
-        ),
-        "gpu_swapper": (CopyWithin,),
-        "flush_notifier": (PathCached, BlocksAdded, BlocksRemoved, TierCleared, NamespaceChanged),
-    }
 
-    def __init__(
-        self,
-        ref: ActorRef,
-        *,
-        index: BlockIndex,
-        evictor: ActorRef[HostRequest],
-        swapper: ActorRef[CopyWithin],
-        notifier: ActorRef[Report],
-        roots: Roots,
-        settings: IndexSettings,
-    ) -> None:
-        super().__init__(ref)
-        self.index = index
-        self.out = IndexEffects(self.context, evictor, swapper, notifier)
-        self.core = core = IndexCore(
-            index, self.out, roots, settings, restarted=self.incarnation > 0
-        )
-        # Bound here: a call through a method of this class would cost each request another call.
-        self.handlers[Acquire] = core.requests.acquire
-        self.handlers[Extend] = self.handlers[Reserve] = core.requests.grow
-        self.handlers[StepLeases] = core.requests.step
-        self.handlers[Commit] = core.endings.commit
-        self.handlers[Finish] = core.endings.finish
-
-    def started(self) -> None:
-        """A restarted index begins with an empty device tier."""
-        self.core.started()
-
-    @on(Acquire)
-    def acquire(self, message: Acquire, envelope: Envelope[AcquireResult]) -> None:
-        """Give a request its device blocks, those of its cached prefix included."""
-        self.core.requests.acquire(message, envelope)
-
-    @on(Prefetch)
-    def prefetch(self, message: Prefetch, envelope: Envelope[Ack]) -> None:
-        """Let the host tier fetch the blocks of an expected request."""
-        self.core.requests.prefetch(message, envelope)
-
-    @on(Ready)
-    def ready(self, message: Ready, envelope: Envelope[ReadyResult]) -> None:
-        """Answer once the loads of a lease are over."""
-        self.core.leases.wait_ready(message, envelope)
-
-    @on(LayerReady)
-    def layer_ready(self, message: LayerReady, envelope: Envelope[LayerResult]) -> None:
-        """Answer once one layer of the loads of a lease has arrived."""
-        self.core.leases.wait_layer(message, envelope)
-
-    @on(Extend)
-    def extend(self, message: Extend, envelope: Envelope[AcquireResult]) -> None:
-        """Append tokens to a lease."""
-        self.core.requests.grow(message, envelope)
-
-    @on(Reserve)
-    def reserve(self, message: Reserve, envelope: Envelope[AcquireResult]) -> None:
-        """Give a lease device blocks ahead of tokens."""
-        self.core.requests.grow(message, envelope)
-
-    @on(Fork)
-    def fork(self, message: Fork, envelope: Envelope[ForkResult]) -> None:
-        """Make further leases of the tokens of one."""
-        self.core.requests.fork(message, envelope)
-
-    @on(CopiedWithin)
-    def copied_within(self, message: CopiedWithin) -> None:
-        """The copies for a fork have ended."""
-        self.core.requests.copied(message)
-
-    @on(Truncate)
-    def truncate(self, message: Truncate, envelope: Envelope[Ack]) -> None:
-        """Drop tokens of a lease, and reserved blocks."""
-        self.core.requests.truncate(message, envelope)
-
-    @on(StepLeases)
-    def step_leases(self, message: StepLeases, envelope: Envelope[StepResult]) -> None:
-        """Extend and commit many leases."""
-        self.core.requests.step(message, envelope)
-
-    @on(Commit)
-    def commit(self, message: Commit, envelope: Envelope[Ack]) -> None:
-        """Make the full blocks of computed tokens shareable."""
-        self.core.endings.commit(message, envelope)
-
-    @on(Finish)
-    def finish(self, message: Finish, envelope: Envelope[Ack]) -> None:
-        """End a lease: commit the computed blocks, announce and save by policy, release."""
-        self.core.endings.finish(message, envelope)
-
-    @on(Preempt)
-    def preempt(self, message: Preempt, envelope: Envelope[Ack]) -> None:
-        """End a lease whose request will be acquired again."""
-        self.core.endings.preempt(message, envelope)
-
-    @on(Abandon)
-    def abandon(self, message: Abandon) -> None:
-        """The holder of a lease, or the caller of a request that waits, has gone."""
-        self.core.endings.abandon(message)
-
-    @on(Withdrawn)
-    def withdrawn(self, message: Withdrawn) -> None:
-        """The caller of an extend or a fork that waits has gone."""
-        self.core.queue.withdraw(message.lease)
-
-    # -- the whole cache
-
-    @on(Clear)
-    def clear(self, message: Clear, envelope: Envelope[Ack]) -> None:
-        """Empty the cache."""
-        self.core.clear(message, envelope)
-
-    @on(ChangeShares)
-    def change_shares(self, message: ChangeShares, envelope: Envelope[Ack]) -> None:
-        """Change a pin or a quota."""
-        self.core.change_shares(message, envelope)
-
-    @on(Pause)
-    def pause(self, message: Pause, envelope: Envelope[Ack]) -> None:
-        """Hold new requests, and answer once no transfer is in flight."""
-        self.core.pause(message, envelope)
-
-    @on(Resume)
-    def resume(self, message: Resume, envelope: Envelope[Ack]) -> None:
-        """Admit requests again."""
-        self.core.resume(message, envelope)
-
-    @on(SetNamespace)
-    def set_namespace(self, message: SetNamespace, envelope: Envelope[Ack]) -> None:
-        """Admit requests under another namespace."""
-        self.core.set_namespace(message, envelope)
-
-    @on(SetNumBlocks)
-    def set_num_blocks(self, message: SetNumBlocks) -> None:
-        """Take the device blocks of a cache that was opened without any."""
-        self.core.set_num_blocks(message)
-
-    @on(Loaded)
-    def loaded(self, message: Loaded) -> None:
-        """A load is over."""
-        self.core.loaded(message.op, message.num_loaded, message.from_host)
-
-    @on(LayersLoaded)
-    def layers_loaded(self, message: LayersLoaded) -> None:
-        """Some layers of a load have arrived."""
-        self.core.loads.layers_loaded(message)
-
-    @on(LoadDeadline)
-    @on(LoadStalled)
-    def load_overdue(self, message: LoadDeadline | LoadStalled) -> None:
-        """A load is past its deadline, or is blocked on a rank that does not respond."""
-        self.core.load_overdue(message.op)
-
-    @on(Offloaded)
-    def offloaded(self, message: Offloaded) -> None:
-        """The copies of an eviction are complete."""
-        self.core.offloaded(message.op, message.kept_mask)
-
-    @on(Saved)
-    def saved(self, message: Saved) -> None:
-        """The copies of a finished request are complete."""
-        self.core.saved(message.op, message.kept_mask)
-
-    @on(HostCleared)
-    def host_cleared(self, message: HostCleared) -> None:
-        """Host tier and store are empty, or the store could not be emptied."""
-        self.core.clears.finish(message)
-
-    @on(HostBlocksRemoved)
-    @on(HostBlocksAdded)
-    def host_blocks(self, message: HostBlocksAdded | HostBlocksRemoved) -> None:
-        """Blocks left the host tier, or it has more."""
-        self.core.host_blocks(message)
-
-    @on(DataPlaneStatus)
-    def data_plane_status(self, message: DataPlaneStatus) -> None:
-        """Device memory was lost, or copies in flight may never complete."""
-        self.core.data_plane_status(message)
-
-    @on(PeerRestarted)
-    def peer_restarted(self, message: PeerRestarted) -> None:
-        """The host tier has lost its operations in flight, or a notifier its ledger."""
-        self.core.peer_restarted(message.name)
-
-    @on(AdmissionDeadline)
-    def deadline(self, message: AdmissionDeadline) -> None:
-        """The deadline of a wait, for blocks or for the end of a pause."""
-        self.core.queue.expire(message.lease, message.ticket)
-
-    @on(PinExpired)
-    def pin_expired(self, message: PinExpired) -> None:
-        """The end of a pin."""
-        self.core.pins.expire(message.number)
-        self.core.queue.serve()
-
-    @on(Proceed)
-    def proceed(self, message: Proceed) -> None:
-        """The next turn's share of the requests that wait."""
-        self.core.queue.proceed()
-        self.core.requests.admit_waiting()
-
-    @on(Sweep)
-    def sweep(self, message: Sweep) -> None:
-        """The next turn's share of the work after a clear."""
-        self.core.queue.sweep()
-
-    @on(NextSlice)
-    def continue_work(self, message: NextSlice) -> None:
-        """The next slice of some work."""
-        self.out.works -= 1
-        self.out.begin(message.work)
-
-    def check(self) -> None:
-        deque(self.check_steps(), maxlen=0)
-
-    def check_steps(self) -> Iterator[None]:
-        return self.core.check_steps(idle=not self.out.works)
+def tail_of(path: Path) -> int:
+    """The device block of a last block that is not full, -1 if there is none."""
+    full = path.num_full_blocks
+    if path.num_tokens == full * path.block_size or path.num_blocks <= full:
+        return -1
+    return path.blocks(full, full + 1)[0]

@@ -29,7 +29,7 @@ from kvactors.prefix_index.work import IndexEffects, slices
 from kvactors.types import Reason
 
 if TYPE_CHECKING:
-    from kvactors.prefix_index.actor import IndexCore
+    from kvactors.prefix_index.actor import PrefixIndex
 
 
 VICTIMS_OF_MESSAGE = 4096
@@ -57,7 +57,7 @@ class Evictions:
             were being copied.
     """
 
-    def __init__(self, core: IndexCore, ops: Iterator[int]) -> None:
+    def __init__(self, core: PrefixIndex, ops: Iterator[int]) -> None:
         self.started = self.evicted = self.rescued = 0
         self._index, self._out, self._ops = core.index, core.out, ops
         self._announcements = core.announcements
@@ -213,7 +213,7 @@ class SaveTable:
     """Paths of finished requests that are offered to the host tier and written to the store. A path
     is held until all its messages are answered."""
 
-    def __init__(self, core: IndexCore, ops: Iterator[int]) -> None:
+    def __init__(self, core: PrefixIndex, ops: Iterator[int]) -> None:
         self._index, self._out, self._ops = core.index, core.out, ops
         self._announcements, self._evictions = core.announcements, core.evictions
         self._settings = settings = core.settings

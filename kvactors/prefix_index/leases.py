@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from math import inf
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor import Envelope
-from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, ensure
+from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, NotReady, ensure
 from kvactors.hints import Hints
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.messages import LayerReady, LayerResult, Ready, ReadyResult
 from kvactors.prefix_index.work import Timed
 
 if TYPE_CHECKING:
-    from kvactors.prefix_index.actor import IndexCore
+    from kvactors.prefix_index.actor import PrefixIndex
 
 
 PREEMPTED_REQUESTS = 65_536
@@ -28,64 +30,34 @@ CHECKED_LEASES = 256
 """Leases that a step of a check covers."""
 
 
-class LeaseFault(NamedTuple):
-    """Why a lease can no longer be used.
-
-    A new exception is made for each caller: one that was raised keeps its frames alive, and with
-    them the lease.
-    """
-
-    kind: type[KVActorsError]
-    arguments: tuple[Any, ...]
-
-    def error(self) -> KVActorsError:
-        """A new exception."""
-        return self.kind(*self.arguments)
+LeaseFault: TypeAlias = partial[KVActorsError]
+"""Makes the exception of each call of a lease that can no longer be used. A new one for each: one
+that was raised keeps its frames alive, and with them the lease."""
 
 
 class LeaseState(msgspec.Struct, eq=False):
-    """A request's hold on its device blocks.
-
-    Attributes:
-        path: tokens, hashes, nodes and block table.
-        tree: the tree of its nodes, retired by a clear.
-        media: (offset, length) in tokens of items that are cached whole or not at all.
-        loads: those in flight that it waits for.
-        ready: requests to be answered when there is none left.
-        layers: the same for one layer.
-        expected_blocks: leading blocks that are cached if every load completes.
-        granted: it has its blocks. A lease that waits for them may have loads already.
-        counted: the statistics count it, as they do unless it was preempted before.
-        fault: why it can no longer be used.
-        changed: the table has other blocks than it was granted with, in place of blocks that were
-            not loaded.
-        prompt_tokens: tokens that it was acquired with.
-        output_tokens: of the model, if its holder has given their number.
-        hints: about the reuse of its blocks, None for none.
-        pin_prompt: a pin is of the blocks of its prompt only.
-    """
+    """A request's hold on its device blocks."""
 
     id: int
     request_id: str
-    path: Path
-    tree: BlockTree
+    path: Path  # tokens, hashes, nodes and block table
+    tree: BlockTree  # of its nodes, retired by a clear
     deadline: float
-    media: tuple[tuple[int, int], ...] = ()
+    media: tuple[tuple[int, int], ...] = ()  # see `Acquire`
+    hints: Hints | None = None  # about the reuse of its blocks, None for none
     device_hits: int = 0
-    expected_blocks: int = 0
+    expected_blocks: int = 0  # leading blocks that are cached if every load completes
     host_hits: int = 0
     storage_hits: int = 0
-    loads: list[LoadState] = []
-    ready: list[Envelope[Any]] = []
-    layers: list[tuple[int, Envelope[LayerResult]]] = []
-    granted: bool = False
-    counted: bool = True
-    fault: LeaseFault | None = None
-    changed: bool = False
-    prompt_tokens: int = 0
-    output_tokens: int | None = None
-    hints: Hints | None = None
-    pin_prompt: bool = True
+    loads: list[LoadState] = []  # those in flight that it waits for
+    waits: list[tuple[float, Envelope[Any]]] = []  # (layer, request that waits for it)
+    granted: bool = False  # it has its blocks. A lease that waits for them may have loads already.
+    counted: bool = True  # the statistics count it, as they do unless it was preempted before
+    fault: LeaseFault | None = None  # why it can no longer be used
+    changed: bool = False  # its table has new blocks in place of blocks that were not loaded
+    prompt_tokens: int = 0  # tokens that it was acquired with
+    output_tokens: int | None = None  # of the model, if its holder has given their number
+    pin_prompt: bool = True  # a pin is of the blocks of its prompt only
 
     def output(self) -> int:
         """Tokens that the model has produced, -1 if that is not known."""
@@ -93,38 +65,37 @@ class LeaseState(msgspec.Struct, eq=False):
             return self.output_tokens
         return self.path.num_tokens - self.prompt_tokens or -1
 
+    def fail(self, kind: type[KVActorsError], *arguments: Any) -> LeaseFault:
+        """The lease can no longer be used. Returns why: it may have failed before."""
+        self.fault = fault = self.fault or partial(kind, *arguments)
+        return fault
+
+    def not_ready(self, call: str) -> NotReady:
+        return NotReady(
+            f"lease of {self.request_id!r} waits for loads: await wait_ready() before {call}()"
+        )
+
 
 class LoadState(Timed, eq=False):
     """Consecutive blocks that are being loaded into device blocks of the owner. Other leases may
-    share them.
-
-    Attributes:
-        owner: the lease that took the target blocks, None once it has ended.
-        start, stop: positions of its blocks, the same on the path of every sharer.
-        predecessor: the load of the blocks above, which must complete first: a block without its
-            parent cannot be hit.
-        tree, path: the owner's, which the load keeps.
-        nodes, blocks: targets, empty until the owner has them.
-        result: (blocks loaded, blocks of those from the host tier), once known.
-        completed: the result has been applied.
-        lost: overdue, and its leases continue without it.
-        layers, arriving: so many layers of so many blocks are on the device.
-    """
+    share them. The load of the blocks above, its predecessor, must complete first: a block without
+    its parent cannot be hit."""
 
     op: int
-    owner: LeaseState | None
-    start: int
+    owner: LeaseState | None  # the lease that took the target blocks, None once it has ended
+    start: int  # positions of its blocks, the same on the path of every sharer
     stop: int
     predecessor: LoadState | None
-    tree: BlockTree
+    tree: BlockTree  # the owner's, which the load keeps, as its path
     path: Path
+    # The targets, empty until the owner has them.
     nodes: NDArray[np.uint32] = msgspec.field(default_factory=lambda: np.empty(0, np.uint32))
     blocks: list[int] = msgspec.field(default_factory=list)
     sharers: list[LeaseState] = msgspec.field(default_factory=list)
-    result: tuple[int, int] | None = None
-    completed: bool = False
-    lost: bool = False
-    layers: int = 0
+    result: tuple[int, int] | None = None  # (blocks loaded, those of them from the host tier)
+    completed: bool = False  # the result has been applied
+    lost: bool = False  # overdue, and its leases continue without it
+    layers: int = 0  # so many layers of the `arriving` leading blocks are on the device
     arriving: int = 0
 
     def leases(self) -> list[LeaseState]:
@@ -138,30 +109,20 @@ class LoadState(Timed, eq=False):
 
 
 class LeaseTable:
-    """Granted leases by number.
+    """Granted leases by number, and their statistics (see `IndexStatistics`).
 
-    A granted lease is pending while loads of it are in flight, and `wait_ready` is answered after
-    the last one. It can fail, which every later call raises, and it ends when it is removed. `get`
-    finds it by its number, None once it has ended.
-
-    Args:
-        restarted: leases of an earlier incarnation were lost.
-
-    Attributes:
-        requests: leases granted.
-        looked_up: full blocks of the prompts of leases whose loads have ended.
-        resumed: leases of requests that were preempted before, which the other counts do not
-            include.
-        device_hits, host_hits, storage_hits: blocks found, by tier.
+    A granted lease is pending while loads of it are in flight. It can fail, which every later call
+    raises, and it ends when it is removed. `get` finds it by its number, None once it has ended.
     """
 
-    def __init__(self, core: IndexCore, *, restarted: bool) -> None:
+    def __init__(self, core: PrefixIndex) -> None:
         self.requests = self.looked_up = self.resumed = 0
+        self.preempted = self.abandoned = self.forks = 0
         self.device_hits = self.host_hits = self.storage_hits = 0
         self._salts = core.index.policy.quotas.counts.rows  # empty without salts
         self._index, self._out = core.index, core.out
         self._evictions = core.evictions
-        self._restarted = restarted
+        self._restarted = core.incarnation > 0
         self._leases: dict[int, LeaseState] = {}
         self.get = self._leases.get  # bound: every call of a lease begins with it
         self._preempted: dict[str, None] = {}  # request ids
@@ -177,12 +138,10 @@ class LeaseTable:
         calls try `get` first, which costs least."""
         lease = self._leases.get(number)
         if lease is None:
-            lost = (
-                "it was lost when prefix_index was restarted: acquire again"
-                if self._restarted
-                else "it was finished, preempted or given back"
-            )
-            self._out.refuse(envelope, LeaseEnded(lost))
+            why = "it was finished, preempted or given back"
+            if self._restarted:
+                why = "it was lost when prefix_index was restarted: acquire again"
+            self._out.refuse(envelope, LeaseEnded(why))
         return lease
 
     # -- begin and end
@@ -205,13 +164,13 @@ class LeaseTable:
 
     def add_fork(self, fork: LeaseState) -> None:
         """A fork of a granted lease waits for the same loads."""
+        self.forks += 1
         self._leases[fork.id] = fork
         for load in fork.loads:
             load.sharers.append(fork)
 
     def remove(self, lease: LeaseState) -> None:
-        """End a lease, granted or not: it waits for no load any more. Its blocks stay as they
-        are."""
+        """End a lease, granted or not, without its blocks: it waits for no load any more."""
         self._leases.pop(lease.id, None)
         if lease.loads:
             for load in lease.loads:
@@ -220,15 +179,14 @@ class LeaseTable:
                 else:
                     load.sharers.remove(lease)
             lease.loads.clear()
-        if lease.ready or lease.layers:
-            waiting = (*lease.ready, *(envelope for _, envelope in lease.layers))
-            lease.ready.clear()
-            lease.layers.clear()
-            for envelope in waiting:
+        if lease.waits:
+            waits, lease.waits = lease.waits, []
+            for _, envelope in waits:
                 self._out.refuse(envelope, LeaseEnded("it has ended"))
 
     def remember_preempted(self, request_id: str) -> None:
         """The request will be acquired again."""
+        self.preempted += 1
         self._preempted[request_id] = None
         if len(self._preempted) > PREEMPTED_REQUESTS:
             del self._preempted[next(iter(self._preempted))]
@@ -236,46 +194,47 @@ class LeaseTable:
     def fail_all(self, kind: type[KVActorsError], reason: str) -> None:
         """No granted lease can be used any more."""
         for lease in self._leases.values():
-            lease.fault = lease.fault or LeaseFault(kind, (reason,))
-            waiting, lease.ready = lease.ready, []
-            for envelope in waiting:
-                self._out.refuse(envelope, lease.fault.error())
+            lease.fail(kind, reason)
             self.answer_layers(lease)
 
     # -- waiting for loads
 
-    def wait_ready(self, message: Ready, envelope: Envelope[ReadyResult]) -> None:
-        """Answer once no load of a lease is in flight."""
-        lease = self.find(message.lease, envelope)
-        if lease is None:
-            return
-        if lease.loads and lease.fault is None:
-            lease.ready.append(envelope)
-        else:
-            self._answer_ready(lease, envelope)
-
-    def wait_layer(self, message: LayerReady, envelope: Envelope[LayerResult]) -> None:
-        """Answer once a layer has arrived for every load of a lease."""
+    def wait(self, message: Ready | LayerReady, envelope: Envelope[Any]) -> None:
+        """Answer once a layer, or everything, has arrived for every load of a lease."""
         lease = self.find(message.lease, envelope)
         if lease is not None:
-            lease.layers.append((message.layer, envelope))
+            layer = message.layer if isinstance(message, LayerReady) else inf
+            lease.waits.append((layer, envelope))
             self.answer_layers(lease)
 
     def answer_layers(self, lease: LeaseState) -> None:
         """Answer the requests whose layer has arrived."""
-        if not lease.layers:
+        if not lease.waits:
             return
         arrived = min((load.layers for load in lease.loads), default=None)
-        waiting, lease.layers = lease.layers, []
-        for layer, envelope in waiting:
+        waits, lease.waits = lease.waits, []
+        for layer, envelope in waits:
             if lease.fault is not None:
-                self._out.refuse(envelope, lease.fault.error())
+                self._out.refuse(envelope, lease.fault())
             elif arrived is None or (layer < arrived and not self._computes_into_loads(lease)):
-                cached = self._index.before_media(self._arriving(lease), lease.media)
-                table = tuple(lease.path.table()) if lease.changed else None
-                self._out.reply(envelope, LayerResult(cached * self._index.block_size, table))
+                self._out.reply(envelope, self._arrived(lease, layer))
             else:
-                lease.layers.append((layer, envelope))
+                lease.waits.append((layer, envelope))
+
+    def _arrived(self, lease: LeaseState, layer: float) -> ReadyResult | LayerResult:
+        if layer == inf:
+            return self.result(lease)
+        cached = self._index.before_media(self._arriving(lease), lease.media)
+        table = tuple(lease.path.table()) if lease.changed else None
+        return LayerResult(cached * self._index.block_size, table)
+
+    def result(self, lease: LeaseState) -> ReadyResult:
+        """Final unless loads of the lease are in flight."""
+        hits = (lease.device_hits, lease.host_hits, lease.storage_hits)
+        cached = sum(hits)
+        if lease.loads:
+            cached = self._index.before_media(lease.expected_blocks, lease.media)
+        return ReadyResult(tuple(lease.path.table()), cached * self._index.block_size, *hits)
 
     def load_ended(
         self, lease: LeaseState, load: LoadState, num_loaded: int, from_host: int, *, owner: bool
@@ -296,8 +255,8 @@ class LeaseTable:
             self._ready(lease)
 
     def _ready(self, lease: LeaseState) -> None:
-        """No load of the lease is in flight any more. Its look-ups count now, with their hits: the
-        share of hits is at most 1 at any time."""
+        """No load of the lease is in flight any more. Its look-ups count with their hits only now:
+        the share of hits is at most 1 at any time."""
         if lease.media:
             self._keep_media_whole(lease)
         if lease.counted:
@@ -311,20 +270,8 @@ class LeaseTable:
                 row.device_hits += lease.device_hits
                 row.host_hits += lease.host_hits
                 row.storage_hits += lease.storage_hits
-        if lease.ready:
-            waiting, lease.ready = lease.ready, []
-            for envelope in waiting:
-                self._answer_ready(lease, envelope)
-        if lease.layers:
+        if lease.waits:
             self.answer_layers(lease)
-
-    def _answer_ready(self, lease: LeaseState, envelope: Envelope[ReadyResult]) -> None:
-        if lease.fault is not None:
-            self._out.refuse(envelope, lease.fault.error())
-            return
-        hits = (lease.device_hits, lease.host_hits, lease.storage_hits)
-        cached = sum(hits) * self._index.block_size
-        self._out.reply(envelope, ReadyResult(tuple(lease.path.table()), cached, *hits))
 
     def _arriving(self, lease: LeaseState) -> int:
         """Leading blocks that are cached if everything completes that is arriving now."""
@@ -357,8 +304,7 @@ class LeaseTable:
     # -- blocks in place of shared ones
 
     def _replace_targets(self, lease: LeaseState, load: LoadState, first: int) -> None:
-        """Blocks that were not loaded have targets of another lease: this lease computes into new
-        ones."""
+        """In place of another lease's targets that were not loaded, take new blocks."""
         targets = set(load.blocks)
         last = min(load.stop, lease.path.num_blocks)
         positions = [
@@ -371,8 +317,7 @@ class LeaseTable:
         self._take_new_blocks(lease, positions)
 
     def _keep_media_whole(self, lease: LeaseState) -> None:
-        """If the cached blocks end within a media item, the request computes all of the item, into
-        blocks that are not shared."""
+        """If the cached blocks end within a media item, all of it is computed, into new blocks."""
         committed = lease.path.num_committed
         kept = self._index.before_media(committed, lease.media)
         if kept == committed or lease.fault is not None:
@@ -390,7 +335,7 @@ class LeaseTable:
         if index.room.free < len(positions):
             self._evictions.drop(len(positions) - index.room.free, lease.path.salt)
         if index.room.free < len(positions):
-            lease.fault = lease.fault or LeaseFault(NoRoom, (len(positions), index.room.free))
+            lease.fail(NoRoom, len(positions), index.room.free)
             for position in positions:
                 # The block belongs to the load: this lease must not give it back.
                 lease.tree.replace(lease.path, position, -1)
@@ -400,7 +345,7 @@ class LeaseTable:
 
     def check_steps(self) -> Iterator[None]:
         """AssertionError if there are more hits than look-ups, or if a lease would compute into a
-        block that other requests hit. In steps of some leases."""
+        block that other requests hit."""
         hits = self.device_hits + self.host_hits + self.storage_hits
         ensure(hits <= self.looked_up, f"{hits} hits of {self.looked_up} blocks looked up")
         for number, lease in enumerate(list(self), 1):

@@ -13,7 +13,7 @@ from kvactors.prefix_index.tree import Segment, was_cleared
 from kvactors.types import Reason
 
 if TYPE_CHECKING:
-    from kvactors.prefix_index.actor import IndexCore
+    from kvactors.prefix_index.actor import PrefixIndex
 
 
 LATE_LOAD_S = 1.0
@@ -30,7 +30,7 @@ class LoadTable:
     overdue keeps its target blocks until it is answered, and its leases continue without it.
     """
 
-    def __init__(self, core: IndexCore, ops: Iterator[int]) -> None:
+    def __init__(self, core: PrefixIndex, ops: Iterator[int]) -> None:
         self.overdue_loads = 0
         self._index, self._out, self._ops = core.index, core.out, ops
         self._leases, self._evictions = core.leases, core.evictions

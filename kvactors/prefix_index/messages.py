@@ -4,7 +4,7 @@ are defined beside those requests (`cpu_evictor.messages`, `gpu_swapper.messages
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from kvactors.actor import Ask, Control, Later
 from kvactors.actor.message import Message
@@ -13,19 +13,19 @@ from kvactors.identity import PLAIN, RequestScope
 from kvactors.native import Path, StepTokens
 from kvactors.quotas import Quota
 
+R = TypeVar("R")
+
+
+class IndexAsk(Ask[R], Generic[R], frozen=True, eq=False):
+    """An ask of the public API."""
+
 
 class AcquireResult(Message, frozen=True, eq=False):
-    """Blocks for every token of the request.
+    """Blocks for every token of the request. With loads in flight it is pending: the table and
+    `cached_tokens` are final only in the `ReadyResult` that answers `Ready`."""
 
-    Attributes:
-        blocks: the device block table, a copy whose numbers are made when they are read.
-        cached_tokens: tokens that are cached or being loaded.
-        pending: loads are in flight. Then the table and `cached_tokens` are final only in the
-            `ReadyResult` that answers `Ready`.
-    """
-
-    blocks: Sequence[int]
-    cached_tokens: int
+    blocks: Sequence[int]  # the device block table, a copy whose numbers are made when read
+    cached_tokens: int  # tokens that are cached or being loaded
     pending: bool
     device_hits: int
 
@@ -42,29 +42,19 @@ class ReadyResult(Message, frozen=True, eq=False):
 
 
 class LayerResult(Message, frozen=True, eq=False):
-    """A layer of the loads of a lease has arrived.
-
-    Attributes:
-        cached_tokens: that are cached if the other layers arrive as well.
-        blocks: the block table, None if it is as granted.
-    """
+    """A layer of the loads of a lease has arrived. The tokens are cached if the other layers arrive
+    as well. The block table is None if it is as granted."""
 
     cached_tokens: int
     blocks: tuple[int, ...] | None
 
 
 class Ack(Message, frozen=True, eq=False):
-    """The request is carried out.
+    """The request is carried out."""
 
-    Attributes:
-        count: blocks concerned, where that applies.
-        pinned: blocks that the end of a request has pinned.
-        unknown: stored objects that a clear of a salt has left, because their salt is not known.
-    """
-
-    count: int = 0
-    pinned: int = 0
-    unknown: int = 0
+    count: int = 0  # blocks concerned
+    pinned: int = 0  # blocks that the end of a request has pinned
+    unknown: int = 0  # stored objects without a known salt, which a clear of a salt has left
 
 
 class Stored(NamedTuple):
@@ -74,47 +64,26 @@ class Stored(NamedTuple):
     blocks: int
 
 
-class Acquire(Ask[AcquireResult], frozen=True, eq=False):
+class Acquire(IndexAsk[AcquireResult], frozen=True, eq=False):
     """Blocks for a request: match, pin, take device blocks. Refused with NoRoom if not even
-    eviction can free enough of them.
+    eviction can free enough of them."""
 
-    Attributes:
-        lease: the number that the caller gives the lease.
-        path: the request's tokens, owned by the index from here on.
-        deadline: absolute loop time for everything the lease loads.
-        wait: whether to wait for evictions that need a copy first.
-        wait_for_room: whether to wait, first come, first served, until other requests release
-            device blocks.
-        scope: what is in the path's root.
-        media: (offset, length) of media items that must not be cached in part.
-        chunk_tokens: tokens after the cached ones that get blocks, 0 for all.
-        stored: what the tiers had of the path at the call, None if the store cannot tell.
-        hints: about the reuse of the request's blocks, None for none.
-    """
-
-    lease: int
+    lease: int  # the number that the caller gives the lease
     request_id: str
-    path: Path
-    deadline: float
-    wait: bool = True
-    scope: RequestScope = PLAIN
-    media: tuple[tuple[int, int], ...] = ()
-    wait_for_room: bool = False
-    chunk_tokens: int = 0
-    stored: Stored | None = None
+    path: Path  # owned by the index from here on
+    deadline: float  # absolute loop time for everything the lease loads
+    wait: bool = True  # for evictions that need a copy first
+    scope: RequestScope = PLAIN  # what is in the path's root
+    media: tuple[tuple[int, int], ...] = ()  # (offset, length) of what is not cached in part
+    wait_for_room: bool = False  # first come, first served, until others release device blocks
+    chunk_tokens: int = 0  # tokens after the cached ones that get blocks, 0 for all
+    stored: Stored | None = None  # at the call, None if the store cannot tell
     hints: Hints | None = None
 
 
-class Prefetch(Ask[Ack], frozen=True, eq=False):
+class Prefetch(IndexAsk[Ack], frozen=True, eq=False):
     """A request of these tokens is expected: the host tier may fetch from the store the blocks that
-    the device lacks. Ack counts the blocks looked for.
-
-    Attributes:
-        path: used by this message alone.
-        deadline: absolute loop time for the fetch.
-        scope: what is in the path's root.
-        stored: as in `Acquire`.
-    """
+    the device lacks. Ack counts the blocks looked for. Fields as in `Acquire`."""
 
     path: Path
     deadline: float
@@ -122,13 +91,13 @@ class Prefetch(Ask[Ack], frozen=True, eq=False):
     stored: Stored | None = None
 
 
-class Ready(Ask[ReadyResult], frozen=True, eq=False):
+class Ready(IndexAsk[ReadyResult], frozen=True, eq=False):
     """Wait until every load of the lease has completed or was written off."""
 
     lease: int
 
 
-class LayerReady(Ask[LayerResult], frozen=True, eq=False):
+class LayerReady(IndexAsk[LayerResult], frozen=True, eq=False):
     """Wait until one layer, counted from the layout's first, of everything that the lease loads is
     on the device."""
 
@@ -136,30 +105,24 @@ class LayerReady(Ask[LayerResult], frozen=True, eq=False):
     layer: int
 
 
-class Extend(Ask[AcquireResult], frozen=True, eq=False):
-    """More tokens. Reply: the blocks added to the end of the table.
-
-    Attributes:
-        position: tokens of the lease before the added ones, as its holder counts them. Refused with
-            LeaseBusy if the lease has another number of tokens, or another extend waits.
-        added: a path used by this message alone.
-        extras: (block of the lease, extra key) that the added media items add to the extra keys of
-            blocks.
-    """
+class Extend(IndexAsk[AcquireResult], frozen=True, eq=False):
+    """More tokens. Reply: the blocks added to the end of the table. Refused with LeaseBusy if the
+    lease has another number of tokens than its position, or another extend waits."""
 
     lease: int
-    position: int
-    added: Path
-    extras: tuple[tuple[int, bytes], ...] = ()
+    position: int  # tokens of the lease before the added ones, as its holder counts them
+    added: Path  # used by this message alone
+    extras: tuple[tuple[int, bytes], ...] = ()  # (block of the lease, extra key) of added media
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the lease afterwards, as in `Reserve`."""
+        return self.position + self.added.num_tokens
 
 
-class Reserve(Ask[AcquireResult], frozen=True, eq=False):
+class Reserve(IndexAsk[AcquireResult], frozen=True, eq=False):
     """Blocks until the block table covers the first `num_tokens` tokens, which the lease may not
-    have yet. Reply: the blocks added to the end of the table.
-
-    Attributes:
-        position: as in `Extend`.
-    """
+    have yet. Reply and position as of `Extend`."""
 
     lease: int
     position: int
@@ -167,13 +130,7 @@ class Reserve(Ask[AcquireResult], frozen=True, eq=False):
 
 
 class ForkedLease(NamedTuple):
-    """A lease that a fork has made.
-
-    Attributes:
-        path: the tokens of the lease.
-        ready: the block table and the cached tokens. Final unless it is pending.
-        pending: as in `AcquireResult`.
-    """
+    """A lease that a fork has made. `ready` is final unless pending, as in `AcquireResult`."""
 
     path: Path
     ready: ReadyResult
@@ -187,16 +144,9 @@ class ForkResult(Message, frozen=True, eq=False):
     leases: tuple[ForkedLease, ...]
 
 
-class Fork(Ask[ForkResult], frozen=True, eq=False):
-    """Make leases of the tokens of a lease, which share its full blocks.
-
-    Attributes:
-        position: as in `Extend`.
-        leases: numbers of the new leases.
-        request_ids: one for each.
-        deadline: absolute loop time until which the call waits for blocks.
-        wait, wait_for_room: as in `Acquire`.
-    """
+class Fork(IndexAsk[ForkResult], frozen=True, eq=False):
+    """Make leases of the tokens of a lease, which share its full blocks. Fields as in `Extend` and
+    `Acquire`. The deadline is that of a wait for blocks."""
 
     lease: int
     position: int
@@ -207,20 +157,16 @@ class Fork(Ask[ForkResult], frozen=True, eq=False):
     wait_for_room: bool = False
 
 
-class Truncate(Ask[Ack], frozen=True, eq=False):
+class Truncate(IndexAsk[Ack], frozen=True, eq=False):
     """Drop the tokens beyond the first `num_tokens`, and blocks that the rest does not need. Reply:
-    the blocks left in the table.
-
-    Attributes:
-        position: as in `Extend`.
-    """
+    the blocks left in the table. Position as in `Extend`."""
 
     lease: int
     position: int
     num_tokens: int
 
 
-class Commit(Ask[Ack], frozen=True, eq=False):
+class Commit(IndexAsk[Ack], frozen=True, eq=False):
     """The first `computed_tokens` tokens are computed, so their full blocks become shareable.
     Reply: committed blocks."""
 
@@ -229,38 +175,26 @@ class Commit(Ask[Ack], frozen=True, eq=False):
 
 
 class StepResult(Message, frozen=True, eq=False):
-    """The outcome of a step.
+    """The outcome of a step. A lease that is as before has -1 committed blocks: a separate commit
+    and extend carry out its row, or report the error."""
 
-    Attributes:
-        committed: committed blocks of each lease, -1 for a lease that is as before: a separate
-            commit and extend carry out its row, or report the error.
-        grown: (row, device blocks added to the table) of each lease that got blocks.
-    """
-
-    committed: list[int]
-    grown: list[tuple[int, tuple[int, ...]]]
+    committed: list[int]  # blocks of each lease
+    grown: list[tuple[int, tuple[int, ...]]]  # (row, device blocks) of each lease that got some
 
 
-class StepLeases(Ask[StepResult], frozen=True, eq=False):
+class StepLeases(IndexAsk[StepResult], frozen=True, eq=False):
     """Append the tokens of a row to each lease, and commit its computed tokens, where blocks
-    are free or can be evicted at once.
+    are free or can be evicted at once. The message is about a part of the rows, and the fields
+    after `leases` are of all."""
 
-    Attributes:
-        first: the row of the first lease. The message is about a part of the rows.
-        leases: one a row, 0 for a row to be left out.
-        tokens: of all rows.
-        positions: as in `Extend`, of all rows.
-        computed: tokens to commit, those of the row included, None for no commit. Of all rows.
-    """
-
-    first: int
-    leases: list[int]
+    first: int  # row of the first lease
+    leases: list[int]  # one a row, 0 for a row to be left out
     tokens: StepTokens
-    positions: list[int]
-    computed: list[int | None]
+    positions: list[int]  # as in `Extend`
+    computed: list[int | None]  # tokens to commit, those of the row included, None for no commit
 
 
-class Finish(Ask[Ack], frozen=True, eq=False):
+class Finish(IndexAsk[Ack], frozen=True, eq=False):
     """The request has ended: unpin, and by policy save and announce. Reply: blocks left in the
     cache.
 
@@ -268,16 +202,15 @@ class Finish(Ask[Ack], frozen=True, eq=False):
         computed_tokens: tokens to commit first, None for those that were committed before.
         output_tokens: tokens that the model has produced, for the eviction policy. None: those that
             were added after the prompt.
-        hints: that replace those of the lease, None for no change.
     """
 
     lease: int
     computed_tokens: int | None = None
     output_tokens: int | None = None
-    hints: Hints | None = None
+    hints: Hints | None = None  # that replace those of the lease, None for no change
 
 
-class Preempt(Ask[Ack], frozen=True, eq=False):
+class Preempt(IndexAsk[Ack], frozen=True, eq=False):
     """The request is preempted: keep the first `computed_tokens` tokens cached and release the
     rest."""
 
@@ -285,72 +218,58 @@ class Preempt(Ask[Ack], frozen=True, eq=False):
     computed_tokens: int
 
 
-class Clear(Ask[Ack], frozen=True, eq=False):
+class Clear(IndexAsk[Ack], frozen=True, eq=False):
     """Empty the cache: nothing cached before can be hit afterwards. Leases keep their blocks.
 
+    Ack counts the device blocks that are free by it: those that no lease and no copy uses.
+
     Attributes:
-        storage: also clear the store. Ack counts the device blocks that are free by it: those that
-            no lease and no copy uses.
-        salt: of the blocks that are dropped, in the store too, None for all blocks.
         lora: the adapter whose blocks later requests do not find, None for all blocks.
     """
 
-    storage: bool = False
-    salt: str | None = None
+    storage: bool = False  # also clear the store
+    salt: str | None = None  # of the blocks that are dropped, None for all blocks
     lora: str | None = None
 
 
 class Unpin(NamedTuple):
-    """End the pin of the full blocks of a path. Ack counts them, 0 if they were not pinned.
-
-    Attributes:
-        path: used by this message alone.
-        scope: what is in the path's root.
-    """
+    """End the pin of the full blocks of a path. Ack counts them, 0 if they were not pinned."""
 
     path: Path
     scope: RequestScope = PLAIN
 
 
 class SetQuota(NamedTuple):
-    """Change the quota of a salt.
-
-    Attributes:
-        quota: None: the default applies again.
-    """
+    """Change the quota of a salt. None: the default applies again."""
 
     salt: str
     quota: Quota | None
 
 
-class ChangeShares(Ask[Ack], frozen=True, eq=False):
+class ChangeShares(IndexAsk[Ack], frozen=True, eq=False):
     """Change a pin or a quota."""
 
     change: Unpin | SetQuota
 
 
-class Pause(Ask[Ack], frozen=True, eq=False):
+class Pause(IndexAsk[Ack], frozen=True, eq=False):
     """Hold new requests. Answered once no transfer is in flight.
 
-    Attributes:
-        asleep: in place of holding new requests, refuse them with CacheAsleep, and answer once
-            nothing is on the device either. Refused with LeasesOpen if a lease is open.
+    `asleep`: refuse new requests with CacheAsleep, and answer once nothing is on the device either.
+    Refused with LeasesOpen if a lease is open.
     """
 
     asleep: bool = False
 
 
-class Resume(Ask[Ack], frozen=True, eq=False):
-    """Admit requests again, first those that were held.
-
-    Attributes:
-        awake: end a `Pause.asleep`, and no other pause.
-    """
+class Resume(IndexAsk[Ack], frozen=True, eq=False):
+    """Admit requests again, first those that were held. `awake`: end a `Pause.asleep`, and no other
+    pause."""
 
     awake: bool = False
 
 
-class SetNamespace(Ask[Ack], frozen=True, eq=False):
+class SetNamespace(IndexAsk[Ack], frozen=True, eq=False):
     """Requests admitted from now on cannot hit blocks cached under another namespace, for example
     those of other weights."""
 
@@ -359,11 +278,7 @@ class SetNamespace(Ask[Ack], frozen=True, eq=False):
 
 class SetNumBlocks(Control, frozen=True, eq=False):
     """The number of device blocks, for an index that was made without any. An incarnation that was
-    made with the number ignores this.
-
-    Attributes:
-        free_low, free_high: see `IndexSettings`.
-    """
+    made with the number ignores this."""
 
     num_blocks: int
     free_low: int
@@ -391,21 +306,14 @@ class LoadDeadline(Control, frozen=True, eq=False):
 
 
 class PinExpired(Control, frozen=True, eq=False):
-    """To itself: the time of a pin is over.
-
-    Attributes:
-        number: of the pin.
-    """
+    """To itself: the time of a pin is over."""
 
     number: int
 
 
 class AdmissionDeadline(Control, frozen=True, eq=False):
-    """To itself: the deadline of a wait, for blocks or for the end of a pause.
-
-    Attributes:
-        ticket: of the wait, since a lease may wait again.
-    """
+    """To itself: the deadline of a wait, for blocks or for the end of a pause. A lease may wait
+    again, with another ticket."""
 
     lease: int
     ticket: int
@@ -415,31 +323,5 @@ class Proceed(Later, frozen=True, eq=False):
     """To itself: continue with the requests that wait. One turn takes a part of them."""
 
 
-class Sweep(Later, frozen=True, eq=False):
-    """To itself: return more device blocks, or memory, of cleared trees. One turn takes a part of
-    them."""
-
-
-IndexRequest = (
-    Acquire
-    | Prefetch
-    | Ready
-    | LayerReady
-    | Extend
-    | Reserve
-    | Fork
-    | Truncate
-    | StepLeases
-    | Withdrawn
-    | Commit
-    | Finish
-    | Preempt
-    | Abandon
-    | Clear
-    | ChangeShares
-    | Pause
-    | Resume
-    | SetNamespace
-    | SetNumBlocks
-)
+IndexRequest = IndexAsk[Any] | Withdrawn | Abandon | SetNumBlocks
 """Messages of the public API to PrefixIndex."""

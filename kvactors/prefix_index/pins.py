@@ -20,7 +20,7 @@ from kvactors.prefix_index.work import Timed
 from kvactors.types import HASH_BYTES, hash_at
 
 if TYPE_CHECKING:
-    from kvactors.prefix_index.actor import IndexCore
+    from kvactors.prefix_index.actor import PrefixIndex
 
 
 EARLY_TIMER_S = 0.001
@@ -46,7 +46,7 @@ class Pins:
     """Pins paths of finished requests, up to a share of the device. Their copies in the host tier
     are pinned as well."""
 
-    def __init__(self, core: IndexCore) -> None:
+    def __init__(self, core: PrefixIndex) -> None:
         self.refused = self.expired = 0  # refused: beyond the share
         self._index, self._out, self._roots = core.index, core.out, core.roots
         self._settings, self._scopes = core.settings, core.announcements.scopes

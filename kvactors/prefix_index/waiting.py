@@ -4,7 +4,7 @@ release device blocks."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import count, takewhile
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -20,12 +20,12 @@ from kvactors.errors import (
     Paused,
 )
 from kvactors.native import BlockTree, Path
-from kvactors.prefix_index.messages import Ack, Acquire, AdmissionDeadline, Fork, Proceed, Sweep
+from kvactors.prefix_index.messages import Acquire, AdmissionDeadline, Fork, Proceed
 from kvactors.prefix_index.tree import Media
 from kvactors.prefix_index.work import Timed, Work
 
 if TYPE_CHECKING:
-    from kvactors.prefix_index.actor import IndexCore
+    from kvactors.prefix_index.actor import PrefixIndex
 
 
 TURN_REQUESTS = 64
@@ -40,31 +40,18 @@ PINNED = "only the end of a pin makes room"
 
 
 class Wait(Timed, eq=False):
-    """A request that waits.
+    """A request that waits."""
 
-    Attributes:
-        lease: the lease that it is for, or that a fork is made of.
-        envelope: of its call.
-        ticket: of its deadline, since a lease may wait again.
-        claim: device blocks that its lease uses once it is granted.
-        since: `WaitQueue.overtakings` when it began to wait for room.
-        needed: device blocks that it asks for.
-        lacking: those that are not reserved for it yet.
-        salt: of the request, see `kvactors.quotas.salt_id`.
-        complete: called when all are reserved.
-        give_up: called if it gets none.
-    """
-
-    lease: int
-    envelope: Envelope[Any]
-    ticket: int = 0
-    claim: int = 0
-    since: int = 0
-    needed: int = 0
-    lacking: int = 0
-    salt: int = 0
-    complete: Callable[[], None] = lambda: None
-    give_up: Callable[[], None] = lambda: None
+    lease: int  # the lease that it is for, or that a fork is made of
+    envelope: Envelope[Any]  # of its call
+    ticket: int = 0  # of its deadline, since a lease may wait again
+    claim: int = 0  # device blocks that its lease uses once it is granted
+    since: int = 0  # `WaitQueue.overtakings` when it began to wait for room
+    needed: int = 0  # device blocks that it asks for
+    lacking: int = 0  # those that are not reserved for it yet
+    salt: int = 0  # of the request, see `kvactors.quotas.salt_id`
+    complete: Callable[[], None] = lambda: None  # called when all are reserved
+    give_up: Callable[[], None] = lambda: None  # called if it gets none
 
     @property
     def message(self) -> Any:
@@ -74,19 +61,14 @@ class Wait(Timed, eq=False):
 
 class Line:
     """Requests that wait and hold nothing: no block, no reference, no load. In the order of their
-    calls.
-
-    Attributes:
-        waits: by lease.
-        matching: requests that have left the line to be matched, maybe over several turns, and may
-            come back to their place, by lease.
-        claims: blocks of `waits`.
-    """
+    calls."""
 
     def __init__(self) -> None:
-        self.waits: OrderedDict[int, Wait] = OrderedDict()
+        self.waits: OrderedDict[int, Wait] = OrderedDict()  # by lease
+        # Requests that have left the line to be matched, maybe over several turns, and may come
+        # back to their place.
         self.matching: dict[int, Wait] = {}
-        self.claims = 0
+        self.claims = 0  # blocks of `waits`
 
     def __len__(self) -> int:
         return len(self.waits)
@@ -126,58 +108,32 @@ class Line:
 class WaitQueue:
     """First come, first served, with a bound: blocks that become free go to the request that has
     waited longest, or, if it does not fit, to OVERTAKEN later ones that do, and to any that fit
-    beside it.
+    beside it. A lease waits for one thing at a time, in one of four lines."""
 
-    A lease waits for one thing at a time, in one of four lines.
-
-    Attributes:
-        free_low, free_high: see `IndexSettings`.
-        held: requests that wait for the end of a pause.
-        waiting: requests that wait for evictions and releases in flight, with the blocks that are
-            reserved for them, by lease in order of arrival.
-        forks: forks that wait, holding nothing, until other requests release blocks.
-        acquires: the same for acquires. Forks come before them: the leases that they are of hold
-            blocks.
-        contended: a request waits or has to wait. May be true for longer, see `is_quiet`.
-        paused, asleep: new requests are held, or refused.
-        overtakings: requests so far that got blocks before one that waited for room.
-        on_idle: called whenever no transfer is in flight, for a sleep.
-        pausing: calls to be answered once no transfer is in flight.
-        proceeding: a later turn continues with the lines.
-        no_room: requests that were refused for lack of device blocks.
-        refused_size, refused_pins: those of them that are too large, or that pins keep out.
-    """
-
-    def __init__(self, core: IndexCore) -> None:
+    def __init__(self, core: PrefixIndex) -> None:
+        # Requests that wait for the end of a pause. Forks, and acquires, that wait for others to
+        # release blocks. Forks come first: the leases that they are of hold blocks.
         self.held, self.forks, self.acquires = Line(), Line(), Line()
+        # Requests that wait for evictions and releases in flight, with the blocks that are reserved
+        # for them, by lease in order of arrival.
         self.waiting: dict[int, Wait] = {}
         self._patient: dict[int, Wait] = {}  # those of `waiting` that may wait for room as well
-        self.contended = True
-        self.paused = self.proceeding = False
-        self.asleep = core.settings.asleep
-        self.overtakings = self.no_room = self.refused_size = self.refused_pins = 0
+        self.contended = True  # a request waits or has to wait. May be true for longer
+        self.paused, self.asleep = False, core.settings.asleep  # new requests are held, or refused
+        self.overtakings = 0  # requests that got blocks before one that waited for room
+        self.no_room = self.refused_size = self.refused_pins = 0  # see `IndexStatistics`
         self.free_low, self.free_high = core.settings.free_low, core.settings.free_high
-        self.pausing: list[Envelope[Ack]] = []
-        self.on_idle: Callable[[], None] | None = None
-        self._index, self._room, self._out = core.index, core.index.room, core.out
-        self._loads = core.loads
-        self._evictions = core.evictions
-        self._saves = core.saves
-        self._leases = core.leases
-        self._pins = core.pins
+        self.on_idle: list[Callable[[], object]] = []  # called once no transfer is in flight
+        self.proceeding = False  # a later turn continues with the lines
+        self._core, self._out = core, core.out
+        self._index, self._room, self._evictions = core.index, core.index.room, core.evictions
         self._tickets = count(1)
         self._serving = self._sweeping = False
 
     def is_quiet(self) -> bool:
         """Whether a request need not wait for others, and its end has no consequences for them."""
-        self.contended = bool(
-            self.paused
-            or self.asleep
-            or self.held.waits
-            or self.waiting
-            or self.heads()
-            or self.pausing
-        )
+        waits = self.held.waits or self.waiting or self.heads() or self.on_idle
+        self.contended = bool(self.paused or self.asleep or waits)
         return not self.contended
 
     def heads(self) -> list[Wait]:
@@ -186,9 +142,10 @@ class WaitQueue:
 
     @property
     def releasing(self) -> bool:
-        """Whether blocks of ended leases will be free, or evictable, without an eviction: copies
-        in flight own theirs until they end."""
-        return bool(self._saves.in_flight or self._room.closing) or self._loads.any_unused()
+        """Whether blocks of ended leases will be free or evictable: copies in flight own theirs
+        until they end."""
+        core = self._core
+        return bool(core.saves.in_flight or self._room.closing) or core.loads.any_unused()
 
     # -- requests that hold nothing
 
@@ -198,8 +155,7 @@ class WaitQueue:
 
     def wait_for_room(self, envelope: Envelope[Any]) -> None:
         """Let a request wait until others release blocks."""
-        acquires = isinstance(envelope.message, Acquire)
-        line = self.acquires if acquires else self.forks
+        line = self.acquires if isinstance(envelope.message, Acquire) else self.forks
         self._enter(line, envelope, self._wanted(envelope.message)[1])
 
     def _enter(self, line: Line, envelope: Envelope[Any], claim: int) -> None:
@@ -220,49 +176,48 @@ class WaitQueue:
         if all(self.overtakings - wait.since < OVERTAKEN for wait in heads):
             return inf
         first = min(number_of(wait.message) for wait in heads)
-        newer = sum(lease.path.num_blocks for lease in self._leases if lease.id > first)
+        newer = sum(lease.path.num_blocks for lease in self._core.leases if lease.id > first)
         return self._index.pool.total - self._index.tree.pinned - newer
 
-    def unreachable(
-        self, path: Path, claim: int, deadline: float, media: Media = ()
-    ) -> KVActorsError | None:
-        """Why a request of `claim` blocks cannot be granted before its deadline even if every lease
-        and transfer ends. None if it can."""
-        index, room = self._index, self._room
-        total, pinned = index.pool.total, index.tree.pinned
+    def refuse_unreachable(
+        self, envelope: Envelope[Any], path: Path, claim: int, deadline: float, media: Media = ()
+    ) -> bool:
+        """Refuse a request of `claim` blocks that cannot be granted before its deadline even if
+        every lease and transfer ends. Returns whether it was refused."""
+        index, room, total = self._index, self._room, self._index.pool.total
         if claim > total:
-            return NeverFits(claim, room.available, total) if total else NumBlocksUnset()
-        if claim <= total - pinned:
-            return None
+            error = NeverFits(claim, room.available, total) if total else NumBlocksUnset()
+            self.refuse(envelope, error)
+            return True
+        if claim <= total - index.tree.pinned:
+            return False
         hits = index.before_media(index.limit_of(path.num_tokens), media)
-        withheld = self._pins.withheld(path, hits, deadline)
+        withheld = self._core.pins.withheld(path, hits, deadline)
         if claim <= total - withheld:
-            return None
-        return NoRoom(claim, room.available, withheld, PINNED)
+            return False
+        self.refuse(envelope, NoRoom(claim, room.available, withheld, PINNED))
+        return True
 
-    def refuse_unreachable(self) -> None:
+    def pinned(self) -> None:
         """Blocks were pinned: refuse the waiting requests that these pins keep out."""
         for line in (self.forks, self.acquires):
             for wait in list(line.waits.values()):
-                error = self.unreachable(*self._wanted(wait.message))
-                if error is not None:
+                if self.refuse_unreachable(wait.envelope, *self._wanted(wait.message)):
                     line.remove(wait.lease)
-                    self.refuse(wait.envelope, error)
 
     def _wanted(self, message: Any) -> tuple[Path, int, float, Media]:
         """Path, claim, deadline and media items of an `Acquire` or `Fork`."""
         if isinstance(message, Acquire):
             path = message.path
             return path, self._index.blocks_for(path.num_tokens), message.deadline, message.media
-        lease: Any = self._leases.get(message.lease)  # holds its blocks until the fork is made
+        lease: Any = self._core.leases.get(message.lease)  # holds its blocks until the fork is made
         return lease.path, lease.path.num_blocks + len(message.leases), message.deadline, ()
 
     # -- requests that wait for evictions
 
     def request(self, wait: Wait, *, may_wait: bool, deadline: float) -> bool:
-        """Give a request its blocks, or let it wait behind evictions until a deadline. may_wait:
-        whether it waits for blocks that are not free at the end of this turn. False if it has not
-        got its blocks and does not wait."""
+        """Give a request its blocks, or let it wait behind evictions until a deadline, if it may.
+        False if it has not got its blocks and does not wait."""
         room, evicted = self._room, 0
         wait.lacking = wait.needed
         if self._give(wait):
@@ -279,7 +234,7 @@ class WaitQueue:
         if not may_wait:
             return False
         self.waiting[wait.lease] = wait
-        if waits_for_room(wait.envelope):
+        if getattr(wait.message, "wait_for_room", False):
             self._patient[wait.lease] = wait
         room.promised += wait.lacking
         self._start(wait, deadline)
@@ -317,7 +272,7 @@ class WaitQueue:
         if wait is None:
             return False
         if wait.envelope.abandoned:
-            self._give_up(wait, LeaseEnded("this request was given up"))
+            self._end(wait, LeaseEnded("this request was given up"))
             return True
         reserved = min(wait.lacking, room.free)
         room.reserved += reserved
@@ -340,7 +295,7 @@ class WaitQueue:
         last = next(reversed(self.waiting.values()))
         self.no_room += 1
         error = NoRoom(last.needed, last.needed - last.lacking, self._index.tree.pinned)
-        self._give_up(last, error)
+        self._end(last, error)
         return True
 
     def _dequeue(self, wait: Wait) -> None:
@@ -354,24 +309,15 @@ class WaitQueue:
         self._room.reserved -= wait.needed - wait.lacking
         wait.give_up()
 
-    def _give_up(self, wait: Wait, error: Exception) -> None:
-        self._take_back(wait)
-        self._out.refuse(wait.envelope, error)
-
     # -- refusals
 
     def lacks_room(self, envelope: Envelope[Any], needed: int) -> None:
-        """A request that does not wait cannot get `needed` blocks now: refuse it, or let it wait
-        for room."""
-        if not waits_for_room(envelope) or envelope.abandoned:
+        """Refuse a request that cannot get `needed` blocks now, or let it wait for room."""
+        if envelope.abandoned or not getattr(envelope.message, "wait_for_room", False):
             available, pinned = self._room.available, self._index.tree.pinned
             self.refuse(envelope, NoRoom(needed, available, pinned))
-            return
-        error = self.unreachable(*self._wanted(envelope.message))
-        if error is None:
+        elif not self.refuse_unreachable(envelope, *self._wanted(envelope.message)):
             self.wait_for_room(envelope)
-        else:
-            self.refuse(envelope, error)
 
     def refuse(self, envelope: Envelope[Any], error: KVActorsError) -> None:
         """Refuse a request, and count it if it lacks blocks."""
@@ -385,17 +331,27 @@ class WaitQueue:
         wait = self.waiting.get(lease) or self.forks.waits.get(lease)
         return None if wait is None else wait.envelope
 
+    def _find(self, lease: int) -> Wait | None:
+        """The request of a lease, if it waits."""
+        lines = (self.waiting, self.held.waits, self.forks.waits, self.acquires.waits)
+        return next((line[lease] for line in lines if lease in line), None)
+
+    def _end(self, wait: Wait, error: Exception) -> None:
+        """Refuse a request that waits."""
+        if wait.lease in self.waiting:
+            self._take_back(wait)
+        for line in (self.held, self.forks, self.acquires):
+            line.remove(wait.lease)
+        self._out.refuse(wait.envelope, error)
+
     def cancel(self, lease: int, reason: str) -> None:
         """Refuse the request of a lease, if it waits."""
-        wait = self.waiting.get(lease)
+        wait = self._find(lease)
         if wait is not None:
-            self._give_up(wait, LeaseEnded(reason))
-        for line in (self.held, self.forks, self.acquires):
-            if (wait := line.remove(lease)) is not None:
-                self._out.refuse(wait.envelope, LeaseEnded(reason))
+            self._end(wait, LeaseEnded(reason))
 
     def withdraw(self, lease: int) -> None:
-        """The waiting extend or fork of a lease was cancelled, unless it was answered before."""
+        """The extend or fork of a lease was cancelled, unless it was answered before."""
         call = self.call_of(lease)
         if call is not None and call.abandoned:
             self.cancel(lease, "this call was cancelled")
@@ -403,26 +359,22 @@ class WaitQueue:
 
     def expire(self, lease: int, ticket: int) -> None:
         """The deadline of a request that waits has passed."""
-        wait = self.waiting.get(lease)
-        if wait is not None and wait.ticket == ticket:
+        wait = self._find(lease)
+        if wait is None or wait.ticket != ticket:
+            return
+        if lease in self.held.waits:
+            self._end(wait, Paused("the cache is paused"))
+            return
+        if lease in self.waiting:
             error = f"no device blocks became free in time ({wait.lacking} lacking)"
-            self._give_up(wait, DeadlineExceeded(error))
-            self.serve()
-        for line in (self.held, self.forks, self.acquires):
-            wait = line.waits.get(lease)
-            if wait is None or wait.ticket != ticket:
-                continue
-            line.remove(lease)
-            if line is self.held:
-                self._out.refuse(wait.envelope, Paused("the cache is paused"))
-                return
-            needed = wait.claim if line is self.acquires else len(wait.message.leases)
+        else:
+            needed = wait.claim if lease in self.acquires.waits else len(wait.message.leases)
             error = (
                 f"other requests did not release enough device blocks in time: {needed} needed, "
                 f"{self._room.available} available, {self._index.tree.pinned} pinned"
             )
-            self._out.refuse(wait.envelope, DeadlineExceeded(error))
-            self.serve()
+        self._end(wait, DeadlineExceeded(error))
+        self.serve()
 
     # -- when blocks become free
 
@@ -436,27 +388,18 @@ class WaitQueue:
     def _serve(self) -> None:
         if self.waiting:
             self._serve_evictions()
-        if self._index.retired:
-            self._sweep_later()
-        if not (self.pausing or self.on_idle):
-            return
-        busy = self._loads or self._evictions or self.releasing
-        if self.pausing and not busy:
-            paused, self.pausing = self.pausing, []
-            for envelope in paused:
-                self._out.reply(envelope, Ack())
-        if not busy and self.on_idle is not None:
-            self.on_idle()
+        if self._index.sweeping and not self._sweeping:
+            self._sweeping = True
+            self._out.begin(self._sweep())
+        if self.on_idle and not (self._core.loads or self._evictions or self.releasing):
+            calls, self.on_idle = self.on_idle, []
+            for call in calls:
+                call()
 
-    def wait_idle(self, envelope: Envelope[Ack]) -> None:
-        """Answer once no transfer is in flight."""
+    def when_idle(self, call: Callable[[], object]) -> None:
+        """Call once no transfer is in flight."""
         self.contended = True
-        self.pausing.append(envelope)
-        self.serve()
-
-    def stall(self) -> None:
-        """The copies in flight may never complete: the requests that wait get other blocks."""
-        self._evictions.stall()
+        self.on_idle.append(call)
         self.serve()
 
     def evict_to_watermark(self) -> None:
@@ -477,47 +420,35 @@ class WaitQueue:
             self._out.to_self(Proceed())
 
     def proceed(self) -> None:
-        """A later turn's share of the requests that wait for evictions."""
         self.proceeding = False
         self._serve()
 
     # -- releases
 
     def release(self, tree: BlockTree, path: Path) -> None:
-        """Drop the references of a path. Blocks that no other path uses are free, those of a long
-        path in later turns."""
+        """Drop the references of a path, those of a long one in later turns."""
         if max(path.num_blocks, path.num_held) > self._index.turn_blocks:
-            self._out.begin(self._release(tree, path))
+            self._out.begin(self.freeing(self._index.release_slices(tree, path)))
             return
         self._index.pool.note_release(path)
         self._index.pool.give(tree.release(path))
 
-    def _release(self, tree: BlockTree, path: Path) -> Work:
+    def freeing(self, steps: Iterator[None]) -> Work:
+        """Steps that return blocks to the pool, one a turn."""
         self._room.closing += 1
-        for _ in self._index.release_slices(tree, path):
+        for _ in steps:
             yield
             self.serve()
         self._room.closing -= 1
         self.serve()
 
-    def _sweep_later(self) -> None:
-        """Return blocks and memory of cleared trees in a later turn. Requests do not wait for it:
+    def _sweep(self) -> Work:
+        """Return blocks and memory of cleared trees in later turns. Requests do not wait for it:
         `BlockIndex.take` reclaims the blocks that they need."""
-        if not self._sweeping and self._index.sweeping:
-            self._sweeping = True
-            self._out.to_self(Sweep())
-
-    def sweep(self) -> None:
-        """That turn's share."""
+        while self._index.sweeping:
+            yield
+            self._index.sweep()
         self._sweeping = False
-        self._index.sweep()
-        self._sweep_later()
-
-
-def waits_for_room(envelope: Envelope[Any]) -> bool:
-    """Whether a request waits until other requests release device blocks."""
-    message = envelope.message
-    return isinstance(message, Acquire | Fork) and message.wait_for_room
 
 
 def number_of(message: Acquire | Fork) -> int:

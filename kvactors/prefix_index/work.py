@@ -44,11 +44,7 @@ class Timed(msgspec.Struct, eq=False, kw_only=True):
 
 
 class IndexEffects(Effects):
-    """Effects by receiver.
-
-    Attributes:
-        works: works that have slices left.
-    """
+    """Effects by receiver."""
 
     __slots__ = ("_evictor", "_notifier", "_swapper", "works")
 
@@ -60,21 +56,16 @@ class IndexEffects(Effects):
         notifier: ActorRef[Report],
     ) -> None:
         super().__init__(context)
-        self.works = 0
-        self._evictor = evictor
-        self._swapper = swapper
-        self._notifier = notifier
+        self.works = 0  # that have slices left
+        self._evictor, self._swapper, self._notifier = evictor, swapper, notifier
 
     def to_evictor(self, message: HostRequest) -> None:
-        """Send the host tier a message."""
         self.send(self._evictor, message)
 
     def to_notifier(self, message: Report) -> None:
-        """Send the notifier a message."""
         self.send(self._notifier, message)
 
     def to_swapper(self, message: CopyWithin) -> None:
-        """Send the swapper a message."""
         self.send(self._swapper, message)
 
     def at(

@@ -92,7 +92,7 @@ async def check_at_rest(
         problems += await problems_at_rest(cache)
     except KVActorsError as error:
         raise Unclean([*problems, f"the cache does not become idle: {error}"], []) from error
-    requests = [*forgotten, *(lease.request_id for lease in cache.system.index_actor.core.leases)]
+    requests = [*forgotten, *(lease.request_id for lease in cache.system.index_actor.leases)]
     if held is not None:
         held.check()
         problems += held.problems
@@ -107,7 +107,7 @@ def watch_leases(cache: KVCache) -> list[str]:
     forgotten: list[str] = []
 
     def note(number: int) -> None:
-        lease = cache.system.index_actor.core.leases.get(number)
+        lease = cache.system.index_actor.leases.get(number)
         forgotten.append("?" if lease is None else lease.request_id)
 
     cache._context.on_forgotten = note
@@ -269,9 +269,9 @@ class HeldBlocks(Instrument):
         if getattr(device, "regions", None) is None or device.kind != "host":
             return
         held = dict.fromkeys(index.index.loading, "")
-        for copy in index.core.requests.copies.values():
+        for copy in index.copies.values():
             held.update(dict.fromkeys(copy.targets, ""))
-        for lease in index.core.leases:
+        for lease in index.leases:
             held.update(dict.fromkeys(lease.path.table(), lease.request_id))
         self._compare([block for block in held if block in self._unheld])
         for block, name in held.items():
@@ -322,9 +322,9 @@ async def problems_at_rest(cache: KVCache, deadline: float = 30.0) -> list[str]:
 def left_over(cache: KVCache) -> list[str]:
     """One text per problem of a cache that is idle and has no requests: work in flight, leases that
     were not finished, waiting requests, violated invariants (see `KVCache.check`)."""
-    system, core = cache.system, cache.system.index_actor.core
+    system, core = cache.system, cache.system.index_actor
     problems = [f"the lease of {lease.request_id!r} was never finished" for lease in core.leases]
-    if waiting := core.statistics().waiting + len(core.queue.held):
+    if waiting := core.index_statistics().waiting + len(core.queue.held):
         problems.append(f"{waiting} requests still wait")
     if count := system.in_flight.count:
         problems.append(f"{count} messages or jobs are in flight")

@@ -17,7 +17,7 @@ from kvactors.gpu_swapper.messages import (
     CopyWithin,
     DataPlaneStatus,
 )
-from kvactors.prefix_index.messages import IndexRequest
+from kvactors.prefix_index.messages import IndexAsk, IndexRequest
 from kvactors.storage.messages import (
     DeviceStoreMessage,
     ReaderMessage,
@@ -47,4 +47,4 @@ def test_a_channel_is_typed_by_its_messages(role):
 
 
 def test_every_request_of_the_public_api_has_a_handler():
-    assert set(get_args(IndexRequest)) <= HANDLERS["prefix_index"]
+    assert {*IndexAsk.__subclasses__(), *get_args(IndexRequest)[1:]} <= HANDLERS["prefix_index"]

@@ -13,7 +13,7 @@ import kvactors
 from kvactors.actor.loop import MailboxLoop
 from kvactors.errors import DeadlineExceeded, NotReady, Paused
 from kvactors.identity import PLAIN
-from kvactors.prefix_index.requests import Requests
+from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.waiting import TURN_REQUESTS, WaitQueue
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
@@ -90,7 +90,7 @@ async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
         await cache.set_namespace("new weights")
         lease = await cache.acquire("victim", prompt(2, 1))
         actor = cache.system.index_actor
-        monkeypatch.setattr(actor.core.leases, "get", None)
+        monkeypatch.setattr(actor.leases, "get", None)
         with pytest.raises(kvactors.ActorFailed):
             await lease.commit(0)
         lease.abandon()
@@ -105,7 +105,7 @@ async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
 async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch):
     """Each costs the same however many wait, and no turn takes more than its share of them."""
     steps = {"turn": 0, "most": 0, "all": 0}
-    turn, serve, admit = MailboxLoop.handle, WaitQueue._serve_first, Requests._admit
+    turn, serve, admit = MailboxLoop.handle, WaitQueue._serve_first, PrefixIndex._admit
 
     def counted(method):
         def call(self, *args):
@@ -122,7 +122,7 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
 
     monkeypatch.setattr(MailboxLoop, "handle", turned)
     monkeypatch.setattr(WaitQueue, "_serve_first", counted(serve))
-    monkeypatch.setattr(Requests, "_admit", counted(admit))
+    monkeypatch.setattr(PrefixIndex, "_admit", counted(admit))
     count = 2000
     async with opened(device=8, sinks=()) as cache:
         await cache.pause()
@@ -130,13 +130,13 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
             asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=600.0)) for n in range(count)
         ]
         await cache.wait_idle()
-        assert len(cache.system.index_actor.core.queue.held) == count
+        assert len(cache.system.index_actor.queue.held) == count
         given_up = waiting[::2]
         for one in given_up:
             one.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
         await cache.wait_idle()
-        assert len(cache.system.index_actor.core.queue.held) == count // 2
+        assert len(cache.system.index_actor.queue.held) == count // 2
         done = asyncio.ensure_future(end_each(waiting[1::2]))
         await cache.resume()
         await done
@@ -156,7 +156,7 @@ async def test_waiting_requests_expire_in_steps_that_do_not_grow():
     """A save holds all blocks. The queue for them is never searched: `waiting` is by lease and
     `blocks_promised` is a running sum."""
     async with opened(device=8, host=HOST) as cache:
-        core = cache.system.index_actor.core
+        core = cache.system.index_actor
         core.saves.in_flight[-1] = None  # a save that does not end: blocks may still come
         held = await cache.acquire("all", prompt(1, 8))
         waiting = [
@@ -240,7 +240,7 @@ async def test_cached_tokens_never_end_inside_a_media_item(tier, split):
         wanted = 2 * BLOCK if split else BLOCK
         assert lease.cached_tokens == wanted
         assert sum(lease.hits) * BLOCK == wanted
-        path = cache.system.index_actor.core.leases.get(lease._handle.id).path
+        path = cache.system.index_actor.leases.get(lease._handle.id).path
         assert not any(
             path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
         )
@@ -271,7 +271,7 @@ async def test_a_load_that_ends_inside_a_media_item_is_cut_before_it():
             await cache.system.backend.remove([keys[64:96]])
         await lease.wait_ready()
         assert lease.cached_tokens in (BLOCK, 5 * BLOCK)
-        path = cache.system.index_actor.core.leases.get(lease._handle.id).path
+        path = cache.system.index_actor.leases.get(lease._handle.id).path
         assert not any(
             path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
         )
@@ -314,7 +314,7 @@ async def test_the_committed_blocks_of_an_abandoned_request_are_announced():
         await lease.commit(2 * BLOCK)
         await cache.wait_idle()
         told = []
-        announcements = cache.system.index_actor.core.announcements
+        announcements = cache.system.index_actor.announcements
         cached = announcements.cached
 
         def noted(path, start, stop, reason):

@@ -31,13 +31,12 @@ class Steps:
 
 async def begun(cache, salt="a"):
     """A clear that has taken its first turn, of many."""
-    core = cache.system.index_actor.core
-    core.index.turn_blocks, forget = 8, core._forget
-    steps = Steps(core.index.tree)
-    core._forget = lambda tree, *rest: forget(steps, *rest)
+    core = cache.system.index_actor
+    core.index.turn_blocks, tree = 8, core.index.tree
+    core.index.tree = steps = Steps(tree)
     task = asyncio.create_task(cache.clear(salt=salt))
     await asyncio.sleep(0)
-    core._forget = forget
+    core.index.tree = tree
     assert steps.taken == 1
     assert not task.done()
     return task, steps

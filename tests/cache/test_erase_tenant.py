@@ -275,7 +275,7 @@ async def _live(rng, seen):
                 others.append(asyncio.create_task(request("stays")))
                 if rng.random() < 0.5:
                     await asyncio.sleep(rng.random() * 0.004)
-            core = cache.system.index_actor.core
+            core = cache.system.index_actor
             seen["in flight"] += any((core.saves, core.loads, core.evictions))
             seen["stored"] += backend.catalog.shares.held(salt_id("gone"))
             await cache.clear(salt="gone", storage=True)

@@ -386,7 +386,7 @@ async def test_salt_media_and_hints_are_inherited():
         )
         fork = await lease.fork()
         assert fork.hashes(0, 1) == lease.hashes(0, 1)
-        states = {one.id: one for one in cache.system.index_actor.core.leases}
+        states = {one.id: one for one in cache.system.index_actor.leases}
         assert {one.hints for one in states.values()} == {kvactors.Hints(priority=1)}
         await fork.extend([9] * 3, extra_keys=[(0, 2, "other")])
         await lease.extend([9] * 3)

@@ -8,6 +8,7 @@ import contextlib
 import gc
 import threading
 import time
+from functools import partial
 
 import anyio
 import pytest
@@ -16,7 +17,6 @@ import kvactors.from_thread
 from kvactors import Step
 from kvactors.errors import CacheClosed, DeadlineExceeded, LeaseBusy, LeaseEnded, NoRoom, WrongLoop
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.leases import LeaseFault
 from kvactors.prefix_index.messages import Commit
 from tests.support.cache import BLOCK, opened, prompt, serve
 
@@ -37,7 +37,7 @@ CALLS = {
 
 def agree(cache, lease):
     """The lease and the index have the same tokens and blocks, or the lease has ended for both."""
-    record = cache.system.index_actor.core.leases.get(lease._handle.id)
+    record = cache.system.index_actor.leases.get(lease._handle.id)
     if lease._handle.ended:
         assert record is None
         return False
@@ -181,7 +181,7 @@ async def test_a_cancelled_extend_releases_its_collected_blocks():
     async with opened(device=4) as cache:
         actor = cache.system.index_actor
         holder, lease = await cache.acquire("holder", prompt(1, 1)), await cache.acquire("a", [1])
-        actor.core.saves.in_flight[-1] = None  # a save that does not end
+        actor.saves.in_flight[-1] = None  # a save that does not end
         waits = asyncio.ensure_future(lease.extend([2] * (3 * BLOCK), deadline=600.0))
         await cache.wait_idle()
         assert cache.statistics().prefix.blocks_free == 0
@@ -189,7 +189,7 @@ async def test_a_cancelled_extend_releases_its_collected_blocks():
         await asyncio.gather(waits, return_exceptions=True)
         await cache.wait_idle()
         assert cache.statistics().prefix.blocks_free == 2
-        del actor.core.saves.in_flight[-1]
+        del actor.saves.in_flight[-1]
         assert agree(cache, lease)
         await holder.finish()
         await lease.finish()
@@ -326,7 +326,7 @@ async def test_a_layer_after_a_failed_load_renews_the_table():
         lease = await cache.acquire("a", prompt(1, 2))
         await lease.extend([1])
         first, joined, last = lease.block_table
-        core = cache.system.index_actor.core
+        core = cache.system.index_actor
         state, [new] = core.leases.get(lease._handle.id), core.index.take(1)
         state.tree.replace(state.path, 1, new)
         core.index.pool.give([joined])
@@ -431,7 +431,7 @@ async def test_a_lease_that_failed_and_was_forgotten_gives_its_blocks_back():
 
         async def fail(number):
             lease = await cache.acquire(f"f{number}", prompt(number, 2))
-            index.core.leases.get(lease._handle.id).fault = LeaseFault(NoRoom, (1, 0))
+            index.leases.get(lease._handle.id).fault = partial(NoRoom, 1, 0)
             for call in (lambda: lease.commit(BLOCK), lambda: lease.preempt(BLOCK)):
                 with pytest.raises(NoRoom):
                     await call()

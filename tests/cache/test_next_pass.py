@@ -102,9 +102,9 @@ async def test_a_cancelled_call_that_waits_was_not_made(how):
             await passes()
             await cancelled(how, lambda: other.commit(0), call)
             await cache.system.in_flight.wait_idle()
-        core = index_of(cache).core
+        core = index_of(cache)
         assert core.leases.requests == 2
-        assert core.endings.abandoned == 1
+        assert core.leases.abandoned == 1
         assert core.index.tree.statistics()["nodes"] == 0
         await other.finish()
         assert cache.system.in_flight.count == 0
@@ -116,7 +116,7 @@ async def test_a_commit_that_waits_while_the_index_restarts(monkeypatch):
     async with opened(device=8, sinks=()) as cache:
         lease = await cache.acquire("a", prompt(1, 1))
         actor = index_of(cache)
-        monkeypatch.setattr(actor.core.leases, "get", None)
+        monkeypatch.setattr(actor.leases, "get", None)
         await passes()
         with pytest.raises(kvactors.ActorFailed):
             await lease.commit(0)

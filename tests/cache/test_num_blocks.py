@@ -16,7 +16,7 @@ from kvactors.errors import CacheClosed, DeviceError, RankError
 from kvactors.flush_notifier.messages import Deliver
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.layout import GQALayout
-from kvactors.prefix_index.messages import Sweep
+from kvactors.prefix_index.messages import Proceed
 from kvactors.settings import DeviceConfig
 from kvactors.testing.loop import simulate
 from kvactors.testing.sim import Sim
@@ -166,14 +166,14 @@ async def test_watermarks_and_limits_follow_the_number():
     assert isinstance(config.device, DeviceConfig)
     async with kvactors.open(config) as cache:
         await cache.set_num_blocks(40)
-        core, wiring = cache.system.index_actor.core, cache.system
+        core, wiring = cache.system.index_actor, cache.system
         assert (core.queue.free_low, core.queue.free_high) == (10, 20)
         assert core.index.capacity >= 40
         await cache.wait_idle()
         assert cache.system.notifier_actor.ledger.tree.idle_limit == wiring.idle_limit == 1064
 
 
-MESSAGES = {"index": Sweep(), "notifier": Deliver(), "swapper": DataPlaneStatus(True, False, 0)}
+MESSAGES = {"index": Proceed(), "notifier": Deliver(), "swapper": DataPlaneStatus(True, False, 0)}
 
 
 @pytest.mark.parametrize("when", ["before", "during", "after"])

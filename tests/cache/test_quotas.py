@@ -135,7 +135,7 @@ async def test_pinned_blocks_stay_up_to_the_share():
             await use(cache, number, blocks=4)
         assert held(cache, 1) == 2
         assert held(cache, 2, blocks=3) == 0
-        assert cache.system.index_actor.core.pins.refused == 1
+        assert cache.system.index_actor.pins.refused == 1
         assert await cache.unpin(tokens_of(1)) == 2
         assert await cache.unpin(tokens_of(1)) == 0
         await use(cache, 9, blocks=8)

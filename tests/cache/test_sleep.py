@@ -22,6 +22,7 @@ from kvactors.errors import (
     SleepUnsupported,
 )
 from kvactors.layout import GQALayout
+from kvactors.prefix_index.messages import Acquire
 from kvactors.testing.sim import problems_at_rest
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
@@ -207,7 +208,7 @@ async def test_an_index_that_restarts_during_the_sleep_admits_nothing():
     async with opened(device=8, host=HOST) as cache:
         await serve(cache, "a", TOKENS)
         await cache.sleep()
-        cache.system.index_actor.core.requests.acquire = lambda *_: 1 / 0
+        cache.system.index_actor.handlers[Acquire] = lambda *_: 1 / 0
         with pytest.raises((kvactors.ActorFailed, CacheAsleep)):
             await cache.acquire("b", TOKENS)
         await cache.wait_idle()

@@ -19,7 +19,7 @@ HOST = {"slots": 8, "transit_slots": 16}
 
 def agree(cache, lease):
     """The lease and the index have the same tokens and blocks, or the lease has ended for both."""
-    record = cache.system.index_actor.core.leases.get(lease._handle.id)
+    record = cache.system.index_actor.leases.get(lease._handle.id)
     if lease._handle.ended:
         assert record is None
         return False

@@ -24,7 +24,7 @@ async def test_a_host_policy_that_is_not_set_is_that_of_the_device(device, host,
         device=DeviceConfig(num_blocks=8, **device), host=HostConfig(slots=8, **host)
     )
     async with kvactors.open(config) as cache:
-        assert cache.system.index_actor.core.index.policy.host is (expected == "retain")
+        assert cache.system.index_actor.index.policy.host is (expected == "retain")
 
 
 async def evictions(policy, requests):

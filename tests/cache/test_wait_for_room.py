@@ -312,7 +312,7 @@ async def test_a_restart_of_the_index_ends_the_wait(monkeypatch):
     async with opened(device=4) as cache:
         lease = await cache.acquire("runs", prompt(1, 4))
         one = await queued(cache, 1, 1, 4)
-        monkeypatch.setattr(cache.system.index_actor.core.leases, "get", None)
+        monkeypatch.setattr(cache.system.index_actor.leases, "get", None)
         with pytest.raises(kvactors.ActorFailed):
             await lease.commit(0)
         with pytest.raises(kvactors.ActorFailed):

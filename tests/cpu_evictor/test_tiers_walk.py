@@ -202,11 +202,11 @@ def test_a_store_that_does_not_answer_holds_the_blocks_of_a_finished_request_for
     while walk.to_evictor:
         walk.to_host()
     assert walk.asked
-    assert walk.prefix.actor.core.saves
+    assert walk.prefix.actor.saves
     walk.elapse(1.1)
     while walk.to_index:
         walk.to_prefix()
-    assert not walk.prefix.actor.core.saves
+    assert not walk.prefix.actor.saves
     walk.rest()
 
 

@@ -164,7 +164,7 @@ class TiersWalk:
     def arrived(self, lease: int) -> None:
         """The request's loads are over: cached blocks must hold the right bytes. The rest is
         computed now."""
-        record = self.prefix.actor.core.leases.get(lease)
+        record = self.prefix.actor.leases.get(lease)
         if record is None or record.fault is not None or lease in self.ready:
             return
         path = self.leases[lease]
@@ -388,7 +388,7 @@ class TiersWalk:
         index, evictor = self.prefix.actor, self.evictor.actor
         index.check()
         evictor.check()
-        assert not index.core.in_use()
+        assert not index.in_use()
         left = (evictor.memory.loads, self.open)
         assert not any(left), f"left over: {left}"
         assert evictor.host.pinned == evictor.host.on_device == 0

@@ -240,10 +240,10 @@ async def test_a_block_in_use_without_a_lease_is_found_at_rest(change, words, mo
     async with opened() as cache:
         await serve(cache, "a", prompt(1, 3))
         await cache.wait_idle(10)
-        core = cache.system.index_actor.core
-        statistics = core.statistics()
+        core = cache.system.index_actor
+        statistics = core.index_statistics()
         with monkeypatch.context() as patch:
-            patch.setattr(type(core), "statistics", lambda _: statistics._replace(**change))
+            patch.setattr(type(core), "index_statistics", lambda _: statistics._replace(**change))
             [found] = cache.check()
         assert words in found
 

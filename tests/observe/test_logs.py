@@ -29,7 +29,7 @@ PROGRAM = """
         secret, tokens = "tenant-secret", [987654321]
         raise RuntimeError("broken")
 
-    kvactors.prefix_index.requests.Requests.acquire = acquire
+    kvactors.prefix_index.actor.PrefixIndex.acquire = acquire
     config = kvactors.Config.from_mapping({{
         "cache": {{"block_size": 16}}, "device": {{"num_blocks": 8}}, "layout": {{"num_layers": 1, "num_kv_heads": 1, "head_dim": 8}},
         "actors": {{"max_restarts_per_minute": 1}},

@@ -1,22 +1,23 @@
-"""The objects of PrefixIndex without the actor and without a loop."""
+"""PrefixIndex and its objects without a loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import msgspec
 
 from kvactors.actor import Control, Envelope, Message
 from kvactors.identity import PLAIN
 from kvactors.native import Path
-from kvactors.prefix_index.actor import IndexCore
+from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.leases import LeaseState, LeaseTable
 from kvactors.prefix_index.messages import Acquire
 from kvactors.prefix_index.settings import IndexSettings, Roots, TierPolicies
 from kvactors.prefix_index.tree import BlockIndex
 from kvactors.prefix_index.work import IndexEffects, Timed
-from tests.support.effects import Recording, Started, answers, messages
+from tests.support.effects import Recording, Started, answers, messages, receiver
 
 __all__ = ["answers", "messages"]
 
@@ -72,7 +73,7 @@ class RecordedIndexEffects(Recording, IndexEffects):
 def effects_of(method: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
     """The effects of a call of a method of one of the objects."""
     owner: Any = method.__self__  # type: ignore[attr-defined]
-    out = owner.out if isinstance(owner, IndexCore) else owner._out
+    out = owner.out if isinstance(owner, PrefixIndex) else owner._out
     out.take()
     method(*arguments, **options)
     return out.take()
@@ -101,24 +102,37 @@ def core(
     namespace: str = "a",
     policy: TierPolicies | None = None,
     **settings: Any,
-) -> IndexCore:
-    """All objects, wired. An exclusive host tier and no store are the defaults."""
-    roots = Roots("model", namespace, bytes(32))
+) -> PrefixIndex:
+    """The actor. An exclusive host tier and no store are the defaults."""
     chosen = {"exclusive": True, "host_tier": True, "announce": True, **settings}
-    return IndexCore(
-        block_index(blocks, part=part, policy=policy),
-        RecordedIndexEffects(),
-        roots,
-        IndexSettings(**chosen),
-        restarted=False,
-    )
+    index = block_index(blocks, part=part, policy=policy)
+    return _actor(index, Roots("model", namespace, bytes(32)), IndexSettings(**chosen))
+
+
+def _actor(
+    index: BlockIndex, roots: Roots, settings: IndexSettings, incarnation: int = 0
+) -> PrefixIndex:
+    ref = receiver("prefix_index")
+    ref.incarnation = incarnation
+    with (
+        patch("kvactors.actor.actor.MailboxLoop"),
+        patch("kvactors.prefix_index.actor.IndexEffects", lambda *_: RecordedIndexEffects()),
+    ):
+        return PrefixIndex(
+            ref,
+            index=index,
+            evictor=receiver("cpu_evictor"),
+            swapper=receiver("gpu_swapper"),
+            notifier=receiver("flush_notifier"),
+            roots=roots,
+            settings=settings,
+        )
 
 
 def lease_table(index: BlockIndex, *, restarted: bool = False) -> LeaseTable:
     """The leases of a first incarnation, without a host tier and a sink."""
-    settings, out = IndexSettings(exclusive=True, host_tier=False), RecordedIndexEffects()
-    roots = Roots("model", "a", bytes(32))
-    return IndexCore(index, out, roots, settings, restarted=restarted).leases
+    settings = IndexSettings(exclusive=True, host_tier=False)
+    return _actor(index, Roots("model", "a", bytes(32)), settings, int(restarted)).leases
 
 
 def path(blocks: int, *, first: int = 0, root: bytes | None = None) -> Path:
@@ -136,7 +150,7 @@ def new_lease(index: BlockIndex, number: int, blocks: int, *, first: int = 0) ->
     return LeaseState(number, f"r{number}", made, index.tree, 10.0)
 
 
-def cache(state: IndexCore, blocks: int, *, first: int = 0) -> Path:
+def cache(state: PrefixIndex, blocks: int, *, first: int = 0) -> Path:
     """Compute and release so many blocks: they are cached on the device, and evictable."""
     made = path(blocks, first=first, root=state.roots.root(PLAIN))
     state.index.tree.pin(made)

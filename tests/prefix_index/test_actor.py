@@ -47,7 +47,6 @@ from kvactors.prefix_index.messages import (
     Ready,
     Resume,
     SetNamespace,
-    Sweep,
     Withdrawn,
 )
 from kvactors.prefix_index.settings import IndexSettings, Roots
@@ -90,7 +89,7 @@ def on_host(step: Stepper[PrefixIndex], number: int, blocks: int) -> None:
     """Blocks 0 .. of a path that only the host tier has."""
     served(step, number, blocks)
     with step._inside():
-        step.actor.core.evictions.evict(blocks)
+        step.actor.evictions.evict(blocks)
     [offload] = step._effects().to("cpu_evictor")
     step.turn(Offloaded(offload.op, b"\1" * blocks))
 
@@ -151,7 +150,6 @@ def test_messages_about_unknown_blocks_change_nothing():
             HostBlocksRemoved(bytes(32)),
             HostBlocksAdded(bytes(32)),
             Proceed(),
-            Sweep(),
         ):
             effects = step.turn(message)
             assert (effects.told, effects.answered, effects.timers) == ((), (), ())
@@ -185,7 +183,7 @@ def test_a_load_without_an_answer_is_computed_in_other_blocks(stalled):
         [answered] = effects.answered
         assert answered.value.cached_tokens == 0
         assert not set(answered.value.blocks) & set(load.blocks)
-        assert step.actor.core.statistics().overdue_loads == 1
+        assert step.actor.index_statistics().overdue_loads == 1
 
 
 def test_a_request_waits_for_an_eviction_until_its_deadline():
@@ -229,9 +227,9 @@ def test_a_saved_path_is_held_until_it_is_answered():
         effects = step.turn(Finish(1, 2 * BLOCK))
         [admit] = effects.to("cpu_evictor")
         assert isinstance(admit, Save)
-        assert step.actor.core.statistics().evictable == 0
+        assert step.actor.index_statistics().evictable == 0
         step.turn(Saved(admit.op, b"\1\1"))
-        assert step.actor.core.statistics().evictable == 2
+        assert step.actor.index_statistics().evictable == 2
 
 
 def test_a_pause_is_answered_when_nothing_is_in_flight_and_holds_requests():
@@ -264,7 +262,7 @@ def test_a_clear_with_the_store_is_answered_by_the_host_tier():
 def test_a_hint_from_before_a_clear_or_a_loss_is_ignored():
     with index() as step:
         step.turn(acquire(1, 1))
-        lease = step.actor.core.leases.get(1)
+        lease = step.actor.leases.get(1)
         assert lease is not None
         step.turn(Commit(1, BLOCK))
         keys = lease.path.hashes(0, 1)
@@ -274,7 +272,7 @@ def test_a_hint_from_before_a_clear_or_a_loss_is_ignored():
             (HostBlocksAdded(keys), 1),
         ):
             step.turn(hint)
-            assert step.actor.core.statistics().nodes == 1
+            assert step.actor.index_statistics().nodes == 1
             assert step.actor.index.tree.statistics()["host"] == known
         step.turn(HostBlocksRemoved(keys))
         assert step.actor.index.tree.statistics()["host"] == 0
@@ -315,7 +313,7 @@ def test_a_restarted_host_tier_answers_nothing_that_was_in_flight():
         ready = [one for one in effects.answered if isinstance(one.message, Ready)]
         assert ready[0].value.cached_tokens == 2 * BLOCK
         assert step.turn(Loaded(load.op, 2, 2)).told == ()
-        assert step.actor.core.statistics().saves_in_flight == 0
+        assert step.actor.index_statistics().saves_in_flight == 0
 
 
 def test_a_restarted_notifier_is_sent_the_whole_tree_in_parts():
@@ -377,4 +375,4 @@ def test_an_abandoned_extend_is_withdrawn():
         assert step.turn(Withdrawn(2)).answered == (), "its caller still waits"
         step.withdraw(extend)
         step.turn(Withdrawn(2))
-        assert not step.actor.core.queue.waiting
+        assert not step.actor.queue.waiting

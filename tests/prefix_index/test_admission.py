@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 from hypothesis import given
@@ -10,8 +11,9 @@ from hypothesis import strategies as st
 
 from kvactors.cpu_evictor.messages import Offload
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
-from kvactors.prefix_index.actor import IndexCore
-from kvactors.prefix_index.messages import AdmissionDeadline, Proceed, Sweep
+from kvactors.gpu_swapper.messages import DataPlaneStatus
+from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.messages import Ack, AdmissionDeadline, Proceed
 from kvactors.prefix_index.waiting import TURN_REQUESTS, Wait, WaitQueue
 from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
@@ -40,7 +42,7 @@ class Taker:
         self.gone = True
 
 
-def ask(state: IndexCore, taker: Taker, *, wait: bool = True) -> tuple[bool, list[Any]]:
+def ask(state: PrefixIndex, taker: Taker, *, wait: bool = True) -> tuple[bool, list[Any]]:
     def complete() -> None:
         taker.given = state.index.take_reserved(taker.needed)
 
@@ -50,7 +52,7 @@ def ask(state: IndexCore, taker: Taker, *, wait: bool = True) -> tuple[bool, lis
     return accepted, state.out.take()
 
 
-def releasing(state: IndexCore) -> WaitQueue:
+def releasing(state: PrefixIndex) -> WaitQueue:
     """Blocks of ended leases are on their way back: requests may wait for them."""
     state.index.room.closing = 1
     return state.queue
@@ -129,7 +131,7 @@ def test_the_last_request_is_refused_once_no_block_can_become_free():
     [error] = answers(effects_of(admission.serve))
     assert isinstance(error, NoRoom)
     assert (first.given is not None, last.gone) == (True, True)
-    assert state.statistics().no_room == 1
+    assert state.index_statistics().no_room == 1
 
 
 def test_a_deadline_ends_the_wait_that_it_belongs_to():
@@ -173,7 +175,7 @@ def test_stalled_copies_are_not_waited_for():
     waiting = Taker(1, 3)
     ask(state, waiting)
     assert waiting.given is None
-    [offload] = messages(effects_of(state.queue.stall))
+    [offload] = messages(effects_of(state.data_plane_status, DataPlaneStatus(False, False, 0)))
     assert isinstance(offload, Offload)
     state.evictions.finish(offload.op, bytes(3))
     state.queue.serve()
@@ -203,7 +205,7 @@ def test_a_long_path_is_released_in_slices_and_a_pause_waits_for_them():
     lease = new_lease(state.index, 1, 8)
     [last] = effects_of(state.queue.release, lease.tree, lease.path)
     pause = Request()
-    assert effects_of(state.queue.wait_idle, pause) == []
+    assert effects_of(state.queue.when_idle, partial(state.out.reply, pause, Ack())) == []
     free = [state.index.room.free]
     while isinstance(last, NextSlice):
         [last] = work_of(state.out, last.work)
@@ -216,9 +218,9 @@ def test_blocks_of_a_clear_come_back_in_later_turns():
     state = core(4)
     cache(state, 4)
     state.index.retire()
-    assert [type(one) for one in effects_of(state.queue.serve)] == [Sweep]
+    [sweep] = effects_of(state.queue.serve)
     assert effects_of(state.queue.serve) == [], "one turn of it is in the mailbox already"
-    assert [type(one) for one in effects_of(state.queue.sweep)] == [Sweep]
+    assert [type(one) for one in work_of(state.out, sweep.work)] == [NextSlice]
     assert state.index.pool.free == 4
 
 

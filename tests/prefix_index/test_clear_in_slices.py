@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 from kvactors.actor.sliced import finish
 from kvactors.errors import NoRoom
 from kvactors.native import BlockTree, Path
-from kvactors.prefix_index.messages import Abandon, Ack, Acquire, AcquireResult, Clear, Pause, Sweep
+from kvactors.prefix_index.messages import Abandon, Ack, Acquire, AcquireResult, Clear, Pause
 from kvactors.prefix_index.tree import RECLAIMED_BLOCKS, BlockIndex
 from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
@@ -42,9 +42,9 @@ def request(machine: IndexMachine, blocks: int, *, wait: bool = True) -> object:
 def sweeps(machine: IndexMachine) -> list[int]:
     """The blocks that each turn brings back, until nothing is left to do."""
     steps = []
-    while machine.actor.core.queue._sweeping:
+    while machine.sweeps:
         before = machine.index.pool.free
-        effects = machine.turn(Sweep())
+        effects = machine.turn(machine.sweeps.pop())
         steps.append(machine.index.pool.free - before)
         assert len(effects.told) <= 1
     return steps
@@ -58,7 +58,7 @@ def test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_nu
     assert effects.answered[0].value.count == MANY + 5
     assert machine.index.pool.free == 2, "the turn of the clear went through the blocks"
     assert machine.index.room.free == machine.index.pool.total
-    assert machine.actor.core.statistics().blocks_free == machine.index.pool.total
+    assert machine.actor.index_statistics().blocks_free == machine.index.pool.total
     steps = sweeps(machine)
     assert steps[:4] == [RECLAIMED_BLOCKS, RECLAIMED_BLOCKS, RECLAIMED_BLOCKS, 5]
     assert set(steps[4:]) == {0}, "only memory goes after the last block"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvactors.cpu_evictor.messages import DropHostCopies, Offload
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.identity import PLAIN
-from kvactors.prefix_index.actor import IndexCore
+from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.types import Reason, split_hashes
 from tests.prefix_index.objects import cache, core, effects_of, messages
 
@@ -18,7 +18,7 @@ def gone(actions) -> list[tuple[int, Reason]]:
     ]
 
 
-def started(state: IndexCore, wanted: int) -> Offload:
+def started(state: PrefixIndex, wanted: int) -> Offload:
     [offload] = effects_of(state.evictions.evict, wanted)
     assert isinstance(offload, Offload)
     return offload
@@ -63,7 +63,7 @@ def test_a_block_that_is_matched_again_stays_and_the_host_drops_its_copy():
     state = core(4)
     made = cache(state, 4)
     offload = started(state, 2)
-    state.requests.set_root(made, PLAIN)
+    state.set_root(made, PLAIN)
     assert state.index.tree.pin(made, 3)[0] == 3
     actions = effects_of(state.evictions.finish, offload.op, b"\1\1")
     assert gone(actions) == [(1, Reason.DEVICE_EVICTION)]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvactors.actor.sliced import finish
-from kvactors.cpu_evictor.messages import Load
+from kvactors.cpu_evictor.messages import Load, Offloaded
 from kvactors.errors import LeaseEnded, NoRoom, NotReady, RankLost
 from kvactors.flush_notifier.messages import PathCached
 from kvactors.hints import Hints
 from kvactors.identity import PLAIN
-from kvactors.prefix_index.actor import IndexCore
-from kvactors.prefix_index.leases import LeaseFault
+from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import (
     Ack,
     AcquireResult,
@@ -24,7 +24,6 @@ from kvactors.prefix_index.messages import (
     Fork,
     Pause,
     Resume,
-    Sweep,
 )
 from kvactors.prefix_index.settings import TierPolicies
 from kvactors.prefix_index.tree import BlockIndex, BlockPool
@@ -43,38 +42,40 @@ from tests.prefix_index.objects import (
 )
 
 
-def alone(blocks: int = 8, **options: Any) -> IndexCore:
+def alone(blocks: int = 8, **options: Any) -> PrefixIndex:
     """A device without other tiers and sinks."""
     return core(blocks, **{"host_tier": False, "announce": False, **options})
 
 
-def ask(state: IndexCore, number: int, blocks: int, *, first: int = 0, **options: Any) -> list[Any]:
+def ask(
+    state: PrefixIndex, number: int, blocks: int, *, first: int = 0, **options: Any
+) -> list[Any]:
     message = acquire(number, blocks, first=first, **options)
     message.path.set_root(state.roots.root(PLAIN))  # as callers make it
-    return effects_of(state.requests.acquire, message, Request(message))
+    return effects_of(state.acquire, message, Request(message))
 
 
-def granted(state: IndexCore, number: int, blocks: int, **options: Any) -> AcquireResult:
+def granted(state: PrefixIndex, number: int, blocks: int, **options: Any) -> AcquireResult:
     [reply] = answers(ask(state, number, blocks, **options))
     assert isinstance(reply, AcquireResult)
     return reply
 
 
-def end(state: IndexCore, number: int, computed: int | None = None) -> list[Any]:
-    return effects_of(state.endings.finish, Finish(number, computed), Request())
+def end(state: PrefixIndex, number: int, computed: int | None = None) -> list[Any]:
+    return effects_of(state.finish, Finish(number, computed), Request())
 
 
 def test_a_request_leaves_as_it_came():
     state = alone()
     cache(state, 2)
     assert granted(state, 1, 3).device_hits == 2
-    assert state.statistics().leases == 1
-    assert answers(effects_of(state.endings.commit, Commit(1, 2 * BLOCK), Request()))[0].count == 2
+    assert state.index_statistics().leases == 1
+    assert answers(effects_of(state.commit, Commit(1, 2 * BLOCK), Request()))[0].count == 2
     assert answers(end(state, 1))[0].count == 2
     assert len(state.leases) == 0
     assert isinstance(answers(end(state, 1))[0], LeaseEnded)
     assert (state.index.room.free, state.index.evictable()) == (6, 2)
-    assert not list(state.check_steps(idle=True))[1:]
+    assert not list(state.check_steps())[1:]
 
 
 def test_a_whole_prompt_is_no_hit():
@@ -136,7 +137,7 @@ def test_the_policy_learns_the_length_and_the_time_of_an_output(added, output, l
     if added:
         more = path(0)
         more.extend([1] * added)
-        state.requests.grow(Extend(1, 2 * BLOCK, more), Request())
+        state.grow(Extend(1, 2 * BLOCK, more), Request())
     lease, ends = state.leases.get(1), []
 
     class Tree:
@@ -149,14 +150,14 @@ def test_the_policy_learns_the_length_and_the_time_of_an_output(added, output, l
             return []
 
     lease.tree = Tree()  # type: ignore[assignment]
-    state.endings.finish(Finish(1, None, output), Request())
+    state.finish(Finish(1, None, output), Request())
     assert ends == [(100, learned, 7.0)]
 
 
 def test_new_blocks_are_announced():
     state = alone(announce=True)
     granted(state, 1, 2)
-    effects = effects_of(state.endings.commit, Commit(1, 2 * BLOCK), Request())
+    effects = effects_of(state.commit, Commit(1, 2 * BLOCK), Request())
     assert [type(one) for one in effects[:1]] == [PathCached]
 
 
@@ -165,11 +166,11 @@ def test_a_lease_that_cannot_be_used_commits_nothing():
     granted(state, 1, 2)
     lease = state.leases.get(1)
     assert lease is not None
-    lease.fault = LeaseFault(RankLost, ("lost",))
-    [error] = answers(effects_of(state.endings.commit, Commit(1, 2 * BLOCK), Request()))
+    lease.fault = partial(RankLost, "lost")
+    [error] = answers(effects_of(state.commit, Commit(1, 2 * BLOCK), Request()))
     assert isinstance(error, RankLost)
     lease.fault, lease.loads = None, [None]  # type: ignore[list-item]
-    [error] = answers(effects_of(state.endings.commit, Commit(1, 2 * BLOCK), Request()))
+    [error] = answers(effects_of(state.commit, Commit(1, 2 * BLOCK), Request()))
     assert isinstance(error, NotReady)
     assert lease.path.num_committed == 0
 
@@ -186,10 +187,10 @@ def test_a_request_before_a_fork_that_waits_overtakes_it():
     state = alone(6)
     message = acquire(1, 1)
     message.path.extend([1])
-    state.requests.acquire(message, Request(message))
+    state.acquire(message, Request(message))
     granted(state, 2, 3, first=100)
     fork = Fork(1, BLOCK + 1, (3, 4), ("a", "b"), 9.0, True, True)
-    [timer] = effects_of(state.requests.fork, fork, Request(fork))
+    [timer] = effects_of(state.fork, fork, Request(fork))
     assert isinstance(timer, StartTimer)
     granted(state, 5, 1, first=200)
     assert state.queue.overtakings == 1
@@ -213,7 +214,7 @@ def test_a_pause_that_was_resumed_is_answered_when_no_transfer_is_in_flight():
     assert effects_of(state.pause, Pause(), pause) == []
     state.resume(Resume(), Request())
     granted(state, 1, 1, first=100)
-    effects = effects_of(state.offloaded, offload.op, b"\1")
+    effects = effects_of(state.offloaded, Offloaded(offload.op, b"\1"))
     assert [one.value.count for one in effects if getattr(one, "envelope", None) is pause] == [0]
 
 
@@ -222,7 +223,7 @@ def test_memory_of_a_clear_is_returned_although_nobody_waits():
     granted(state, 1, 2)
     end(state, 1, 2 * BLOCK)
     effects = effects_of(state.clear, Clear(), Request())
-    assert [type(one) for one in effects if isinstance(one, Sweep)] == [Sweep]
+    assert [type(one) for one in effects if isinstance(one, NextSlice)] == [NextSlice]
     assert isinstance(answers(effects)[0], Ack)
 
 

@@ -61,7 +61,7 @@ async def test_a_device_that_no_sink_follows_hashes_nothing(
             await lease.wait_ready()
             await lease.finish(3 * BLOCK)
         await cache.wait_idle()
-        assert cache.system.index_actor.core.evictions.evicted >= 6
+        assert cache.system.index_actor.evictions.evicted >= 6
         assert (index.tree.hashed > 0) is index.hashes is eager
         hits = await cache.acquire("again", prompt(3, 3, tail=1))
         assert hits.cached_tokens == 3 * BLOCK

@@ -13,10 +13,10 @@ from tests.prefix_index.objects import Request, StartTimer, acquire, core, effec
 def test_a_held_request_has_a_timer_until_it_is_admitted():
     state, message = core(4), acquire(1, 2)
     state.pause(Pause(), Request())
-    [timer] = effects_of(state.requests.acquire, message, Request(message))
+    [timer] = effects_of(state.acquire, message, Request(message))
     assert isinstance(timer, StartTimer)
     assert timer.deadline == message.deadline
-    state.requests.admit_waiting()
+    state.admit_waiting()
     assert len(state.queue.held) == 1, "during a pause"
     state.resume(Resume(), Request())
     assert timer.operation.timer is None
@@ -26,9 +26,9 @@ def test_a_held_request_has_a_timer_until_it_is_admitted():
 def test_a_timer_of_an_earlier_wait_changes_nothing():
     state, message = core(4), acquire(1, 2)
     state.pause(Pause(), Request())
-    [first] = effects_of(state.requests.acquire, message, Request(message))
+    [first] = effects_of(state.acquire, message, Request(message))
     state.queue.cancel(1, "gone")
-    [second] = effects_of(state.requests.acquire, message, Request(message))
+    [second] = effects_of(state.acquire, message, Request(message))
     state.queue.expire(1, first.message.ticket)
     assert len(state.queue.held) == 1
     state.queue.expire(1, second.message.ticket)

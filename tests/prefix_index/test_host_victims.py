@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvactors.cpu_evictor.messages import EvictFirst, Offload, PrefetchToHost, Save
+from kvactors.cpu_evictor.messages import (
+    EvictFirst,
+    Offload,
+    Offloaded,
+    PrefetchToHost,
+    Save,
+    Saved,
+)
 from kvactors.prefix_index.messages import Finish, Prefetch
 from kvactors.prefix_index.settings import TierPolicies
 from kvactors.types import split_hashes
@@ -21,9 +28,9 @@ def serve(state: Any, number: int, blocks: int, *, first: int) -> list[Any]:
     """Serve a request to its end. The host tier keeps what it is offered. Returns the messages to
     it."""
     message = acquire(number, blocks, first=first)
-    sent = host_messages(state, effects_of(state.requests.acquire, message, Request(message)))
+    sent = host_messages(state, effects_of(state.acquire, message, Request(message)))
     return sent + host_messages(
-        state, effects_of(state.endings.finish, Finish(number, blocks * BLOCK), Request())
+        state, effects_of(state.finish, Finish(number, blocks * BLOCK), Request())
     )
 
 
@@ -33,11 +40,12 @@ def host_messages(state: Any, actions: list[Any]) -> list[Any]:
     for action in actions:
         if isinstance(action, Offload):
             sent += host_messages(
-                state, effects_of(state.offloaded, action.op, bytes([1]) * len(action.blocks))
+                state,
+                effects_of(state.offloaded, Offloaded(action.op, bytes([1]) * len(action.blocks))),
             )
         elif isinstance(action, Save):
             sent += host_messages(
-                state, effects_of(state.saved, action.op, bytes([1]) * len(action.blocks))
+                state, effects_of(state.saved, Saved(action.op, bytes([1]) * len(action.blocks)))
             )
         if isinstance(action, EvictFirst | Offload | Save | PrefetchToHost):
             sent.append(action)
@@ -104,9 +112,9 @@ def test_a_save_comes_with_victims_for_what_the_host_lacks():
 def test_a_prefetch_comes_with_victims():
     state = with_host(4, (4, 4))
     first = [serve(state, number, 4, first=100 * number) for number in range(2)]
-    state.requests._settings = state.settings._replace(fetch=True)
+    state.settings = state.settings._replace(fetch=True)
     message = Prefetch(acquire(9, 3, first=900).path, 60.0)
-    sent = host_messages(state, effects_of(state.requests.prefetch, message, Request(message)))
+    sent = host_messages(state, effects_of(state.prefetch, message, Request(message)))
     assert [type(one) for one in sent] == [EvictFirst, PrefetchToHost]
     assert victims(sent) == offloaded(first[1])[:3]
 

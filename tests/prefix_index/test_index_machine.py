@@ -52,7 +52,7 @@ def test_a_waiting_request_does_not_join_a_load_that_has_stalled() -> None:
     machine.offloaded(0, 0)
     machine.consistent()
     assert len(machine.leases) == 2
-    assert not any(load.lost for lease in machine.actor.core.leases for load in lease.loads)
+    assert not any(load.lost for lease in machine.actor.leases for load in lease.loads)
     while machine.loads:
         machine.loaded(0, 0, False)
     for which in range(len(machine.leases)):
@@ -184,7 +184,7 @@ def test_a_commit_that_the_tree_refuses_ends_that_lease_alone() -> None:
     machine.loaded(0, 2, True)
     machine.acquire(1, BLOCK, 5.0, True)
     machine.loaded(0, 0, True)
-    (first, second) = machine.actor.core.leases
+    (first, second) = machine.actor.leases
     second.tree.replace(second.path, 0, -1)
     effects = machine.turn(Commit(second.id, BLOCK))
     assert isinstance(effects.answered[0].error, LeaseEnded)
@@ -287,7 +287,7 @@ class Walk:
             (1, lambda: machine.notifier_restarted(number(6))),
             (8, lambda: machine.works and machine.go_on(which)),
             (1, lambda: machine.clear(number(4))),
-            (2, lambda: machine.sweep(number(4) + 1)),
+            (2, lambda: machine.sweeps and machine.sweep(number(4) + 1)),
             (1, lambda: machine.pause(number(4))),
             (2, machine.resume),
         ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.errors import LeaseEnded, NoRoom, RankLost
 from kvactors.prefix_index import leases as module
-from kvactors.prefix_index.leases import LeaseFault, LeaseState, LeaseTable, LoadState
+from kvactors.prefix_index.leases import LeaseState, LeaseTable, LoadState
 from kvactors.prefix_index.messages import LayerReady, Ready, ReadyResult
 from tests.prefix_index.objects import (
     BLOCK,
@@ -51,7 +53,7 @@ def test_a_lease_without_loads_is_ready_at_once():
     assert effects_of(table.grant, lease) == []
     assert table.get(1) is lease
     request = Request()
-    [landed] = answers(effects_of(table.wait_ready, Ready(1), request))
+    [landed] = answers(effects_of(table.wait, Ready(1), request))
     assert landed.cached_tokens == BLOCK
     assert landed.blocks == tuple(lease.path.blocks())
     assert (table.requests, table.looked_up, table.device_hits) == (1, 3, 1)
@@ -60,7 +62,7 @@ def test_a_lease_without_loads_is_ready_at_once():
 def test_a_pending_lease_is_answered_after_its_load():
     table, [lease], load = loading()
     request = Request()
-    assert effects_of(table.wait_ready, Ready(1), request) == []
+    assert effects_of(table.wait, Ready(1), request) == []
     assert (table.requests, table.looked_up) == (1, 0), "look-ups count with the hits"
     load.tree.finish_load(load.nodes, 1)
     actions = effects_of(table.load_ended, lease, load, 1, 1, owner=True)
@@ -91,24 +93,24 @@ def test_a_sharer_gets_new_blocks_in_place_of_targets_that_were_not_loaded():
 def test_a_sharer_that_gets_no_blocks_fails_and_keeps_no_block_of_the_load():
     table, [_, sharer], load = loading(2, sharers=1)
     load.tree.finish_load(load.nodes, 0)
-    assert effects_of(table.wait_ready, Ready(2), Request()) == []
+    assert effects_of(table.wait, Ready(2), Request()) == []
     [error] = answers(effects_of(table.load_ended, sharer, load, 0, 0, owner=False))
     assert isinstance(error, NoRoom)
     assert sharer.path.blocks() == [-1, -1]
-    assert isinstance(answers(effects_of(table.wait_ready, Ready(2), Request()))[0], NoRoom)
+    assert isinstance(answers(effects_of(table.wait, Ready(2), Request()))[0], NoRoom)
 
 
 def test_an_ended_lease_refuses_its_waiting_asks_and_leaves_its_load():
     table, [owner, sharer], load = loading(sharers=1)
-    table.wait_ready(Ready(2), Request())
-    table.wait_layer(LayerReady(2, 0), Request())
+    table.wait(Ready(2), Request())
+    table.wait(LayerReady(2, 0), Request())
     errors = answers(effects_of(table.remove, sharer))
     assert [type(error) for error in errors] == [LeaseEnded] * 2
     assert load.sharers == []
     table.remove(owner)
     assert load.owner is None
     assert len(table) == 0
-    [error] = answers(effects_of(table.wait_ready, Ready(1), Request()))
+    [error] = answers(effects_of(table.wait, Ready(1), Request()))
     assert "finished, preempted or given back" in str(error)
 
 
@@ -122,22 +124,22 @@ def test_a_restarted_index_refuses_earlier_leases_as_lost():
 def test_every_waiting_request_of_a_failed_lease_gets_a_separate_exception():
     table, [lease], _ = loading()
     for _ in range(2):
-        table.wait_ready(Ready(1), Request())
-    table.wait_layer(LayerReady(1, 0), Request())
+        table.wait(Ready(1), Request())
+    table.wait(LayerReady(1, 0), Request())
     errors = answers(effects_of(table.fail_all, RankLost, "a rank was lost"))
     assert [type(error) for error in errors] == [RankLost] * 3
     assert len({id(error) for error in errors}) == 3
-    assert lease.ready == lease.layers == []
-    lease.fault = LeaseFault(NoRoom, (1, 0))
+    assert lease.waits == []
+    lease.fault = partial(NoRoom, 1, 0)
     table.fail_all(RankLost, "again")
-    assert lease.fault.kind is NoRoom, "the first fault stays"
+    assert lease.fault.func is NoRoom, "the first fault stays"
 
 
 def test_layers_are_answered_as_they_arrive():
     table, [lease], load = loading()
     first, second = Request(), Request()
-    assert effects_of(table.wait_layer, LayerReady(1, 0), first) == []
-    assert effects_of(table.wait_layer, LayerReady(1, 1), second) == []
+    assert effects_of(table.wait, LayerReady(1, 0), first) == []
+    assert effects_of(table.wait, LayerReady(1, 1), second) == []
     load.layers, load.arriving = 1, 1
     [answer] = effects_of(table.answer_layers, lease)
     assert (answer.envelope, answer.value.cached_tokens) == (first, BLOCK)

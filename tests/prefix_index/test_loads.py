@@ -18,7 +18,7 @@ from kvactors.cpu_evictor.messages import (
 )
 from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.native import Path
-from kvactors.prefix_index.actor import IndexCore
+from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.leases import LeaseState
 from kvactors.prefix_index.loads import LATE_LOAD_S
 from kvactors.prefix_index.messages import (
@@ -54,7 +54,7 @@ def segments(*lengths: int) -> list[Segment]:
     return found
 
 
-def begun(state: IndexCore, *lengths: int) -> tuple[LeaseState, list[int]]:
+def begun(state: PrefixIndex, *lengths: int) -> tuple[LeaseState, list[int]]:
     """A granted lease that loads segments of these lengths, and their operations."""
     lease = new_lease(state.index, 1, sum(lengths))
     actions = effects_of(state.loads.begin, lease, segments(*lengths), placed=True)
@@ -120,7 +120,7 @@ def test_an_overdue_load_keeps_its_targets_until_it_is_answered():
     state = core(4)
     lease, (op,) = begun(state, 2)
     targets = lease.path.blocks()
-    state.leases.wait_ready(Ready(1), Request())
+    state.leases.wait(Ready(1), Request())
     [landed] = answers(effects_of(state.loads.overdue, op))
     assert isinstance(landed, ReadyResult)
     assert not set(landed.blocks) & set(targets)
@@ -137,10 +137,10 @@ def test_a_late_load_is_announced_by_the_tokens_that_it_was_loaded_for(kept):
     lease, (op,) = begun(state, 2)
     loaded = lease.path.hashes(0, 2)
     state.loads.overdue(op)
-    actions = effects_of(state.requests.truncate, Truncate(1, 2 * BLOCK, kept), Request())
+    actions = effects_of(state.truncate, Truncate(1, 2 * BLOCK, kept), Request())
     assert [type(one) for one in answers(actions)] == [Ack]
     added = path(2, first=7)
-    answers(effects_of(state.requests.grow, Extend(1, kept, added), Request()))
+    answers(effects_of(state.grow, Extend(1, kept, added), Request()))
     actions = effects_of(state.loads.finish, op, 2, 2)
     [announced] = [one for one in messages(actions) if isinstance(one, BlocksAdded)]
     [dropped] = [one for one in messages(actions) if isinstance(one, DropHostCopies)]
@@ -252,7 +252,7 @@ def test_a_layer_counts_no_block_of_a_joined_load_beyond_the_common_path(shared,
     joined, load = sharer.loads
     state.loads.layers_loaded(LayersLoaded(joined.op, 1, 4))
     state.loads.layers_loaded(LayersLoaded(load.op, 1, own))
-    [arrived] = answers(effects_of(state.leases.wait_layer, LayerReady(2, 0), Request()))
+    [arrived] = answers(effects_of(state.leases.wait, LayerReady(2, 0), Request()))
     assert (arrived.cached_tokens, arrived.blocks) == ((shared + own) * BLOCK, None)
 
 
@@ -263,7 +263,7 @@ def test_a_layer_counts_no_block_of_a_load_that_was_given_up():
     state.loads.layers_loaded(LayersLoaded(joined.op, 1, 4))
     state.loads.overdue(load.op)
     assert sharer.loads == [joined]
-    [arrived] = answers(effects_of(state.leases.wait_layer, LayerReady(2, 0), Request()))
+    [arrived] = answers(effects_of(state.leases.wait, LayerReady(2, 0), Request()))
     assert arrived.cached_tokens == BLOCK
     assert list(arrived.blocks) == sharer.path.blocks()
 
@@ -274,7 +274,7 @@ def test_layers_of_an_answered_load_are_ignored():
     state.loads.finish(second, 1, 0)
     assert effects_of(state.loads.layers_loaded, LayersLoaded(second, 1, 1)) == []
     assert lease.loads[1].layers == 0
-    state.leases.wait_layer(LayerReady(1, 0), Request())
+    state.leases.wait(LayerReady(1, 0), Request())
     lease.loads[1].layers = 2
     lease.expected_blocks = 1
     [arrived] = answers(effects_of(state.loads.layers_loaded, LayersLoaded(first, 1, 1)))

@@ -46,7 +46,7 @@ def recorded(blocks: int = 8) -> tuple[Any, Recorder]:
 
 def begin(state: Any, number: int, blocks: int, *, first: int = 0) -> None:
     message = acquire(number, blocks, first=first)
-    state.requests.acquire(message, Request(message))
+    state.acquire(message, Request(message))
     assert state.leases.get(number) is not None
 
 
@@ -54,7 +54,7 @@ def serve(state: Any, number: int, blocks: int, *, first: int) -> int:
     """Returns the hits."""
     begin(state, number, blocks, first=first)
     hits = state.leases.get(number).device_hits
-    state.endings.finish(Finish(number, blocks * BLOCK), Request())
+    state.finish(Finish(number, blocks * BLOCK), Request())
     return int(hits)
 
 
@@ -68,17 +68,17 @@ def test_the_output_is_what_was_added_or_what_the_caller_gives(added, given, out
         more = Path(BLOCK, bytes(32))
         more.extend(list(range(added)))
         message = Extend(1, 2 * BLOCK, more)
-        state.requests.grow(message, Request(message))
-    state.endings.finish(Finish(1, 2 * BLOCK, given), Request())
+        state.grow(message, Request(message))
+    state.finish(Finish(1, 2 * BLOCK, given), Request())
     assert policy.ended == [(2, output)]
 
 
 def test_every_end_of_a_lease_reaches_the_policy():
     state, policy = recorded()
     begin(state, 1, 2)
-    state.endings.preempt(Preempt(1, 2 * BLOCK), Request())
+    state.preempt(Preempt(1, 2 * BLOCK), Request())
     begin(state, 1, 2)
-    state.endings.abandon(Abandon(1))
+    state.abandon(Abandon(1))
     assert policy.ended == [(2, -1), (2, -1)]
 
 
@@ -87,8 +87,8 @@ def test_hints_reach_the_policy_and_those_of_the_end_replace_the_first():
     first, last = Hints(returns_in=3.0), Hints(session_ends=True)
     for number, hints in ((1, None), (2, last)):
         message = msgspec.structs.replace(acquire(number, 2), hints=first)
-        state.requests.acquire(message, Request(message))
-        state.endings.finish(Finish(number, 2 * BLOCK, hints=hints), Request())
+        state.acquire(message, Request(message))
+        state.finish(Finish(number, 2 * BLOCK, hints=hints), Request())
     assert policy.hints == [first, last]
 
 
@@ -138,7 +138,7 @@ def test_every_match_comes_with_the_time():
     matched: list[Any] = []
     state.index.policy.advance = matched.append
     message = acquire(1, 3)
-    state.requests.acquire(message, Request(message))
+    state.acquire(message, Request(message))
     assert matched == [state.index.tree]
 
 

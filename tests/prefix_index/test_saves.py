@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from kvactors.cpu_evictor.messages import Save
 from kvactors.identity import PLAIN
-from kvactors.prefix_index.actor import IndexCore
+from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.host import SavedPath
 from kvactors.types import HASH_BYTES
 from tests.prefix_index.objects import core, effects_of, path
 
 
-def committed(state: IndexCore, blocks: int) -> SavedPath:
+def committed(state: PrefixIndex, blocks: int) -> SavedPath:
     """A path of so many cached blocks, held, with the part that its closing is."""
     made = path(blocks, root=state.roots.root(PLAIN))
     state.index.tree.pin(made)
@@ -19,7 +19,7 @@ def committed(state: IndexCore, blocks: int) -> SavedPath:
     return SavedPath(state.index.tree, made, 1)
 
 
-def save(state: IndexCore, whole: SavedPath, start: int, stop: int) -> Save:
+def save(state: PrefixIndex, whole: SavedPath, start: int, stop: int) -> Save:
     [admit] = effects_of(state.saves.start, whole, start, stop)
     assert isinstance(admit, Save)
     return admit

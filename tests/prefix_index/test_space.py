@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvactors.cpu_evictor.messages import Offload
+from kvactors.cpu_evictor.messages import Offload, Offloaded
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom
 from kvactors.native import Path
 from kvactors.prefix_index import waiting as queues
@@ -135,7 +135,7 @@ class QueueMachine(RuleBasedStateMachine):
             self.since[lease] = self.overtakings
         else:
             self.expected[lease] = "NoRoom"
-        self.run(effects_of(self.core.requests.acquire, message, self.asked[lease]))
+        self.run(effects_of(self.core.acquire, message, self.asked[lease]))
 
     @precondition(lambda self: self.held)
     @rule(number=which, how=st.sampled_from(["finish", "preempt", "abandon"]))
@@ -143,7 +143,7 @@ class QueueMachine(RuleBasedStateMachine):
         lease = sorted(self.held)[number % len(self.held)]
         del self.held[lease]
         self.serve()
-        endings = self.core.endings
+        endings = self.core
         if how == "finish":
             self.run(effects_of(endings.finish, Finish(lease, None), Request(Finish(lease))))
         elif how == "preempt":
@@ -161,9 +161,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.serve()
         self.expected[lease] = "LeaseEnded"
         if told:
-            self.run(effects_of(self.core.endings.abandon, Abandon(lease)))
+            self.run(effects_of(self.core.abandon, Abandon(lease)))
         else:
-            self.run(effects_of(self.core.endings.abandon, Abandon(0)))
+            self.run(effects_of(self.core.abandon, Abandon(0)))
 
     @precondition(lambda self: self.queue)
     @rule(number=which)
@@ -220,7 +220,7 @@ class Grow:
         self.envelope.deadline = 5.0
         message = self.envelope.message
         assert isinstance(message, Extend)
-        self.actions = effects_of(machine.core.requests.grow, message, self.envelope)
+        self.actions = effects_of(machine.core.grow, message, self.envelope)
         self.granted = any(isinstance(one, Reply) for one in self.actions)
 
 
@@ -237,12 +237,12 @@ def proceed(state: Any) -> list[Any]:
     """The turn that continues with the requests that wait."""
     state.out.take()
     state.queue.proceed()
-    state.requests.admit_waiting()
+    state.admit_waiting()
     return state.out.take()
 
 
 def ask(state: Any, message: Acquire) -> list[Any]:
-    return effects_of(state.requests.acquire, message, Request(message))
+    return effects_of(state.acquire, message, Request(message))
 
 
 def test_not_now_and_never_are_different_errors() -> None:
@@ -257,7 +257,7 @@ def test_not_now_and_never_are_different_errors() -> None:
         assert (never.needed, never.available, never.total) == (5, 1, 4)
         assert "5 device blocks needed, 1 available" in str(never)
         assert "4 blocks in all" in str(never)
-    assert state.statistics().no_room == 3
+    assert state.index_statistics().no_room == 3
     assert "has 1 block in all" in str(NeverFits(2, 1, 1))
     assert str(NoRoom(1, 0)) == "1 device block needed, 0 available"
 
@@ -268,7 +268,7 @@ def test_a_request_that_waits_is_counted_and_holds_nothing() -> None:
     before = (state.index.tree.statistics(), state.index.room.free)
     [timer] = ask(state, acquire(2, 2, wait_for_room=True))
     assert isinstance(timer, StartTimer)
-    assert (timer.deadline, state.statistics().waiting) == (10.0, 1)
+    assert (timer.deadline, state.index_statistics().waiting) == (10.0, 1)
     assert (state.index.tree.statistics(), state.index.room.free) == before
     assert not state.in_use() or len(state.leases) == 1
 
@@ -278,12 +278,12 @@ def test_shared_blocks_that_others_use_count_for_a_request_that_waits() -> None:
     state = core(8, host_tier=False)
     [granted] = answers(ask(state, acquire(1, 3)))
     assert len(granted.blocks) == 3
-    state.endings.commit(Commit(1, 6), Request())
+    state.commit(Commit(1, 6), Request())
     ask(state, acquire(2, 3, first=100))
     ask(state, acquire(3, 2, first=200))
     [timer] = ask(state, acquire(4, 5, wait_for_room=True))
     assert isinstance(timer, StartTimer)
-    actions = effects_of(state.endings.finish, Finish(3, None), Request())
+    actions = effects_of(state.finish, Finish(3, None), Request())
     assert [type(one) for one in messages(actions)] == [Proceed]
     [reply] = answers(proceed(state))
     assert reply.device_hits == 3
@@ -304,7 +304,7 @@ def test_a_cancelled_request_leaves_nothing() -> None:
     state = core(4)
     ask(state, acquire(1, 3))
     ask(state, acquire(2, 2, first=100, wait_for_room=True))
-    [error] = answers(effects_of(state.endings.abandon, Abandon(2)))
+    [error] = answers(effects_of(state.abandon, Abandon(2)))
     assert isinstance(error, LeaseEnded)
     assert not state.queue.heads()
 
@@ -319,7 +319,7 @@ def test_own_cached_blocks_are_not_free() -> None:
     held = state.queue.acquires.first
     assert held is not None
     assert not state.index.fits(held.message.path, 6, ())
-    state.endings.finish(Finish(1, None), Request())
+    state.finish(Finish(1, None), Request())
     assert state.index.fits(held.message.path, 6, ())
 
 
@@ -331,11 +331,11 @@ def test_evictions_that_come_short_are_no_refusal() -> None:
     actions = ask(state, acquire(1, 4, first=100, wait_for_room=True))
     [offload] = [one for one in messages(actions) if isinstance(one, Offload)]
     assert answers(ask(state, acquire(2, 1))) == []
-    [granted] = answers(effects_of(state.offloaded, offload.op, b"\1\1\1\1"))
+    [granted] = answers(effects_of(state.offloaded, Offloaded(offload.op, b"\1\1\1\1")))
     assert granted.device_hits == 1
     assert list(state.queue.acquires.waits) == [1]
     assert not state.queue.waiting
-    state.endings.finish(Finish(2, None), Request())
+    state.finish(Finish(2, None), Request())
     [offload] = [one for one in messages(proceed(state)) if isinstance(one, Offload)]
-    [reply] = answers(effects_of(state.offloaded, offload.op, b"\1"))
+    [reply] = answers(effects_of(state.offloaded, Offloaded(offload.op, b"\1")))
     assert len(reply.blocks) == 4

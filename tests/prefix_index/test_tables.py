@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,8 +21,8 @@ from kvactors.checks import added_media, request_path
 from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, NotReady, RankLost, TokensCommitted
 from kvactors.identity import PLAIN
 from kvactors.native import Path
-from kvactors.prefix_index.actor import IndexCore
-from kvactors.prefix_index.leases import LeaseFault, LeaseState
+from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.prefix_index.leases import LeaseState
 from kvactors.prefix_index.messages import (
     Ack,
     Acquire,
@@ -58,6 +59,11 @@ def added(tokens: list[int]) -> Path:
     path = Path(BLOCK, bytes(32))
     path.extend(tokens)
     return path
+
+
+def asked(message: Any) -> tuple[Any, Request]:
+    """The arguments of its handler."""
+    return message, Request(message)
 
 
 class Model:
@@ -115,7 +121,7 @@ class TablesMachine(RuleBasedStateMachine):
         self.model = Model(tokens)
         path, _ = request_path(BLOCK, bytes(32), tokens, ())
         self.answer(
-            effects_of(self.state.requests.acquire, Acquire(LEASE, "r", path, 10.0), Request()),
+            effects_of(self.state.acquire, *asked(Acquire(LEASE, "r", path, 10.0))),
             AcquireResult,
         )
         self.lease = held(self.state, LEASE)
@@ -149,9 +155,7 @@ class TablesMachine(RuleBasedStateMachine):
             return
         extras, _ = added_media(BLOCK, position, len(tokens), items)
         message = Extend(LEASE, position, added(tokens), extras)
-        granted = self.answer(
-            effects_of(self.state.requests.grow, message, Request(message)), AcquireResult
-        )
+        granted = self.answer(effects_of(self.state.grow, message, Request(message)), AcquireResult)
         assert len(granted.blocks) == self.model.extend(tokens, items)
 
     @rule(count=st.integers(0, 3 * BLOCK))
@@ -162,13 +166,11 @@ class TablesMachine(RuleBasedStateMachine):
         if needed > self.available():
             if needed > self.state.index.room.free + self.state.index.evictable():
                 before = self.lease.path.blocks()
-                actions = effects_of(self.state.requests.grow, message, Request(message))
+                actions = effects_of(self.state.grow, message, Request(message))
                 self.answer(actions, NoRoom)
                 assert self.lease.path.blocks() == before
             return
-        granted = self.answer(
-            effects_of(self.state.requests.grow, message, Request(message)), AcquireResult
-        )
+        granted = self.answer(effects_of(self.state.grow, message, Request(message)), AcquireResult)
         assert len(granted.blocks) == self.model.reserve(count)
 
     @rule(less=st.integers(0, 3 * BLOCK))
@@ -178,7 +180,7 @@ class TablesMachine(RuleBasedStateMachine):
             return  # refused in the caller
         before, free = self.lease.path.blocks(), self.state.index.room.free
         message = Truncate(LEASE, len(self.model.tokens), kept)
-        actions = effects_of(self.state.requests.truncate, message, Request(message))
+        actions = effects_of(self.state.truncate, message, Request(message))
         if kept < self.model.committed * BLOCK:
             self.answer(actions, TokensCommitted)
             assert self.lease.path.blocks() == before
@@ -192,7 +194,7 @@ class TablesMachine(RuleBasedStateMachine):
     @rule(less=st.integers(0, BLOCK))
     def commit(self, less: int) -> None:
         computed = max(0, len(self.model.tokens) - less)
-        actions = effects_of(self.state.endings.commit, Commit(LEASE, computed), Request())
+        actions = effects_of(self.state.commit, Commit(LEASE, computed), Request())
         committed = self.answer(actions, Ack).count
         if not self.lease.tree.retired:
             self.model.committed = max(self.model.committed, computed // BLOCK)
@@ -215,11 +217,9 @@ class TablesMachine(RuleBasedStateMachine):
         if blocks_for(len(self.model.tokens)) - self.model.committed > self.available():
             return
         shared = Acquire(2, "s", path, 10.0)
-        granted = self.answer(
-            effects_of(self.state.requests.acquire, shared, Request()), AcquireResult
-        )
+        granted = self.answer(effects_of(self.state.acquire, *asked(shared)), AcquireResult)
         assert granted.device_hits >= self.model.committed
-        self.answer(effects_of(self.state.endings.finish, Finish(2, None), Request()), Ack)
+        self.answer(effects_of(self.state.finish, Finish(2, None), Request()), Ack)
 
     @invariant()
     def alike(self) -> None:
@@ -240,14 +240,14 @@ class TablesMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "lease"):
-            self.answer(effects_of(self.state.endings.finish, Finish(LEASE, None), Request()), Ack)
+            self.answer(effects_of(self.state.finish, Finish(LEASE, None), Request()), Ack)
             while self.state.index.sweeping:
                 self.state.index.sweep()
             in_tree = self.state.index.tree.statistics()["device"]
             assert self.state.index.room.free + in_tree == DEVICE_BLOCKS
 
 
-def held(state: IndexCore, number: int) -> LeaseState:
+def held(state: PrefixIndex, number: int) -> LeaseState:
     lease = state.leases.get(number)
     assert lease is not None
     return lease
@@ -258,10 +258,10 @@ def test_tables_agree_with_a_plain_list_of_tokens():
     run_state_machine_as_test(TablesMachine, settings=machine)
 
 
-def granted(state: IndexCore, tokens: int, number: int = LEASE) -> LeaseState:
+def granted(state: PrefixIndex, tokens: int, number: int = LEASE) -> LeaseState:
     path = Path(BLOCK, bytes(32))
     path.extend(list(range(tokens)))
-    state.requests.acquire(Acquire(number, f"r{number}", path, 10.0), Request())
+    state.acquire(*asked(Acquire(number, f"r{number}", path, 10.0)))
     return held(state, number)
 
 
@@ -270,8 +270,8 @@ def test_tokens_after_a_truncate_have_their_own_hashes():
     state = core(DEVICE_BLOCKS)
     path = granted(state, 3 * BLOCK).path
     before = path.hashes(0, 3)
-    state.requests.truncate(Truncate(LEASE, 3 * BLOCK, BLOCK + 1), Request())
-    state.requests.grow(Extend(LEASE, BLOCK + 1, added([7] * (2 * BLOCK - 1))), Request())
+    state.truncate(Truncate(LEASE, 3 * BLOCK, BLOCK + 1), Request())
+    state.grow(Extend(LEASE, BLOCK + 1, added([7] * (2 * BLOCK - 1))), Request())
     again, _ = request_path(BLOCK, path.root, [0, 1, 2, 7, 7, 7], ())
     assert path.hashes(0, 3) == again.hashes(0, 3) != before
 
@@ -280,7 +280,7 @@ def test_a_truncate_of_tokens_that_load_is_refused():
     state = core(DEVICE_BLOCKS, fetch=True)
     lease = granted(state, 3 * BLOCK)
     assert lease.loads
-    actions = effects_of(state.requests.truncate, Truncate(LEASE, 3 * BLOCK, BLOCK), Request())
+    actions = effects_of(state.truncate, Truncate(LEASE, 3 * BLOCK, BLOCK), Request())
     assert isinstance(answers(actions)[0], NotReady)
     assert lease.path.num_tokens == 3 * BLOCK
 
@@ -290,8 +290,8 @@ def test_a_lease_that_failed_is_not_truncated(kind):
     state = core(DEVICE_BLOCKS)
     lease = granted(state, 3 * BLOCK)
     arguments = (1, 0) if kind is NoRoom else ("lost",)
-    lease.fault = LeaseFault(kind, arguments)
-    [error] = answers(effects_of(state.requests.truncate, Truncate(LEASE, 3 * BLOCK, 0), Request()))
+    lease.fault = partial(kind, *arguments)
+    [error] = answers(effects_of(state.truncate, Truncate(LEASE, 3 * BLOCK, 0), Request()))
     assert isinstance(error, kind)
     assert lease.path.num_tokens == 3 * BLOCK
 
@@ -299,7 +299,7 @@ def test_a_lease_that_failed_is_not_truncated(kind):
 @pytest.mark.parametrize("message", [Reserve(LEASE, BLOCK, BLOCK + 1), Truncate(LEASE, BLOCK, 0)])
 def test_a_change_at_another_position_or_of_an_ended_lease_is_refused(message):
     state = core(DEVICE_BLOCKS)
-    call = state.requests.grow if isinstance(message, Reserve) else state.requests.truncate
+    call = state.grow if isinstance(message, Reserve) else state.truncate
     [error] = answers(effects_of(call, message, Request(message)))
     assert isinstance(error, LeaseEnded)
     granted(state, 3 * BLOCK)
@@ -314,13 +314,13 @@ def test_reserved_blocks_wait_for_evictions_and_a_cancelled_wait_ends():
     lease = granted(state, 1)
     message = Reserve(LEASE, 1, 1 + 2 * BLOCK)
     waits = Request(message)
-    actions = effects_of(state.requests.grow, message, waits)
+    actions = effects_of(state.grow, message, waits)
     assert not answers(actions)
     assert state.queue.waiting
-    busy = effects_of(state.requests.truncate, Truncate(LEASE, 1, 0), Request())
+    busy = effects_of(state.truncate, Truncate(LEASE, 1, 0), Request())
     assert isinstance(answers(busy)[0], LeaseBusy)
     waits.cancel()
-    done = effects_of(state.requests.truncate, Truncate(LEASE, 1, 0), Request())
+    done = effects_of(state.truncate, Truncate(LEASE, 1, 0), Request())
     assert isinstance(answers(done)[-1], Ack)
     assert not state.queue.waiting
     assert lease.path.num_blocks == 0
@@ -332,21 +332,21 @@ def test_freed_blocks_go_to_the_request_that_waits():
     path = Path(BLOCK, bytes(32))
     path.extend(list(range(100, 100 + 3 * BLOCK)))
     state.index.room.closing = 1  # blocks are on their way back, so the request waits
-    assert not answers(effects_of(state.requests.acquire, Acquire(2, "r2", path, 10.0), Request()))
-    actions = effects_of(state.requests.truncate, Truncate(LEASE, 4 * BLOCK, 3 * BLOCK), Request())
+    assert not answers(effects_of(state.acquire, *asked(Acquire(2, "r2", path, 10.0))))
+    actions = effects_of(state.truncate, Truncate(LEASE, 4 * BLOCK, 3 * BLOCK), Request())
     assert [type(one) for one in answers(actions)] == [Ack, AcquireResult]
 
 
 def test_very_many_blocks_are_given_back_in_parts():
     state = core(30, part=4)
     lease = granted(state, 1)
-    state.requests.grow(Reserve(LEASE, 1, 1 + 19 * BLOCK), Request())
+    state.grow(Reserve(LEASE, 1, 1 + 19 * BLOCK), Request())
     assert lease.path.num_blocks == 20
-    actions = effects_of(state.requests.truncate, Truncate(LEASE, 1, 1), Request())
+    actions = effects_of(state.truncate, Truncate(LEASE, 1, 1), Request())
     turns = 1
     while works := [one for one in messages(actions) if isinstance(one, NextSlice)]:
         assert state.index.room.free <= 10 + 4 * turns
         actions, turns = work_of(state.out, works[0].work), turns + 1
     assert turns == 5
     assert state.index.room.free == 29
-    state.endings.finish(Finish(LEASE, None), Request(Finish(LEASE)))
+    state.finish(Finish(LEASE, None), Request(Finish(LEASE)))

@@ -157,12 +157,12 @@ def test_restarts_of_the_neighbours_are_handled_in_parts(machine):
         machine.turn(
             HostBlocksAdded(
                 keys[start * HASH_BYTES : (start + PART) * HASH_BYTES],
-                machine.actor.core.clears.sent,
+                machine.actor.clears.sent,
                 machine.index.memory_generation,
             )
         )
     while machine.index.evictable():
-        machine.actor.core.evictions.drop(PART)
+        machine.actor.evictions.drop(PART)
     machine.stepper._effects()
     machine.sent.clear()
     machine.handled.clear()
@@ -230,7 +230,7 @@ def test_a_request_cancelled_between_two_parts_leaves_nothing(machine, turns):
     machine.whole(Abandon(message.lease))
     machine.finish_works()
     state = machine.index.tree.statistics()
-    assert (state["referenced"], machine.index.room.reserved, len(machine.actor.core.leases)) == (
+    assert (state["referenced"], machine.index.room.reserved, len(machine.actor.leases)) == (
         0,
         0,
         0,
@@ -272,7 +272,7 @@ def test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten(ma
     it was announced with."""
     machine.begin()
     lease = machine.request(PART)
-    machine.actor.core.announcements.scopes.clear()
+    machine.actor.announcements.scopes.clear()
     effects = machine.turn(Commit(lease, PART * BLOCK))
     (report,) = effects.to("flush_notifier")
     assert (type(report), report.hashes) == (

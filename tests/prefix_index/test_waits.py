@@ -26,15 +26,13 @@ def test_a_late_timer_of_an_earlier_wait_is_ignored() -> None:
     machine = full_of_evictable_blocks()
     lease = machine.lease(0)
     machine.extend(0, BLOCK)
-    first = machine.actor.core.queue.waiting[lease].ticket
+    first = machine.actor.queue.waiting[lease].ticket
     machine.offloaded(0, 255)
-    assert not machine.actor.core.queue.waiting
+    assert not machine.actor.queue.waiting
     machine.extend(0, BLOCK)
-    assert machine.actor.core.queue.waiting[lease].ticket != first
+    assert machine.actor.queue.waiting[lease].ticket != first
     machine.turn(AdmissionDeadline(lease, first))
-    assert lease in machine.actor.core.queue.waiting, (
-        "the wait was ended by the timer of an earlier one"
-    )
+    assert lease in machine.actor.queue.waiting, "the wait was ended by the timer of an earlier one"
     machine.offloaded(0, 255)
     assert machine.leases[lease] == 3 * BLOCK
     machine.teardown()

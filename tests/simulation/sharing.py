@@ -119,7 +119,7 @@ def check_sharing(world: World) -> None:
     """At rest: pins are capped and on the device, and both tiers have the pins and quotas of the
     index."""
     system = world.system
-    core, host = system.index_actor.core, system.evictor_actor.host
+    core, host = system.index_actor, system.evictor_actor.host
     pinned: set[bytes] = set()
     for pin in core.pins._pins.values():
         if pin.nodes is not None:

@@ -8,7 +8,7 @@ from math import inf
 
 import pytest
 
-from kvactors.prefix_index.finish import Endings
+from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Ack
 from kvactors.prefix_index.pins import Pins
 from kvactors.prefix_index.waiting import WaitQueue
@@ -40,18 +40,18 @@ def test_nothing_is_violated():
 withheld = Pins.withheld
 
 
-def commit_alone(endings, message, envelope):
+def commit_alone(index, message, envelope):
     """A commit that does not look at the requests that wait."""
-    lease = endings._leases.find(message.lease, envelope)
-    if lease is not None and endings.enter(lease, message.computed_tokens) is None:
-        endings._out.reply(envelope, Ack(lease.path.num_committed))
+    lease = index.leases.find(message.lease, envelope)
+    if lease is not None and index._commit(lease, message.computed_tokens) is None:
+        index.out.reply(envelope, Ack(lease.path.num_committed))
 
 
 @pytest.mark.parametrize(
     ("what", "method", "broken"),
     [
         ("waits that pins keep out", (Pins, "withheld"), lambda *_: 0),
-        ("waits that pins keep out", (WaitQueue, "refuse_unreachable"), lambda _: []),
+        ("waits that pins keep out", (WaitQueue, "pinned"), lambda _: []),
         (
             "may wait for room is refused",
             (Pins, "withheld"),
@@ -67,7 +67,7 @@ def commit_alone(endings, message, envelope):
         ("waits for room, and fits", (WaitQueue, "look_again"), lambda _: []),
         (
             "waits for room, and fits",
-            (Endings, "commit"),
+            (PrefixIndex, "commit"),
             commit_alone,
         ),
     ],

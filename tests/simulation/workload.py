@@ -255,7 +255,7 @@ class Client(CacheClient):
     def look(self, prompt: Prompt) -> None:
         """Look a prompt up: nothing changes by it, and what it finds is in bounds."""
         cache, world = self.world.cache, self.world
-        prefix, before = world.system.index_actor.core, cache.free_blocks()
+        prefix, before = world.system.index_actor, cache.free_blocks()
         tree = prefix.index.tree.statistics()
         hits = cache.lookup(
             prompt.tokens, extra_keys=prompt.media, salt=prompt.salt, lora=prompt.lora

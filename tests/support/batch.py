@@ -709,7 +709,7 @@ def named(lease: Lease, content: Content) -> Named:
 def differences(cache: KVCache, row: Row) -> list[str]:
     """Facts that a lease and the index disagree on."""
     lease, found = row.lease, []
-    state = cache.system.index_actor.core.leases.get(lease._handle.id)
+    state = cache.system.index_actor.leases.get(lease._handle.id)
     if state is None:
         return ["the index has no such lease"]
     if lease.num_tokens != state.path.num_tokens:

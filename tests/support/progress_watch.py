@@ -11,7 +11,6 @@ from kvactors.actor import Actor, ActorRef, Envelope, Instrument
 from kvactors.errors import NeverFits, NoRoom
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Acquire
-from kvactors.prefix_index.requests import Requests
 from kvactors.prefix_index.waiting import Wait, WaitQueue, number_of
 from kvactors.types import split_hashes
 
@@ -47,29 +46,36 @@ class ProgressWatch(Instrument):
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Watch within a block. One watch a process at a time."""
-        admit, refuse = Requests._admit, WaitQueue.refuse
+        admit, match, refuse = PrefixIndex._admit, PrefixIndex._match, WaitQueue.refuse
+        admitted: Any = None
 
-        def on_admit(
-            requests: Requests, message: Acquire, needed: int, envelope: Envelope[Any]
-        ) -> Any:
-            self._overtakes(message, needed)
-            self._fitted[message.lease] = self._fits(message)
+        def on_admit(index: PrefixIndex, message: Acquire, envelope: Envelope[Any]) -> Any:
+            nonlocal admitted
+            admitted = message
             try:
-                return admit(requests, message, needed, envelope)
+                return admit(index, message, envelope)
             finally:
-                del self._fitted[message.lease]
+                admitted = None
+                self._fitted.pop(message.lease, None)
+
+        def on_match(index: PrefixIndex, envelope: Envelope[Any]) -> Any:
+            message: Any = envelope.message
+            if message is admitted and message.lease not in self._fitted:
+                self._overtakes(message, index.index.blocks_for(message.path.num_tokens))
+                self._fitted[message.lease] = self._fits(message)
+            return match(index, envelope)
 
         def on_refusal(queue: WaitQueue, envelope: Envelope[Any], error: Exception) -> Any:
             if isinstance(envelope.message, Acquire) and not envelope.abandoned:
                 self._refused(envelope.message, error)
             return refuse(queue, envelope, error)  # type: ignore[arg-type]
 
-        patches: Any = (Requests, WaitQueue)
-        patches[0]._admit, patches[1].refuse = on_admit, on_refusal
+        patches: Any = (PrefixIndex, WaitQueue)
+        patches[0]._admit, patches[0]._match, patches[1].refuse = on_admit, on_match, on_refusal
         try:
             yield
         finally:
-            patches[0]._admit, patches[1].refuse = admit, refuse
+            patches[0]._admit, patches[0]._match, patches[1].refuse = admit, match, refuse
 
     # -- see `Instrument`
 
@@ -84,9 +90,9 @@ class ProgressWatch(Instrument):
         actor = self._actor
         if actor is None or receiver.role != actor.ROLE:
             return
-        queue = actor.core.queue
+        queue = actor.queue
         self._refuse_hopeless()
-        if queue.proceeding or queue.acquires.matching or actor.out.works:
+        if queue.proceeding or queue.acquires.matching or actor.out.works > queue._sweeping:
             return  # the index looks at the queue in a later turn
         ahead: list[Wait] = []
         for held in self._waiting():
@@ -101,7 +107,7 @@ class ProgressWatch(Instrument):
 
     def _waiting(self) -> list[Wait]:
         assert self._actor is not None
-        queue = self._actor.core.queue
+        queue = self._actor.queue
         waiting: list[Wait] = [*queue.forks.waits.values()]
         waiting += queue.acquires.waits.values()
         return [held for held in waiting if not held.envelope.abandoned]
@@ -115,7 +121,7 @@ class ProgressWatch(Instrument):
 
     def _refused(self, message: Acquire, error: Exception) -> None:
         assert self._actor is not None
-        core, path = self._actor.core, message.path
+        core, path = self._actor, message.path
         claim = core.index.blocks_for(path.num_tokens)
         if not isinstance(error, NoRoom):
             return
@@ -142,7 +148,7 @@ class ProgressWatch(Instrument):
     def _overtakes(self, message: Acquire, needed: int) -> None:
         """A request is about to get its blocks."""
         assert self._actor is not None
-        queue = self._actor.core.queue
+        queue = self._actor.queue
         waiting = {held.message.lease: held for held in self._waiting()}
         kept = waiting.keys() | queue.acquires.matching.keys()
         self._overtaken = Counter({n: c for n, c in self._overtaken.items() if n in kept})
@@ -158,7 +164,7 @@ class ProgressWatch(Instrument):
 
     def _may_pass(self, claim: int, ahead: Sequence[Wait]) -> bool:
         assert self._actor is not None
-        overtakings = self._actor.core.queue.overtakings
+        overtakings = self._actor.queue.overtakings
         if all(overtakings - held.since < self._bound for held in ahead):
             return True
         claims = claim + sum(held.claim for held in ahead)
@@ -168,7 +174,7 @@ class ProgressWatch(Instrument):
         """Blocks of the leases that are newer than the first of these requests."""
         assert self._actor is not None
         first = min(number_of(held.message) for held in ahead)
-        leases = self._actor.core.leases
+        leases = self._actor.leases
         return sum(lease.path.num_blocks for lease in leases if lease.id > first)
 
     def _reach(self) -> int:
@@ -179,7 +185,7 @@ class ProgressWatch(Instrument):
     def _fits(self, message: Any) -> bool:
         """Whether free blocks, and those that evictions free, are enough for a request now."""
         assert self._actor is not None
-        core, index = self._actor.core, self._actor.index
+        core, index = self._actor, self._actor.index
         unpromised = core.index.room.unpromised
         if not isinstance(message, Acquire):
             return index.room.free + index.evictable() + unpromised >= len(message.leases)
@@ -191,7 +197,7 @@ class ProgressWatch(Instrument):
         """Whether blocks that stay pinned until the deadline of a request keep it out. margin:
         seconds after the deadline until which pins count as ended."""
         assert self._actor is not None
-        core = self._actor.core
+        core = self._actor
         if isinstance(message, Acquire):
             path = message.path
         else:

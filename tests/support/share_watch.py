@@ -10,8 +10,8 @@ from math import inf
 from typing import Any
 
 from kvactors.cpu_evictor.slots import NOTHING, HostBlock, HostTier, SlotState
+from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.leases import LeaseState
-from kvactors.prefix_index.requests import Requests
 from kvactors.prefix_index.tree import BlockIndex
 from kvactors.quotas import salt_id
 from kvactors.storage.catalog import NONE, BatchAdmission, Catalog
@@ -66,14 +66,14 @@ class ShareWatch:
             self._store(catalog, held, found)
             return found
 
-        granted = Requests._granted
+        granted = PrefixIndex._granted
 
-        def on_granted(requests: Requests, lease: LeaseState, *arguments: Any) -> Any:
+        def on_granted(index: PrefixIndex, lease: LeaseState, *arguments: Any) -> Any:
             if lease.device_hits and lease.tree.is_forgotten(lease.path):
                 self._fail("a request was granted blocks of a salt that were cleared before")
-            return granted(requests, lease, *arguments)
+            return granted(index, lease, *arguments)
 
-        Requests._granted = on_granted  # type: ignore[assignment, method-assign]
+        PrefixIndex._granted = on_granted  # type: ignore[assignment, method-assign]
         BlockIndex.evict = on_device  # type: ignore[assignment, method-assign]
         HostTier.victims = on_host  # type: ignore[assignment, method-assign]
         Catalog.admit = on_store  # type: ignore[assignment, method-assign]
@@ -81,7 +81,7 @@ class ShareWatch:
             yield
         finally:
             BlockIndex.evict, HostTier.victims = evict, victims  # type: ignore[method-assign]
-            Catalog.admit, Requests._granted = admit, granted  # type: ignore[method-assign]
+            Catalog.admit, PrefixIndex._granted = admit, granted  # type: ignore[method-assign]
 
     def _store(
         self, catalog: Catalog, salts: Mapping[bytes, int | None], found: BatchAdmission

@@ -94,7 +94,7 @@ def senders(actor: type[Actor], message: type[Message]) -> Iterator[str]:
 def reply_of(message: type[Message]) -> str:
     """The type of an ask's reply."""
     for base in getattr(message, "__orig_bases__", ()):
-        if typing.get_origin(base) is Ask:
+        if issubclass(typing.get_origin(base) or object, Ask):
             return type_name(typing.get_args(base)[0])
     return "-"
 
