@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import anyio
 
@@ -35,27 +35,23 @@ Observe: TypeAlias = Callable[[KVCache], AbstractAsyncContextManager[Any]]
 """Entered with the open cache of a run, and left before it closes."""
 
 
-class Model(Protocol):
-    """Where blocks are computed. The contents of a block are named by 32 bytes."""
-
-    async def fill(self, blocks: Sequence[int], names: bytes) -> None:
-        """Compute the contents of device blocks."""
-
-    async def check(self, blocks: Sequence[int], names: bytes) -> Sequence[int]:
-        """Indices of the blocks that do not hold those contents."""
-
-
-class DeviceModel:
-    """Computes blocks on a device of this process, which can `fill` and `check`."""
+class Model:
+    """Computes blocks on a device that can `fill` and `check`. names: 32 bytes for the contents of
+    each block."""
 
     def __init__(self, device: Any) -> None:
         self._device = device
 
+    async def run(self, call: Callable[[], Any]) -> Any:
+        return call()
+
     async def fill(self, blocks: Sequence[int], names: bytes) -> None:
-        self._device.fill(blocks, names)
+        """Compute the contents of device blocks."""
+        await self.run(lambda: self._device.fill(blocks, names))
 
     async def check(self, blocks: Sequence[int], names: bytes) -> Sequence[int]:
-        bad: list[int] = self._device.check(blocks, names)
+        """Indices of the blocks that do not hold those contents."""
+        bad: Sequence[int] = await self.run(lambda: self._device.check(blocks, names))
         return bad
 
 
@@ -120,7 +116,7 @@ class Engine:
     ) -> None:
         self.cache = cache
         self.totals = totals
-        self.model = DeviceModel(cache.device) if model is None else model
+        self.model = Model(cache.device) if model is None else model
         self._thorough = thorough
         self._on_wrong = on_wrong
         self._on_error = on_error
@@ -136,11 +132,7 @@ class Engine:
         request.landed()
         hits = lease.hits
         if not resumed:
-            totals.requests += 1
-            totals.blocks_looked_up += lease.num_tokens // self.cache.block_size
-            totals.device += hits.device
-            totals.host += hits.host
-            totals.storage += hits.storage
+            totals.count(lease.num_tokens // self.cache.block_size, hits)
         if lease.cached_tokens > lease.num_tokens:
             totals.complain("cached_tokens exceeds the tokens of the request")
         if self._thorough:
@@ -217,8 +209,7 @@ class Engine:
                 return
 
     async def settle(self, sinks: Collection[str] | None = None) -> None:
-        """Wait until nothing is in flight and every sink (of those named) has its deliveries. A
-        missed deadline is an error in the totals."""
+        """Wait until nothing is in flight and every sink (of those named) has its deliveries."""
         try:
             await self.cache.wait_flushed(sinks=sinks)
         except DeadlineExceeded as error:

@@ -24,7 +24,7 @@ from kvactors.cache import open_cache
 from kvactors.decode_batch import Step
 from kvactors.errors import ConfigError, DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
-from kvactors.scenario.engine import Engine, Observe, ScenarioRequest, beside, reporting
+from kvactors.scenario.engine import Engine, Model, Observe, ScenarioRequest, beside, reporting
 from kvactors.scenario.output import in_unicode
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.spec import Positive
@@ -310,22 +310,15 @@ PASSES = 8
 """Passes of the event loop for the cache between two strides, when strides are late."""
 
 
-class ThreadModel:
+class ThreadModel(Model):
     """Computes and verifies blocks in a thread, beside the loop."""
 
     def __init__(self, device: Any) -> None:
-        self._device = device
+        super().__init__(device)
         self._workers = Workers(1, "kvactors-model")
 
-    async def _run(self, call: Callable[[], Any]) -> Any:
+    async def run(self, call: Callable[[], Any]) -> Any:
         return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(call)))
-
-    async def fill(self, blocks: Sequence[int], names: bytes) -> None:
-        await self._run(lambda: self._device.fill(blocks, names))
-
-    async def check(self, blocks: Sequence[int], names: bytes) -> Sequence[int]:
-        bad: list[int] = await self._run(lambda: self._device.check(blocks, names))
-        return bad
 
 
 class Serving:

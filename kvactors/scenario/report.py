@@ -10,6 +10,7 @@ from rich.console import Console
 
 from kvactors.cache import KVCache
 from kvactors.cpu_evictor.memory import NOT_FETCHED
+from kvactors.lease import Hits
 from kvactors.observe.lag import Lags
 from kvactors.scenario.output import print_fields, print_rows
 from kvactors.types import Residency
@@ -40,6 +41,14 @@ class Totals(msgspec.Struct):
         return {
             tier: round(blocks / max(1, self.blocks_looked_up), 6) for tier, blocks in hits.items()
         }
+
+    def count(self, blocks: int, hits: Hits) -> None:
+        """Count a request that looked blocks up."""
+        self.requests += 1
+        self.blocks_looked_up += blocks
+        self.device += hits.device
+        self.host += hits.host
+        self.storage += hits.storage
 
     def complain(self, what: str) -> None:
         """Record an error. The texts of the first MAX_ERRORS are kept."""

@@ -12,7 +12,7 @@ therefore take a separate pass each."""
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
@@ -52,20 +52,6 @@ class Paths(NamedTuple):
     @property
     def longest(self) -> int:
         return int(np.diff(self.ends, prepend=0).max(initial=0))
-
-
-class Curve(NamedTuple):
-    """Hits of an LRU cache by its size, for one size of the device. hits: blocks hit by a cache of
-    that many blocks, int64 [distinct + 1], rising. looked_up: blocks of all requests, those of
-    refused ones included."""
-
-    hits: Blocks
-    looked_up: int
-    refused: int
-
-    def rate(self, size: int) -> float:
-        """Share of the looked-up blocks that a cache of `size` blocks hits."""
-        return int(self.hits[min(size, len(self.hits) - 1)]) / max(1, self.looked_up)
 
 
 def read_paths(requests: Iterable[NDArray[np.uint64]], *, whole: bool = True) -> Paths:
@@ -158,13 +144,25 @@ class RecencyStack:
 
 
 class Uses(NamedTuple):
-    """Uses of blocks after an earlier use, in runs of blocks of a path: int64 [runs] each."""
+    """Uses of blocks after an earlier use, for one size of the device, in runs of blocks of a path:
+    int64 [runs] each. hits: blocks hit by an LRU cache of that many blocks, int64 [distinct + 1],
+    rising. looked_up: blocks of all requests, those of refused ones included."""
 
     request: Blocks
     before: Blocks
     distance: Blocks
     blocks: Blocks
+    hits: Blocks
+    looked_up: int
     refused: int
+
+    def rate(self, size: int) -> float:
+        """Share of the looked-up blocks that an LRU cache of `size` blocks hits."""
+        return int(self.hits[min(size, len(self.hits) - 1)]) / max(1, self.looked_up)
+
+    def size_for(self, share: float) -> int:
+        """The smallest LRU cache that has a share of the hits of an unlimited one, in blocks."""
+        return int(np.searchsorted(self.hits, share * int(self.hits[-1])))
 
 
 def uses_of(paths: Paths, device: int | None = None) -> Uses:
@@ -183,35 +181,11 @@ def uses_of(paths: Paths, device: int | None = None) -> Uses:
             if run.low < most
         ]
     columns = np.array(found, np.int64).reshape(-1, 4).T
-    return Uses(columns[0], columns[1], columns[2], columns[3], refused)
-
-
-def curve_of(paths: Paths, uses: Uses) -> Curve:
-    """The hits of LRU caches of every size."""
+    _, _, distance, blocks = columns
     changes = np.zeros(paths.distinct + 2, np.int64)  # of the number of hits, by stack distance
-    np.add.at(changes, uses.distance, 1)
-    np.subtract.at(changes, uses.distance + uses.blocks, 1)
-    hits = np.cumsum(np.cumsum(changes[:-1]))
-    return Curve(hits, int(paths.ends[-1]) if len(paths.ends) else 0, uses.refused)
-
-
-def hit_curve(paths: Paths, device: int | None = None) -> Curve:
-    """The hits of LRU caches of every size."""
-    return curve_of(paths, uses_of(paths, device))
-
-
-def tier_rates(
-    curve: Curve, device: int, host: int, storage: int, *, exclusive: bool
-) -> dict[str, float]:
-    """Share of the looked-up blocks that each of three LRU tiers hits, and the number of refused
-    requests. Exclusive tiers hit together like one cache of all their blocks, inclusive ones like
-    one cache of the blocks of the largest. Sizes are in blocks, 0 without the tier."""
-    upper = device + host if exclusive else max(device, host)
-    every = upper + storage if exclusive else max(upper, storage)
-    at_device, at_host, total = curve.rate(device), curve.rate(upper), curve.rate(every)
-    shares = {"device": at_device, "host": at_host - at_device, "storage": total - at_host}
-    rounded = {tier: round(share, 6) for tier, share in (shares | {"total": total}).items()}
-    return rounded | {"refused": curve.refused}
+    np.add.at(changes, distance, 1)
+    np.subtract.at(changes, distance + blocks, 1)
+    return Uses(*columns, np.cumsum(np.cumsum(changes[:-1])), len(paths.blocks), refused)
 
 
 def sizes_to_show(distinct: int, points: int = 40) -> list[int]:
@@ -219,24 +193,6 @@ def sizes_to_show(distinct: int, points: int = 40) -> list[int]:
     if distinct < 1:
         return []
     return sorted({round(size) for size in np.geomspace(1, distinct, points)})
-
-
-def device_uses(paths: Paths, sizes: Iterable[int]) -> Iterator[Uses]:
-    """The uses of blocks that a device alone may hit, for each size. Sizes that hold every request
-    share one pass."""
-    longest, shared = paths.longest, None
-    for size in sizes:
-        if size < longest:
-            yield uses_of(paths, size)
-        else:
-            shared = shared or uses_of(paths)
-            yield shared
-
-
-def sizes_for(curve: Curve, shares: Iterable[float]) -> dict[float, int]:
-    """The smallest cache that has each share of the hits of an unlimited one, in blocks."""
-    most = int(curve.hits[-1])
-    return {share: int(np.searchsorted(curve.hits, share * most)) for share in shares}
 
 
 # -- the offline optimum
@@ -361,18 +317,20 @@ def retain_hits(
 
 
 def rates_of(paths: Paths, config: Config) -> dict[str, float]:
-    """The hits of a config's tiers under LRU. A store without a limit holds every block."""
-    store = config.storage
-    stored = 0
+    """Share of the looked-up blocks that each of a config's tiers hits under LRU, and the number of
+    refused requests. Exclusive tiers hit together like one cache of all their blocks, inclusive
+    ones like one cache of the blocks of the largest. A store without a limit holds every block."""
+    device, host, store, stored = config.device.num_blocks, config.host.slots, config.storage, 0
     if store.backend != "none" and not config.flush.flush_only:
         stored = paths.distinct if store.capacity_blocks is None else store.capacity_blocks
-    return tier_rates(
-        hit_curve(paths, config.device.num_blocks),
-        config.device.num_blocks,
-        config.host.slots,
-        stored,
-        exclusive=config.host.mode == "exclusive",
+    together = sum if config.host.mode == "exclusive" else max
+    uses = uses_of(paths, device)
+    at_device, at_host, total = (
+        uses.rate(together(sizes)) for sizes in ([device], [device, host], [device, host, stored])
     )
+    shares = {"device": at_device, "host": at_host - at_device, "storage": total - at_host}
+    rounded = {tier: round(share, 6) for tier, share in (shares | {"total": total}).items()}
+    return rounded | {"refused": uses.refused}
 
 
 def lru_rates(requests: Iterable[TraceRequest], config: Config) -> dict[str, float]:
@@ -451,10 +409,10 @@ def sweep(
     requests = list(read_trace(trace, coarse=coarse, limit=limit))
     whole = config is None or not config.cache.recompute_last_token
     paths = read_paths((one.ids for one in requests), whole=whole)
-    curve, chosen = hit_curve(paths), sorted(set(sizes)) or sizes_to_show(paths.distinct)
+    every, chosen = uses_of(paths), sorted(set(sizes)) or sizes_to_show(paths.distinct)
     points: list[SweepPoint] = []
-    for size, uses in zip(chosen, device_uses(paths, chosen), strict=True):
-        lru = curve_of(paths, uses)
+    for size in chosen:
+        uses = uses_of(paths, size) if size < paths.longest else every
         retained = None
         if retain:  # it is no stack algorithm: each size is a run
 
@@ -465,12 +423,12 @@ def sweep(
             done(0)
             hits = retain_hits(paths, requests, size, done)
             retained = round(hits / max(1, len(paths.blocks)), 6)
-        optimum = optimal_hits(uses, len(requests), size) / max(1, lru.looked_up)
+        optimum = optimal_hits(uses, len(requests), size) / max(1, uses.looked_up)
         points.append(
             SweepPoint(
                 size,
                 block_bytes and size * block_bytes,
-                round(lru.rate(size), 6),
+                round(uses.rate(size), 6),
                 uses.refused,
                 round(optimum, 6),
                 retained,
@@ -479,13 +437,13 @@ def sweep(
     return SweepReport(
         in_unicode(pathlib.Path(trace).name),
         len(requests),
-        curve.looked_up,
+        every.looked_up,
         paths.distinct,
         paths.longest,
         block_bytes,
-        round(curve.rate(paths.distinct), 6),
+        round(every.rate(paths.distinct), 6),
         points,
-        {f"{share:g}": size for share, size in sizes_for(curve, SHARES).items()},
+        {f"{share:g}": every.size_for(share) for share in SHARES},
         {} if config is None else rates_of(paths, config),
     )
 
@@ -527,8 +485,9 @@ def print_sweep(report: SweepReport, console: Console, most: int = ROWS) -> None
         text = bytes_text(report.block_bytes and size * report.block_bytes)
         fields.append((f"{float(share):.0%} of them", f"{size:,} blocks  {text}"))
     print_fields(report.trace, fields, console)
-    cells = [
-        (
+    table = []
+    for point in shown:
+        cells = (
             f"{point.blocks:,}",
             bytes_text(point.bytes),
             f"{point.hit_rate:.4f}",
@@ -537,9 +496,7 @@ def print_sweep(report: SweepReport, console: Console, most: int = ROWS) -> None
             f"{point.hit_rate / report.most if report.most else 0.0:.1%}",
             f"{point.refused}",
         )
-        for point in shown
-    ]
-    table = [(row, None) for row in cells]
+        table.append((cells, None))
     print_rows("hit rate of one tier", COLUMNS, table, console, numbers=range(len(COLUMNS)))
     if report.tiers:
         rates = in_line(report.tiers, "g")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from kvactors.cache import KVCache
 from kvactors.checks import Media
 from kvactors.errors import CacheAsleep, KVActorsError, LeasesOpen, NoRoom, Paused
-from kvactors.scenario.engine import DeviceModel, Engine, ScenarioRequest
+from kvactors.scenario.engine import Engine, Model, ScenarioRequest
 from kvactors.scenario.spec import ScenarioStep, Workload
 
 VOCABULARY = 150_000
@@ -208,6 +208,6 @@ class Script:
             await cache.sleep(step.level)
         elif step.do == "wake":
             await cache.wake()
-            engine.model = DeviceModel(cache.device)
+            engine.model = Model(cache.device)
         else:
             await PLAIN[step.do](cache)

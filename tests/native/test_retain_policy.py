@@ -14,7 +14,7 @@ import pytest
 
 from kvactors.native import LifeTables
 from kvactors.prefix_index.settings import OBSERVED_REQUESTS
-from kvactors.scenario.sweep import DeviceTier, hit_curve, read_paths
+from kvactors.scenario.sweep import DeviceTier, read_paths, uses_of
 from tests.support.adversaries import ADVERSARIES, HOSTILE, finer, first
 from tests.support.traces import SHORT, read
 from tests.support.two_tiers import TwoTiers
@@ -41,7 +41,7 @@ def rates(requests, size):
         hits = sum(device.request(ids, one.now, one.output) for one, ids in pairs)
         return hits / blocks
 
-    curve = hit_curve(read_paths(ids.astype("u8") for ids in arrays), size)
+    curve = uses_of(read_paths(ids.astype("u8") for ids in arrays), size)
     return Rates(
         curve.rate(size),
         run(LifeTables(first=OBSERVED_REQUESTS)),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.scenario.sweep import hit_curve, optimal_hits, read_paths, uses_of
+from kvactors.scenario.sweep import optimal_hits, read_paths, uses_of
 from tests.scenario.test_sweep import chained, paths_of
 from tests.support.traces import SHORT, read
 
@@ -52,9 +52,8 @@ def test_no_sequence_of_contents_hits_more(trace, size, whole):
 def test_lru_never_hits_more(trace, whole):
     paths = paths_of(trace, whole=whole)
     for size in range(1, paths.distinct + 1):
-        curve = hit_curve(paths, size)
         uses = uses_of(paths, size)
-        assert optimal_hits(uses, len(paths.ends), size) >= curve.hits[min(size, paths.distinct)]
+        assert optimal_hits(uses, len(paths.ends), size) >= uses.hits[min(size, paths.distinct)]
 
 
 def test_a_cache_of_every_block_hits_every_known_block():
@@ -91,4 +90,4 @@ def test_the_hit_rate_of_the_first_requests_lies_above_that_of_lru():
     uses = uses_of(paths)
     rate = optimal_hits(uses, len(paths.ends), 1000) / len(paths.blocks)
     assert rate == pytest.approx(0.1790, abs=0.002)
-    assert rate > 3 * hit_curve(paths).rate(1000)
+    assert rate > 3 * uses_of(paths).rate(1000)

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.scenario.sweep import DeviceTier, hit_curve, read_paths, retain_hits
+from kvactors.scenario.sweep import DeviceTier, read_paths, retain_hits, uses_of
 from kvactors.scenario.trace import TraceRequest
 from tests.scenario.test_sweep import chained, paths_of
 from tests.support.traces import SHORT, read
@@ -17,7 +17,7 @@ from tests.support.traces import SHORT, read
 def test_without_statistics_it_is_lru(trace, size):
     device = DeviceTier(size)
     hits = sum(device.request(np.array(ids, np.uint32), 0.0) for ids in trace)
-    curve = hit_curve(paths_of(trace), size)
+    curve = uses_of(paths_of(trace), size)
     assert hits == curve.hits[min(size, len(curve.hits) - 1)]
     assert device.refused == curve.refused
     device.tree.check()
@@ -49,4 +49,4 @@ def test_retain_hits_more_than_lru_on_the_first_requests():
     ]
     paths = read_paths(one.ids for one in requests)
     rate = retain_hits(paths, requests, 1000) / len(paths.blocks)
-    assert rate > 1.5 * hit_curve(paths).rate(1000)
+    assert rate > 1.5 * uses_of(paths).rate(1000)

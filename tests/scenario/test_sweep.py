@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError
 from kvactors.scenario.replay import ReplayConfig, replay
-from kvactors.scenario.sweep import (
-    curve_of,
-    device_uses,
-    hit_curve,
-    read_paths,
-    sizes_for,
-    sizes_to_show,
-    tier_rates,
-)
+from kvactors.scenario.sweep import rates_of, read_paths, sizes_to_show, uses_of
 
 
 @st.composite
@@ -58,7 +50,7 @@ def paths_of(trace, *, whole=True):
 @given(trace=chained(), whole=st.booleans(), device=st.none() | st.integers(1, 12))
 def test_a_curve_equals_a_plain_lru_cache_of_every_size(trace, whole, device):
     paths = paths_of(trace, whole=whole)
-    curve = hit_curve(paths, device)
+    curve = uses_of(paths, device)
     assert curve.looked_up == sum(map(len, trace))
     for size in range(1, paths.distinct + 2):
         hits, refused = lru(trace, size, device=device, whole=whole)
@@ -68,10 +60,10 @@ def test_a_curve_equals_a_plain_lru_cache_of_every_size(trace, whole, device):
 
 @given(trace=chained(), whole=st.booleans())
 def test_devices_of_every_size_refuse_what_does_not_fit(trace, whole):
-    sizes = list(range(1, 14))
     paths = paths_of(trace, whole=whole)
-    for size, uses in zip(sizes, device_uses(paths, sizes), strict=True):
-        assert (curve_of(paths, uses).hits[min(size, paths.distinct)], uses.refused) == lru(
+    for size in range(1, 14):
+        uses = uses_of(paths, size)
+        assert (uses.hits[min(size, paths.distinct)], uses.refused) == lru(
             trace, size, device=size, whole=whole
         )
 
@@ -95,10 +87,9 @@ async def test_tiers_hit_as_in_a_replay(device, mode, tmp_path):
     )
     report = await replay(tmp_path / "t.jsonl", config)
     paths = read_paths(np.array(ids, "u8") for ids in TRACE)
-    curve = hit_curve(paths, device)
-    rates = tier_rates(curve, device, device + 2, 0, exclusive=mode == "exclusive")
+    rates = rates_of(paths, config)
     assert report.rejected == rates["refused"]
-    served = report.blocks_looked_up / curve.looked_up  # a replay does not count refused requests
+    served = report.blocks_looked_up / len(paths.blocks)  # a replay does not count refused requests
     for tier in ("device", "host"):
         assert report.hit_rate[tier] * served == pytest.approx(rates[tier], abs=2e-6)
 
@@ -112,14 +103,15 @@ def test_a_trace_that_is_not_chained_is_named():
 
 def test_no_requests_have_no_hits():
     paths = read_paths([])
-    assert (paths.longest, hit_curve(paths).rate(10), sizes_to_show(0)) == (0, 0.0, [])
-    assert not any(tier_rates(hit_curve(paths, 5), 5, 0, 0, exclusive=True).values())
+    assert (paths.longest, uses_of(paths).rate(10), sizes_to_show(0)) == (0, 0.0, [])
+    config = ReplayConfig.from_mapping({"device": {"num_blocks": 5}})
+    assert not any(rates_of(paths, config).values())
 
 
 def test_the_smallest_size_with_a_share_of_the_hits():
-    curve = hit_curve(read_paths(np.array(ids, "u8") for ids in TRACE))
-    for share, size in sizes_for(curve, (0.5, 0.9, 1.0)).items():
-        most = curve.rate(10**9)
+    curve = uses_of(read_paths(np.array(ids, "u8") for ids in TRACE))
+    for share in (0.5, 0.9, 1.0):
+        size, most = curve.size_for(share), curve.rate(10**9)
         assert curve.rate(size) >= share * most > curve.rate(size - 1)
 
 

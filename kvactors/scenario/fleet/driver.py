@@ -347,11 +347,7 @@ class Run:
             finally:
                 member.in_flight -= tokens
         figures.ended(answer, whole)
-        totals.requests += 1
-        totals.blocks_looked_up += len(blocks)
-        totals.device += answer.hits.device
-        totals.host += answer.hits.host
-        totals.storage += answer.hits.storage
+        totals.count(len(blocks), answer.hits)
 
     # -- faults
 
