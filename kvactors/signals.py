@@ -83,8 +83,6 @@ def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
         try:
             return asyncio.run(cancellable())
         finally:
-            if signal.SIGTERM in _received:
-                sys.exit(STATUS)
             if _received:
                 raise KeyboardInterrupt
 
@@ -94,28 +92,18 @@ def temporary_folder(prefix: str = "kvactors-") -> Iterator[str]:
     """A new folder that is removed in the end, whenever SIGINT or SIGTERM arrives.
 
     The handler of a signal may raise between the system call that makes a folder and the
-    assignment that remembers it. The folder is therefore made with both signals held back.
+    assignment that remembers it. Signals that arrive meanwhile are therefore raised afterwards.
     """
-    folder = None
+    arrived, folder = list[int](), None
     try:
-        with _signals_held_back():
+        with signals_noted(arrived):
             folder = tempfile.TemporaryDirectory(prefix=prefix)
+        for number in arrived:
+            signal.raise_signal(number)
         yield folder.name
     finally:
         if folder is not None:
             folder.cleanup()
-
-
-@contextmanager
-def _signals_held_back() -> Iterator[None]:
-    """SIGINT and SIGTERM that arrive in the block are raised at its end."""
-    arrived: list[int] = []
-    try:
-        with signals_noted(arrived):
-            yield
-    finally:
-        for number in arrived:
-            signal.raise_signal(number)
 
 
 @contextmanager

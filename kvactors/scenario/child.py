@@ -18,7 +18,6 @@ from anyio.streams.buffered import BufferedByteReceiveStream
 
 from kvactors.errors import DeadlineExceeded, KVActorsError
 from kvactors.scenario.spec import RouterSpec
-from kvactors.testing.faults import Fault
 
 PATIENCE = 60.0
 """Seconds to wait for a line by default."""
@@ -62,20 +61,6 @@ class Child:
     def signal(self, number: Signals) -> None:
         with suppress(ProcessLookupError):
             self.process.send_signal(number)
-
-    async def inject(self, fault: Fault) -> None:
-        """Injector of the process seam: process_stop (SIGSTOP), process_kill (SIGKILL)."""
-        if fault.kind == "process_stop":
-            self.signal(Signals.SIGSTOP)
-        elif fault.kind == "process_kill":
-            await self.kill()
-        else:
-            raise ValueError(f"{fault.kind} is no fault of a process")
-
-    async def recover(self, fault: Fault) -> None:
-        """Let a stopped process go on. A killed one is not started again."""
-        if fault.kind == "process_stop":
-            self.signal(Signals.SIGCONT)
 
     async def kill(self) -> None:
         """Kill the process (SIGKILL) and wait until it has ended. No cancellation interrupts it."""

@@ -89,9 +89,6 @@ class ScenarioRequest:
 OnWrong = Callable[[ScenarioRequest, Sequence[int], str], Awaitable[None]]
 """Called with a request, the positions of its wrong blocks, and when they were found."""
 
-OnError = Callable[[str, KVActorsError], None]
-"""Called with the name of a request that was not served, and the reason."""
-
 
 class Engine:
     """Serves requests on a cache and keeps the totals.
@@ -101,7 +98,6 @@ class Engine:
         thorough: verify every cached block, and at the end of a request all of its blocks. If not
             set, the blocks loaded from a lower tier.
         on_wrong: called in addition to counting wrong blocks.
-        on_error: called in place of an error in the totals.
     """
 
     def __init__(
@@ -112,14 +108,12 @@ class Engine:
         *,
         thorough: bool = False,
         on_wrong: OnWrong | None = None,
-        on_error: OnError | None = None,
     ) -> None:
         self.cache = cache
         self.totals = totals
         self.model = Model(cache.device) if model is None else model
         self._thorough = thorough
         self._on_wrong = on_wrong
-        self._on_error = on_error
 
     def request(self, lease: Lease) -> ScenarioRequest:
         return ScenarioRequest(lease, self.cache.block_size, self.model)
@@ -224,10 +218,7 @@ class Engine:
             self.totals.complain(f"between turns: {error}")
 
     def failed(self, name: str, error: KVActorsError) -> None:
-        if self._on_error is not None:
-            self._on_error(name, error)
-        else:
-            self.totals.complain(f"request {name}: {type(error).__name__}: {error}")
+        self.totals.complain(f"request {name}: {type(error).__name__}: {error}")
 
 
 async def reporting(totals: Totals, progress: Progress) -> None:

@@ -7,12 +7,9 @@ import socket
 import subprocess
 import time
 from pathlib import Path
-from signal import SIGCONT, SIGSTOP
-
-from anyio.to_thread import run_sync
+from signal import Signals
 
 from kvactors.errors import StoreError
-from kvactors.testing.faults import Fault
 
 PATIENCE = 20.0
 """Seconds until a started master must listen."""
@@ -74,21 +71,9 @@ class Master:
             "mooncake_master does not listen (Debian: it needs libibverbs1 and libnuma1)"
         )
 
-    async def inject(self, fault: Fault) -> None:
-        """See `Injectable`: store_down (SIGKILL), store_hang (SIGSTOP)."""
-        if fault.kind == "store_down":
-            await run_sync(self.kill)
-        elif fault.kind != "store_hang":
-            raise ValueError(f"{fault.kind} is no fault of a master")
-        elif self.process is not None:
-            self.process.send_signal(SIGSTOP)
-
-    async def recover(self, fault: Fault) -> None:
-        """See `Injectable`. A killed master is started again, empty."""
-        if fault.kind == "store_down":
-            await run_sync(self.start)
-        elif self.process is not None:
-            self.process.send_signal(SIGCONT)
+    def signal(self, number: Signals) -> None:
+        if self.process is not None:
+            self.process.send_signal(number)
 
     def kill(self) -> None:
         """SIGKILL, if it runs."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -80,19 +81,9 @@ def write_json(data: Any, path: str | Path) -> None:
     try:
         text = msgspec.json.encode(data)
     except UnicodeEncodeError:  # the name of a file that is not UTF-8
-        text = msgspec.json.encode(_in_unicode(msgspec.to_builtins(data)))
+        builtins = msgspec.to_builtins(data)
+        text = in_unicode(json.dumps(builtins, ensure_ascii=False)).encode()
     write_output(msgspec.json.format(text, indent=2) + b"\n", path)
-
-
-def _in_unicode(data: Any) -> Any:
-    """Builtins whose texts can be encoded (see `in_unicode`)."""
-    if isinstance(data, dict):
-        return {_in_unicode(key): _in_unicode(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_in_unicode(one) for one in data]
-    if isinstance(data, str):
-        return in_unicode(data)
-    return data
 
 
 def in_unicode(name: str) -> str:

@@ -330,11 +330,9 @@ class Serving:
         self._engine, self._cache, self._totals = engine, engine.cache, engine.totals
         self._size = engine.cache.block_size
         self._settings, self._speed = settings, settings.speed
-        jobs, device_tokens = (
-            jobs_of(requests, self._size),
-            self._cache.device.num_blocks * self._size,
+        self._scheduler = Scheduler(
+            settings, jobs_of(requests, self._size), self._cache.device.num_blocks * self._size
         )
-        self._scheduler = Scheduler(settings, jobs, device_tokens)
         self._requests: dict[int, ScenarioRequest] = {}
         self._loop = asyncio.get_running_loop()
         self._began = self._loop.time()
@@ -553,11 +551,11 @@ class ModelCache:
         if is_stored and storage.capacity_blocks is not None:
             tiers.append(storage.capacity_blocks)
         exclusive = config.host.mode == "exclusive" or not config.host.slots
-        self._capacity: int | None = sum(tiers) if exclusive else max(tiers)
+        self._capacity: float = sum(tiers) if exclusive else max(tiers)
         if baseline == "none":
             self._capacity = 0
         elif is_stored and (storage.capacity_blocks is None or storage.capacity_bytes is not None):
-            self._capacity = None
+            self._capacity = math.inf
 
     def _ids(self, job: ServingJob) -> list[Hashable]:
         """The ids of a prompt. Without a cache no request has those of another."""
@@ -587,7 +585,7 @@ class ModelCache:
 
     def computed(self, job: ServingJob) -> None:
         self._touch(self._ids(job))
-        while self._capacity is not None and len(self._cached) > self._capacity:
+        while len(self._cached) > self._capacity:
             self._cached.popitem(last=False)
 
     def grow(self, job: ServingJob) -> bool:

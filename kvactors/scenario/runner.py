@@ -411,14 +411,14 @@ async def pool(settings: Pool) -> AsyncIterator[str]:
     """Run a Mooncake master and give its address. The master is killed and started again as the
     settings ask."""
     from kvactors.scenario.mooncake_master import Master
-    from kvactors.testing.faults import Fault
-    from kvactors.testing.plan import carry_out
 
     master = Master()
 
     async def outage() -> None:
         await anyio.sleep(settings.down_at)
-        await carry_out(master, Fault("store_down", duration=settings.down_for))
+        await anyio.to_thread.run_sync(master.kill)
+        await anyio.sleep(settings.down_for)
+        await anyio.to_thread.run_sync(master.start)
 
     await anyio.to_thread.run_sync(master.start)
     try:

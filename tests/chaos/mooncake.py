@@ -5,12 +5,12 @@ from __future__ import annotations
 import anyio
 from anyio.to_thread import run_sync
 
-from kvactors.scenario.mooncake_master import Master
 from kvactors.testing.faults import Fault, Kind
 from kvactors.testing.plan import carry_out
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import settings
 from tests.chaos.worker import worker
+from tests.support.injectors import FaultyMaster
 
 
 async def run(setting: Setting, tally: Tally) -> None:
@@ -23,7 +23,7 @@ async def run(setting: Setting, tally: Tally) -> None:
             f"Mooncake's client cannot be loaded ({error}): pip install 'kvactors[mooncake]'"
         )
         return
-    master = Master()
+    master = FaultyMaster()
     try:
         await run_sync(master.start)
         await under_load(master, setting, tally)
@@ -32,7 +32,7 @@ async def run(setting: Setting, tally: Tally) -> None:
             await run_sync(master.kill)
 
 
-async def under_load(master: Master, setting: Setting, tally: Tally) -> None:
+async def under_load(master: FaultyMaster, setting: Setting, tally: Tally) -> None:
     """The faults, in a random order."""
     pool = {
         "master_server_address": master.address,

@@ -113,9 +113,9 @@ def ranked_load(
         tally.complain(f"{len(positions)} blocks {when} by the cache hold other bytes")
 
     model = ProcessModel(workers)
-    return Load(
-        cache, tally, setting.seed, clients=CLIENTS, model=model, on_wrong=wrong, on_error=ended
-    )
+    load = Load(cache, tally, setting.seed, clients=CLIENTS, model=model, on_wrong=wrong)
+    load.engine.failed = ended  # type: ignore[method-assign]
+    return load
 
 
 SITUATION = Situation("ranks", "two ranks' processes killed, stopped, cut off", run)

@@ -16,6 +16,7 @@ from kvactors.testing.plan import Injectable
 from tests.chaos.proxy import Proxy, proxied
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import MEMORY, at_rest, loaded, named, settings, varied
+from tests.support.injectors import ProcessFaults
 
 Kinds = tuple[Kind, ...]
 
@@ -64,7 +65,7 @@ class Readers:
     async def inject(self, fault: Fault) -> None:
         """See `Injectable`: process_kill, process_stop."""
         assert self.reader is not None
-        await self.reader.inject(fault)
+        await ProcessFaults(self.reader).inject(fault)
 
     async def recover(self, fault: Fault) -> None:
         """See `Injectable`. A new reader comes in place of a killed one."""
@@ -72,7 +73,7 @@ class Readers:
         if fault.kind == "process_kill":
             await self.start()
         else:
-            await self.reader.recover(fault)
+            await ProcessFaults(self.reader).recover(fault)
 
 
 async def run(setting: Setting, tally: Tally) -> None:

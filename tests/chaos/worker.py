@@ -30,6 +30,7 @@ from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Tally
 from tests.chaos.rest import BREAKER, at_rest, named
+from tests.support.injectors import ProcessFaults
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,11 +76,11 @@ class Worker:
     async def inject(self, fault: Fault) -> None:
         """See `Injectable`: process_stop. `killed` kills it."""
         self._tally.faults += 1
-        await self._child.inject(fault)
+        await ProcessFaults(self._child).inject(fault)
 
     async def recover(self, fault: Fault) -> None:
         """See `Injectable`."""
-        await self._child.recover(fault)
+        await ProcessFaults(self._child).recover(fault)
 
     async def reach(self, requests: int) -> None:
         """Wait until it has served so many. Errors as of `rest`."""

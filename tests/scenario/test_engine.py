@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from kvactors.errors import NoRoom
-from kvactors.scenario.engine import DeviceModel, Engine
+from kvactors.scenario.engine import Engine, Model
 from kvactors.scenario.report import Totals
 from tests.support.cache import opened, prompt
 
 
-class RottenModel(DeviceModel):
+class RottenModel(Model):
     """Fills some blocks with other contents. rotten: how many are still to come."""
 
     def __init__(self, device, rotten):

@@ -13,6 +13,7 @@ import sys
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
+from signal import SIGCONT, SIGSTOP
 from typing import Any, Literal, NamedTuple
 
 import anyio
@@ -154,14 +155,14 @@ class RankProcess:
         elif fault.kind != "rank_silent":
             raise ValueError(f"{fault.kind} is no fault of a rank's process")
         elif self._child is not None:
-            await self._child.inject(Fault("process_stop"))
+            self._child.signal(SIGSTOP)
 
     async def recover(self, fault: Fault) -> None:
         """See `Injectable`. A lost rank is started again, with empty memory."""
         if fault.kind == "rank_lost":
             await self.start()
         elif self._child is not None:
-            await self._child.recover(Fault("process_stop"))
+            self._child.signal(SIGCONT)
 
     async def kill(self) -> None:
         """Kill the process and wait for its end."""

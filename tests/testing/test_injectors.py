@@ -10,11 +10,11 @@ import pytest
 
 from kvactors.errors import KVActorsError
 from kvactors.scenario.child import child
-from kvactors.scenario.mooncake_master import Master
 from kvactors.testing.faults import Fault
 from kvactors.testing.plan import carry_out
 from tests.chaos.proxy import Proxy
 from tests.support import attentionstore_sdk as stand_in
+from tests.support.injectors import FaultyMaster, ProcessFaults
 from tests.support.rank_process import RankProcess
 
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
@@ -29,18 +29,18 @@ async def test_a_process_is_stopped_for_a_while():
         await echo.send("a")
         assert await echo.receive() == "a"
         stop = Fault("process_stop")
-        await echo.inject(stop)
+        await ProcessFaults(echo).inject(stop)
         with anyio.fail_after(60):
             while state_of(echo.process.pid) != "T":
                 await anyio.sleep(0.001)
         await echo.send("b")
-        await echo.recover(stop)
+        await ProcessFaults(echo).recover(stop)
         assert await echo.receive() == "b"
 
 
 async def test_a_process_is_killed():
     async with child("-c", ECHO) as echo:
-        await carry_out(echo, Fault("process_kill"))
+        await carry_out(ProcessFaults(echo), Fault("process_kill"))
         assert echo.process.returncode == -signal.SIGKILL
         with pytest.raises(KVActorsError):
             await echo.receive()
@@ -89,6 +89,12 @@ async def test_lost_objects_are_the_oldest_and_their_paths_stay_in_the_index(ser
 
 async def test_a_fault_of_another_seam_is_refused(service):
     async with child("-c", ECHO) as echo:
-        for target in (echo, service, Proxy(1), Master(), RankProcess.__new__(RankProcess)):
+        for target in (
+            ProcessFaults(echo),
+            service,
+            Proxy(1),
+            FaultyMaster(),
+            RankProcess.__new__(RankProcess),
+        ):
             with pytest.raises(ValueError, match="clock_jump is no fault of"):
                 await target.inject(Fault("clock_jump"))

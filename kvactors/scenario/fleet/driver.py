@@ -40,7 +40,6 @@ from kvactors.scenario.report import Report, Totals, report_of
 from kvactors.scenario.spec import FleetFault, Placement, Scenario
 from kvactors.scenario.workload import Conversation, serve_turn
 from kvactors.signals import run_terminable
-from kvactors.testing.faults import Fault
 from kvactors.types import split_hashes
 
 START_S, ANSWER_S = 120.0, 300.0
@@ -381,13 +380,15 @@ class Run:
     async def _set(self, fault: FleetFault, *, on: bool) -> bool:
         """Begin or end a fault. False if it is not possible here."""
         member = self._members[fault.node]
-        if fault.target == "master":
-            of_master = Fault("store_down" if fault.kind == "kill" else "store_hang")
-            await (self._master.inject if on else self._master.recover)(of_master)
-        elif fault.kind == "kill":
-            await (member.kill if on else member.start)()
+        of_master = fault.target == "master"
+        if fault.kind == "kill":
+            if of_master:
+                await run_sync(self._master.kill if on else self._master.start)
+            else:
+                await (member.kill if on else member.start)()
         elif fault.kind == "pause":
-            member.signal(Signals.SIGSTOP if on else Signals.SIGCONT)
+            target = self._master if of_master else member
+            target.signal(Signals.SIGSTOP if on else Signals.SIGCONT)
         elif fault.kind == "full":
             await member.ask("fill" if on else "drain")
         elif not on:
