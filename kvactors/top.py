@@ -164,7 +164,6 @@ class Metrics:
         return sorted(found.items())
 
     def counters(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        """The samples that only grow while a process runs."""
         return {
             (name, tuple(sorted(labels.items()))): value
             for name, samples in self.samples.items()

@@ -168,7 +168,6 @@ class Mirror:
         return True
 
     def restart(self, next_sequence: int) -> None:
-        """Drop every block. The next batch is `next_sequence`."""
         self._forget()
         self._exact = False
         self.expected = next_sequence

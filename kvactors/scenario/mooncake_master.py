@@ -76,7 +76,6 @@ class Master:
             self.process.send_signal(number)
 
     def kill(self) -> None:
-        """SIGKILL, if it runs."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()

@@ -28,8 +28,9 @@ from kvactors.observe.statistics import CacheStatistics
 from kvactors.scenario.engine import Observe, beside
 from kvactors.scenario.output import need, print_details, to_stdout, write_json, write_output
 from kvactors.scenario.report import Report, print_report
-from kvactors.scenario.sweep import SweepReport, print_sweep, unit_of
+from kvactors.scenario.sweep import SweepReport, print_sweep
 from kvactors.settings import Config
+from kvactors.settings.check import human, in_bytes
 
 # -- time series of a run
 
@@ -393,8 +394,8 @@ def sweep_chart(report: SweepReport) -> Chart:
     """Hit rate against the size of one tier."""
     unit, per_block = "blocks", 1.0
     if report.block_bytes is not None:
-        unit, size = unit_of(report.block_bytes * report.distinct_blocks)
-        per_block = report.block_bytes / size
+        unit = human(report.block_bytes * report.distinct_blocks).split()[1]
+        per_block = report.block_bytes / in_bytes(f"1 {unit}", "a unit")
     x = [point.blocks * per_block for point in report.points]
     retain = [point.retain for point in report.points if point.retain is not None]
     lines = {

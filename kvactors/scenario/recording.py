@@ -277,7 +277,6 @@ class TraceRecording(Instrument):
         self._preempted.clear()
 
     async def close(self) -> None:
-        """Write the open requests as they are, and close the file."""
         self._instruments.remove(self)
         self._write(every=True)
         self._workers.submit(self._file.close)

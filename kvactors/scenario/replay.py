@@ -95,12 +95,10 @@ class ServingJob:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt and those decoded."""
         return self.prompt_tokens + self.produced
 
     @property
     def is_done(self) -> bool:
-        """Whether all tokens are decoded."""
         return self.produced >= self.output_tokens
 
     @property
@@ -136,9 +134,7 @@ class Scheduler:
     def __init__(
         self, settings: ReplaySettings, jobs: Sequence[ServingJob] = (), device_tokens: int = 0
     ) -> None:
-        self._prefill_tokens_per_s = settings.prefill_tokens_per_s
-        self._decode_s = 1.0 / settings.decode_tokens_per_s
-        self._step_tokens = settings.step_tokens
+        self._settings = settings
         self._arriving, self._device_tokens = list(reversed(jobs)), device_tokens
         self.now = 0.0
         self.waiting: list[ServingJob] = []  # a heap
@@ -152,7 +148,6 @@ class Scheduler:
 
     @property
     def due(self) -> float:
-        """When the next request arrives, infinity without one."""
         return self._arriving[-1].arrival if self._arriving else math.inf
 
     def arrive(self) -> int:
@@ -181,17 +176,17 @@ class Scheduler:
 
     def plan(self, until: float) -> Stride:
         """The next stride. It ends at the time `until`, or after one step if that takes longer."""
-        prefill, budget = list[tuple[ServingJob, int]](), self._step_tokens
+        prefill, budget = list[tuple[ServingJob, int]](), self._settings.step_tokens
         for job in self.prefilling:
             count = min(job.missing, budget)
             budget -= count
             prefill.append((job, count))
             if not budget:
                 break
-        decode_s = self._decode_s if self.decoding else 0.0
+        decode_s = 1.0 / self._settings.decode_tokens_per_s if self.decoding else 0.0
         if prefill:
-            computed = self._step_tokens - budget
-            seconds = decode_s + computed / self._prefill_tokens_per_s
+            computed = self._settings.step_tokens - budget
+            seconds = decode_s + computed / self._settings.prefill_tokens_per_s
             return Stride(seconds, tuple(prefill), int(bool(self.decoding)))
         steps = min(
             min(job.output_tokens - job.produced, job.steps_covered)
@@ -222,11 +217,9 @@ class Scheduler:
         return RequestOutcome(prefilled, done, sorted(full))
 
     def victim(self) -> ServingJob:
-        """The decoding request that gives its blocks up: the one that arrived last."""
         return max(self.decoding.values())
 
     def preempt(self, job: ServingJob) -> None:
-        """A decoding request has given its blocks up. It waits again, before later ones."""
         del self.decoding[job.number]
         self.give_up(job)
 
@@ -397,7 +390,6 @@ class Serving:
     # -- admission
 
     def _admit(self) -> None:
-        """Let the earliest request wait for its blocks. The others wait behind it."""
         if self._admitting is not None or self._running >= self._settings.most_running:
             return
         if self._scheduler.waiting:
@@ -468,7 +460,6 @@ class Serving:
     # -- steps
 
     async def _compute(self) -> None:
-        """One stride of the model, and the calls of the cache that follow from it."""
         scheduler = self._scheduler
         stride = scheduler.plan(min(scheduler.now + SLICE * self._speed, scheduler.due))
         await self._reach(scheduler.now + stride.seconds)
@@ -516,7 +507,6 @@ class Serving:
                 await self._preempt(self._scheduler.victim())
 
     async def _preempt(self, job: ServingJob) -> None:
-        """A request gives its blocks up. The computed ones stay cached."""
         request = self._requests.pop(job.number)
         self._scheduler.preempt(job)
         self._running -= 1
@@ -589,7 +579,6 @@ class ModelCache:
             self._cached.popitem(last=False)
 
     def grow(self, job: ServingJob) -> bool:
-        """Give a request another block. False without a free one."""
         if not self.free:
             return False
         self.free -= 1
@@ -598,7 +587,6 @@ class ModelCache:
         return True
 
     def release(self, job: ServingJob) -> None:
-        """A request gives its blocks up."""
         self.free += self._own.pop(job.number)
         for one in self._ids(job):
             self._uses[one] -= 1
@@ -712,8 +700,7 @@ async def replay(
 class TraceClock:
     """The time stamp of the request that is being served, in seconds."""
 
-    def __init__(self) -> None:
-        self.at = 0.0
+    at = 0.0
 
     def __call__(self) -> float:
         return self.at

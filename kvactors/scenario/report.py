@@ -35,7 +35,6 @@ class Totals(msgspec.Struct):
     errors: list[str] = msgspec.field(default_factory=list)
 
     def hit_rates(self) -> dict[str, float]:
-        """Share of the blocks looked up, by tier and in all."""
         hits = {"device": self.device, "host": self.host, "storage": self.storage}
         hits["total"] = sum(hits.values())
         return {
@@ -43,7 +42,6 @@ class Totals(msgspec.Struct):
         }
 
     def count(self, blocks: int, hits: Hits) -> None:
-        """Count a request that looked blocks up."""
         self.requests += 1
         self.blocks_looked_up += blocks
         self.device += hits.device

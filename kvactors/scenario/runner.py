@@ -115,7 +115,6 @@ class Session:
             await self._target(spec).recover(spec.fault)
 
     async def _before_turn(self, turn: int) -> None:
-        """End and begin the faults that are counted in turns."""
         for spec in self.scenario.fault:
             if spec.turn and spec.turns and turn == spec.turn + spec.turns:
                 await self._target(spec).recover(spec.fault)

@@ -29,6 +29,7 @@ from kvactors.scenario.output import in_unicode, print_details, print_fields, pr
 from kvactors.scenario.report import in_line
 from kvactors.scenario.trace import TraceRequest, read_trace
 from kvactors.settings import Config
+from kvactors.settings.check import human
 
 Blocks = NDArray[np.int64]
 """Numbers of blocks [n], dense from 0."""
@@ -448,26 +449,6 @@ def sweep(
     )
 
 
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
-
-def unit_of(count: float) -> tuple[str, int]:
-    """The largest unit in which a number of bytes is at least 1, and its bytes."""
-    power = 0
-    while count >= 1024 ** (power + 1) and power < len(UNITS) - 1:
-        power += 1
-    return UNITS[power], 1024**power
-
-
-def bytes_text(count: int | None) -> str:
-    """A size in bytes for people, empty if it is not known."""
-    if count is None:
-        return ""
-    unit, size = unit_of(count)
-    value = count / size
-    return f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
-
-
 COLUMNS = ("blocks", "bytes", "LRU", "RETAIN", "optimum", "LRU of the most", "too large")
 
 
@@ -482,14 +463,14 @@ def print_sweep(report: SweepReport, console: Console, most: int = ROWS) -> None
         ("most hits possible", f"{report.most:.4f}"),
     ]
     for share, size in report.size_for.items():
-        text = bytes_text(report.block_bytes and size * report.block_bytes)
+        text = human(size * report.block_bytes) if report.block_bytes else ""
         fields.append((f"{float(share):.0%} of them", f"{size:,} blocks  {text}"))
     print_fields(report.trace, fields, console)
     table = []
     for point in shown:
         cells = (
             f"{point.blocks:,}",
-            bytes_text(point.bytes),
+            "" if point.bytes is None else human(point.bytes),
             f"{point.hit_rate:.4f}",
             "" if point.retain is None else f"{point.retain:.4f}",
             f"{point.optimum:.4f}",

@@ -46,7 +46,6 @@ class Speaker(NamedTuple):
 
     @property
     def scope(self) -> dict[str, Any]:
-        """Salt and adapter, as `acquire` takes them."""
         scope: dict[str, Any] = {"salt": f"tenant-{self.tenant}"} if self.tenant else {}
         return scope | (
             {"lora": f"adapter-{self.adapter}", "lora_id": self.adapter} if self.adapter else {}
@@ -68,7 +67,6 @@ class Conversation:
         self._turns: list[tuple[int, int, int]] = []  # where its image, answer and end are
 
     def turn(self, number: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-        """The prompt and the answer of a turn, from 0 on."""
         image = np.full(self._work.image_tokens, PLACEHOLDER, np.uint32)
         while len(self._turns) <= number:
             question, answer = (

@@ -13,12 +13,7 @@ from rich.console import Console
 from kvactors.errors import ConfigError
 from kvactors.scenario.pages import svg_of, sweep_chart, sweep_page, write_png
 from kvactors.scenario.replay import ReplayConfig, replay
-from kvactors.scenario.sweep import (
-    bytes_text,
-    print_sweep,
-    sweep,
-    unit_of,
-)
+from kvactors.scenario.sweep import print_sweep, sweep
 
 TRACE = [[0, 1, 2], [0, 1, 3, 4], [5], [0, 1, 2, 6, 7, 8], [0, 1, 3, 4], [5, 9], [0, 1, 2, 6]] * 3
 TABLES = {
@@ -97,22 +92,6 @@ def test_bytes_follow_from_the_block(trace):
     assert report.points[0].bytes == 4000
     assert sweep_chart(report).x_label == "KiB"
     assert sweep_chart(sweep(trace, sizes=[4])).x_label == "blocks"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (None, ""),
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (1024, "1 KiB"),
-        (3 << 40, "3 TiB"),
-        (1 << 60, "1048576 TiB"),
-    ],
-)
-def test_bytes_for_people(count, text):
-    assert bytes_text(count) == text
-    assert unit_of(1) == ("B", 1)
 
 
 def test_the_table_has_every_size_that_is_asked_for(trace):

@@ -117,14 +117,11 @@ class Member:
         self.number = number
         self.in_flight = 0
         self.up = False
-        self._network, self._data, self._seed = network, deepcopy(data), seed
-        address = network.address(number)
-        if (pool := self._data["storage"].get("mooncake")) is not None:
-            pool["local_hostname"] = address
-        events, replay = (f"tcp://{address}:{free_port()}" for _ in range(2))
+        self._network, self._data, self._seed = network, data, seed
+        events, replay = (f"tcp://{network.address(number)}:{free_port()}" for _ in range(2))
         self.reader = Reader(events, replay)
         publisher = {"endpoint": events, "replay_endpoint": replay, "bind": "bind"}
-        sinks = self._data.setdefault("flush", {}).setdefault("sinks", [])
+        sinks = data.setdefault("flush", {}).setdefault("sinks", [])
         sinks.insert(0, {"kind": "kv_events", **publisher})
         # Mooncake's client logs every step to standard error.
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the member)
@@ -279,12 +276,12 @@ class Run:
             return of_node | {"storage": {"backend": "none"}}
         pool = of_node["storage"].setdefault("mooncake", {})
         pool["master_server_address"] = self._master.address
+        pool["local_hostname"] = self._network.address(node)
         if node >= self._fleet.nodes - self._fleet.clients:
             pool["global_segment_size"] = 0
         return of_node
 
     async def run(self) -> dict[str, float]:
-        """Start the fleet, serve the workload, compare the mirrors with the nodes, and end."""
         try:
             if self._pooled:
                 await run_sync(self._master.start)
@@ -373,7 +370,6 @@ class Run:
         self._pause_at = math.inf
 
     async def _reach(self, finished: int) -> None:
-        """Return when so many requests have ended, or all."""
         while self.figures.finished < finished and not self._served:  # noqa: ASYNC110  (counted elsewhere)
             await anyio.sleep(0.02)
 
