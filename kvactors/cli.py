@@ -39,7 +39,6 @@ from kvactors.settings_report import size
 from kvactors.signals import (
     GONE,
     flush_stdout,
-    reader_gone,
     run_terminable,
     sigterm_ends,
     temporary_folder,
@@ -73,8 +72,7 @@ PageFile = Annotated[
     Output, Parameter(help="Where to write a page with charts. Needs the extra [report].")
 ]
 TraceFile = Annotated[
-    Output,
-    Parameter(help="Where to write a trace of messages and transfers, for ui.perfetto.dev."),
+    Output, Parameter(help="Where to write a trace of messages and transfers, for ui.perfetto.dev.")
 ]
 MetricsPort = Annotated[
     int,
@@ -206,10 +204,6 @@ def replay_command(
     return watching.conclude(report, settings, failed)
 
 
-SWEEP_STEPS = 1000
-"""Steps in which the progress of a sweep is shown."""
-
-
 @app.command(name="sweep")
 def sweep_command(
     trace: Path,
@@ -270,7 +264,7 @@ def sweep_command(
         layout = make_layout(settings.layout, settings.cache.block_size)
         settings = in_blocks(settings, layout, settings.storage)
         nbytes = layout.block_bytes if nbytes is None else nbytes
-    with live_line(SWEEP_STEPS) as show:
+    with live_line(1.0) as show:
         report = sweep(
             trace,
             sizes=[check.in_blocks(size, "--device", nbytes) for size in device or ()],
@@ -279,7 +273,7 @@ def sweep_command(
             block_bytes=nbytes,
             config=settings,
             retain=retain,
-            progress=lambda text, share: show(text, round(share * SWEEP_STEPS)),
+            progress=show,
         )
     print_sweep(report, Console(stderr=any(map(to_stdout, (json, html, png)))))
     if json is not None:
@@ -393,10 +387,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise
             status = GONE
         except (CycloptsError, KVActorsError, OSError, UnicodeDecodeError) as error:
-            status = 2
-            if isinstance(error, BrokenPipeError) and reader_gone():
-                status = GONE
-            else:
+            status = GONE if isinstance(error, BrokenPipeError) else 2
+            if status != GONE:
                 text = str(error)
                 if isinstance(error, OSError) and error.filename is not None:
                     text = f"{error.filename}: {error.strerror}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -156,15 +155,6 @@ def usable_streams() -> Iterator[None]:
         for name in closed:
             getattr(sys, name).close()
             setattr(sys, name, None)
-
-
-def reader_gone() -> bool:
-    """Whether standard output is a pipe that nothing reads any more."""
-    with suppress(OSError, ValueError, AttributeError):
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), 0)
-        return any(events & select.POLLERR for _, events in poll.poll(0))
-    return False
 
 
 def flush_stdout() -> None:

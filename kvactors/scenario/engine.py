@@ -100,6 +100,8 @@ class Engine:
         on_wrong: called in addition to counting wrong blocks.
     """
 
+    RETRIED: tuple[type[KVActorsError], ...] = (NoRoom,)
+
     def __init__(
         self,
         cache: KVCache,
@@ -184,23 +186,22 @@ class Engine:
 
     async def serve_patiently(
         self, name: str, tokens: Tokens, output: Tokens = (), **options: Any
-    ) -> None:
+    ) -> Lease | None:
         """Serve one request, and try again while too few blocks are free. One that the device could
         never hold is rejected. An error goes into the totals. options: of `serve`."""
         totals, cache = self.totals, self.cache
         if len(tokens) + len(output) > cache.device.num_blocks * cache.block_size:
             totals.rejected += 1
-            return
+            return None
         while True:
             try:
-                await self.serve(name, tokens, output, **options)
-                return
-            except NoRoom:
+                return await self.serve(name, tokens, output, **options)
+            except self.RETRIED:
                 totals.no_room += 1
                 await anyio.sleep(RETRY)
             except KVActorsError as error:
                 self.failed(name, error)
-                return
+                return None
 
     async def settle(self, sinks: Collection[str] | None = None) -> None:
         """Wait until nothing is in flight and every sink (of those named) has its deliveries."""
@@ -221,13 +222,6 @@ class Engine:
         self.totals.complain(f"request {name}: {type(error).__name__}: {error}")
 
 
-async def reporting(totals: Totals, progress: Progress) -> None:
-    """Report progress a few times a second."""
-    while True:
-        progress(totals)
-        await anyio.sleep(0.1)
-
-
 @asynccontextmanager
 async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Run coroutines beside a block of code. They are cancelled at its end."""
@@ -238,3 +232,17 @@ async def beside(*work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def reporting(totals: Totals, progress: Progress) -> AsyncIterator[None]:
+    """Report progress a few times a second during a block of code, and at its end."""
+
+    async def report() -> None:
+        while True:
+            progress(totals)
+            await anyio.sleep(0.1)
+
+    async with beside(report()):
+        yield
+    progress(totals)

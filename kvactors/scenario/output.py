@@ -154,7 +154,7 @@ def shows_progress() -> bool:
 
 
 @contextmanager
-def live_line(total: int | None = None) -> Iterator[Callable[..., object]]:
+def live_line(total: float | None = None) -> Iterator[Callable[..., object]]:
     """A line of progress on a terminal's standard error, and nothing elsewhere."""
     console = Console(stderr=True)
     if not console.is_terminal:  # a disabled Progress of older versions of rich ends with a line

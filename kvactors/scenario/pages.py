@@ -341,11 +341,7 @@ def durations(recording: Recording) -> list[Chart]:
     found = recording.histograms
     if found is None:
         return []
-    ages = {
-        "lifetime": found.lifetime,
-        "idle before eviction": found.idle,
-        "reuse gap": found.gap,
-    }
+    ages = {"lifetime": found.lifetime, "idle before eviction": found.idle, "reuse gap": found.gap}
     groups: dict[str, Mapping[str, Histogram]] = {
         "Acquire, by the tier of the deepest hit": found.acquire,
         "From acquire until ready, by tier": found.ready,

@@ -24,7 +24,7 @@ from kvactors.cache import open_cache
 from kvactors.decode_batch import Step
 from kvactors.errors import ConfigError, DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
-from kvactors.scenario.engine import Engine, Model, Observe, ScenarioRequest, beside, reporting
+from kvactors.scenario.engine import Engine, Model, Observe, ScenarioRequest, reporting
 from kvactors.scenario.output import in_unicode
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.spec import Positive
@@ -674,9 +674,8 @@ async def replay(
             async with LagMonitor().running() as lag, observe(cache):
                 began = time.monotonic()
                 if timed:
-                    async with beside(reporting(totals, progress)):
+                    async with reporting(totals, progress):
                         served = await Serving(engine, arrivals, settings).run()
-                    progress(totals)
                 else:
                     await replay_in_order(engine, read(), progress, clock)
                 await engine.settle()

@@ -162,17 +162,6 @@ def make_report(
     )
 
 
-def lookup(report: Report, dotted: str) -> Any:
-    """A field of a report by its dotted name, such as hit_rate.host. KeyError names it if there is
-    none."""
-    value: Any = msgspec.to_builtins(report)
-    for part in dotted.split("."):
-        if not isinstance(value, dict) or part not in value:
-            raise KeyError(dotted)
-        value = value[part]
-    return value
-
-
 def totals_line(totals: Totals) -> str:
     """Progress of a run in one line."""
     share = (totals.device + totals.host + totals.storage) / max(1, totals.blocks_looked_up)

@@ -84,10 +84,8 @@ class Session:
         monitor = LagMonitor()
         began = time.monotonic()
         async with (
-            beside(
-                reporting(self.totals, progress),
-                *(self._fault(fault) for fault in self.scenario.fault if not fault.turn),
-            ),
+            reporting(self.totals, progress),
+            beside(*(self._fault(fault) for fault in self.scenario.fault if not fault.turn)),
             monitor.running(),
         ):
             if requests is not None:
@@ -100,7 +98,6 @@ class Session:
             if self._lost:
                 await self._resynced()
                 await engine.settle(self.living)
-        progress(self.totals)
         lags = NO_LAGS if self.virtual else monitor.results()
         name = self.scenario.scenario.name
         return make_report(
@@ -371,9 +368,7 @@ async def run_session(
         if scenario.mooncake.enabled:
             address = await stack.enter_async_context(pool(scenario.mooncake))
             mooncake = replace(
-                scenario.storage.mooncake,
-                master_server_address=address,
-                local_hostname="127.0.0.1",
+                scenario.storage.mooncake, master_server_address=address, local_hostname="127.0.0.1"
             )
             scenario = replace(scenario, storage=replace(scenario.storage, mooncake=mooncake))
             if scenario.mooncake.first_node:

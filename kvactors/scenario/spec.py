@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias, get_args
 import msgspec
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.report import Report, lookup
+from kvactors.scenario.report import Report
 from kvactors.settings import Config
 from kvactors.settings.check import Count, Number, Seconds, SecondsOrZero
 from kvactors.settings.sinks import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
@@ -406,12 +406,13 @@ def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def disappointments(expect: dict[str, float | Bound], report: Report) -> list[str]:
     """Describe the expectations that do not hold."""
-    failed = []
+    failed, fields = [], msgspec.to_builtins(report)
     for name, wanted in expect.items():
-        try:
-            value = lookup(report, name)
-        except KeyError as error:
-            raise ConfigError(f"expect.{name}: reports have no such field") from error
+        value = fields
+        for part in name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                raise ConfigError(f"expect.{name}: reports have no such field")
+            value = value[part]
         bound = wanted if isinstance(wanted, Bound) else Bound(wanted, wanted)
         if isinstance(value, list):
             value = len(value)

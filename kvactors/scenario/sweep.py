@@ -362,9 +362,6 @@ ROWS = 12
 """Sizes in the table on the terminal, unless sizes are given."""
 
 
-SweepProgress = Callable[[str, float], object]
-
-
 class SweepPoint(msgspec.Struct):
     """A device of one size, without other tiers."""
 
@@ -401,7 +398,7 @@ def sweep(
     block_bytes: int | None = None,
     config: Config | None = None,
     retain: bool = True,
-    progress: SweepProgress = lambda _text, _share: None,
+    progress: Callable[[str, float], object] = lambda _text, _share: None,
 ) -> SweepReport:
     """Hit rates of a trace by cache size. sizes: of the device, in blocks. Empty: from one block to
     the whole trace. limit: see `read_trace`. A config's if there is one and this is 0."""

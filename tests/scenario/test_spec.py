@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.report import Report, lookup
+from kvactors.scenario.report import Report
 from kvactors.scenario.spec import Bound, Scenario, disappointments
 
 BASE = {"scenario": {"name": "s"}}
@@ -155,9 +155,3 @@ def test_an_error_in_the_run_counts_as_one():
 def test_an_expectation_about_no_number_is_bad_input(name):
     with pytest.raises(ConfigError, match=name):
         disappointments({name: Bound(min=0)}, report())
-
-
-def test_lookup_by_dotted_name():
-    assert lookup(report(), "flush.delivered") == 4
-    with pytest.raises(KeyError):
-        lookup(report(), "flush.nothing")

@@ -31,7 +31,7 @@ from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
 from kvactors.native import Path
 from kvactors.scenario.child import Child, differing, log_errors_only, say, start_child
-from kvactors.scenario.engine import beside, reporting
+from kvactors.scenario.engine import reporting
 from kvactors.scenario.fleet import Network
 from kvactors.scenario.fleet.node import NodeAnswer, Order
 from kvactors.scenario.mirror import Reader
@@ -435,7 +435,7 @@ async def drive(data: dict[str, Any], seed: int, *, isolated: bool) -> Report:
     network = Network(isolated=isolated)
     began = time.monotonic()
     figures: dict[str, dict[str, float]] = {}
-    async with beside(reporting(totals, say)):
+    async with reporting(totals, say):
         for placement in scenario.fleet.placements:
             figures[placement] = await Run(data, seed, network, placement, totals).run()
     divergence = sum(one["divergence"] + one["router_divergence"] for one in figures.values())

@@ -18,10 +18,10 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
+from kvactors.errors import DeadlineExceeded, NoRoom
 from kvactors.lease import Hits
 from kvactors.scenario.child import log_errors_only, say
-from kvactors.scenario.engine import RETRY, Engine, ScenarioRequest
+from kvactors.scenario.engine import Engine, ScenarioRequest
 from kvactors.scenario.runner import Session, session
 from kvactors.scenario.spec import Scenario
 from kvactors.scenario.workload import Conversation
@@ -69,6 +69,8 @@ class NodeAnswer(msgspec.Struct):
 class Node(Engine):
     """Serves orders on an open cache."""
 
+    RETRIED = (NoRoom, DeadlineExceeded)  # of free blocks: ask again
+
     def __init__(self, one: Session, seed: int) -> None:
         super().__init__(one.cache, one.totals)
         self._session, self._work = one, one.scenario.workload
@@ -103,17 +105,10 @@ class Node(Engine):
     async def _serve_turn(self, order: Order) -> NodeAnswer:
         prompt, answer = self._conversation(order.session).turn(order.turn)
         name = f"{order.session}.{order.turn}.{order.number}"
-        while True:
-            try:
-                lease = await self.serve(name, prompt, answer, think=self._work.think)
-            except (NoRoom, DeadlineExceeded):  # of free blocks: ask again
-                self.totals.no_room += 1
-                await anyio.sleep(RETRY)
-            except KVActorsError as error:
-                self.failed(name, error)
-                return NodeAnswer(order.number, errors=[repr(error)])
-            else:
-                return NodeAnswer(order.number, lease.hits, self._waits.pop(name, 0.0))
+        lease = await self.serve_patiently(name, prompt, answer, think=self._work.think)
+        if lease is None:
+            return NodeAnswer(order.number)
+        return NodeAnswer(order.number, lease.hits, self._waits.pop(name, 0.0))
 
     async def _describe(self, order: Order) -> NodeAnswer:
         cache, totals = self.cache, self.totals
