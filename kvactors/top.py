@@ -163,14 +163,6 @@ class Metrics:
                 found[bound] = found.get(bound, 0.0) + count
         return sorted(found.items())
 
-    def counters(self) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-        return {
-            (name, tuple(sorted(labels.items()))): value
-            for name, samples in self.samples.items()
-            if name.endswith(("_total", "_count", "_bucket"))
-            for labels, value in samples
-        }
-
     def _having(self, name: str, labels: Labels) -> Iterator[tuple[Labels, float]]:
         for has, value in self.samples.get(name, ()):
             if labels.items() <= has.items():
@@ -398,23 +390,19 @@ class Readings:
         self._restarts = 0
         self._last: Reading | None = None
         self._before: Reading | None = None
-        self._open: Metrics | None = None  # the last metrics of an open cache
+        self._opened: float | None = None  # when the last open cache was opened, Unix time
 
     def add(self, reading: Reading) -> None:
-        """Add a reading, taken after the last one. Another cache answers if it was opened at
-        another time, or if a counter has fallen."""
+        """Add a reading, taken after the last one. A cache that was opened at another time is
+        another one."""
         self._before, self._last = self._last, reading
-        metrics, before = reading.metrics, self._open
-        counters, start = metrics.counters(), metrics.value("start_time_seconds")
-        if not counters:
+        opened = reading.metrics.value("start_time_seconds")
+        if opened is None:  # no cache is open
             return
-        if before is not None and (
-            before.value("start_time_seconds") not in (None, start)
-            or any(counters.get(key, value) < value for key, value in before.counters().items())
-        ):
+        if self._opened not in (None, opened):
             self._restarts += 1
             self._before = None
-        self._open = metrics
+        self._opened = opened
 
     def view(self, url: str, at: float) -> Row:
         """The values of a frame at the last reading, as `--json` writes them."""

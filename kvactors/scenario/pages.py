@@ -57,13 +57,13 @@ class Recording(msgspec.Struct):
     series: dict[str, list[float]]
     histograms: Histograms | None = None
 
-    def rates(self, name: str) -> tuple[list[float], list[float]]:
-        """Increase of a counter a second, in windows of about equal length."""
+    def rates(self, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
+        """Increase of a counter a second, divided by `scale`, in windows of about equal length."""
         count = len(self.seconds)
         ends = np.unique(np.linspace(0, count - 1, min(count, WINDOWS + 1)).astype(np.int64))
         seconds = np.asarray(self.seconds)[ends]
         rates = np.diff(np.asarray(self.series[name])[ends]) / np.diff(seconds)
-        return seconds[1:].tolist(), rates.tolist()
+        return seconds[1:].tolist(), (rates / scale).tolist()
 
     def shares(self, name: str, of: str) -> tuple[list[float], list[float]]:
         """Increase of a counter divided by that of another, in windows of about equal increase of
@@ -293,43 +293,39 @@ def course(recording: Recording) -> list[Chart]:
     """The charts over time."""
     time, series = recording.seconds, recording.series
 
-    def at(**names: str) -> Lines:
-        return {label.replace("_", " "): (time, series[name]) for label, name in names.items()}
+    def at(names: Mapping[str, str]) -> Lines:
+        return {label: (time, series[name]) for label, name in names.items()}
 
-    def rate(scale: float = 1.0, **names: str) -> Lines:
-        rates = {label: recording.rates(name) for label, name in names.items()}
-        return {
-            label.replace("_", " "): (ends, [one / scale for one in values])
-            for label, (ends, values) in rates.items()
-        }
+    def rate(names: Mapping[str, str], scale: float = 1.0) -> Lines:
+        return {label: recording.rates(name, scale) for label, name in names.items()}
 
     hits = {
         tier: recording.shares(f"{tier}_hits", "looked_up")
         for tier in ("device", "host", "storage")
     }
-    occupied = at(device="device_full", host="host_full")
-    missed = at(**{name: name for name in (*NOT_FETCHED, *NOT_STORED) if series[name][-1]})
-    bytes_moved = rate(
-        1e6,
-        device_to_host="bytes_to_host",
-        host_to_device="bytes_to_device",
-        written="bytes_written",
-        read="bytes_read",
-    )
-    requests = at(running="leases", waiting="waiting")
-    lags = at(lag="lag_ms", without_waits_for_a_core="own_lag_ms")
+    occupied = at({"device": "device_full", "host": "host_full"})
+    reasons = (name for name in (*NOT_FETCHED, *NOT_STORED) if series[name][-1])
+    missed = at({name.replace("_", " "): name for name in reasons})
+    moved = {
+        "device to host": "bytes_to_host",
+        "host to device": "bytes_to_device",
+        "written": "bytes_written",
+        "read": "bytes_read",
+    }
+    requests = at({"running": "leases", "waiting": "waiting"})
+    lags = at({"lag": "lag_ms", "without waits for a core": "own_lag_ms"})
     x = "seconds"
     charts = [
         Chart("Hit rate by tier", x, "share of blocks", hits, stacked=True, top=1.0),
         Chart("Occupancy", x, "share of the tier", occupied, top=1.05),
-        Chart("Objects in the store", x, "blocks", at(store="stored")),
+        Chart("Objects in the store", x, "blocks", at({"store": "stored"})),
         Chart("Blocks not fetched and not stored", x, "blocks", missed),
         Chart("Requests", x, "requests", requests, steps=True),
-        Chart("Bandwidth", x, "MB/s", bytes_moved),
-        Chart("Changes not yet taken by sinks", x, "blocks", at(pending="pending")),
-        Chart("Age of the oldest such change", x, "seconds", at(age="pending_age_s")),
-        Chart("Flush tasks delivered", x, "tasks/s", rate(delivered="tasks")),
-        Chart("Messages between actors", x, "messages/s", rate(messages="messages")),
+        Chart("Bandwidth", x, "MB/s", rate(moved, 1e6)),
+        Chart("Changes not yet taken by sinks", x, "blocks", at({"pending": "pending"})),
+        Chart("Age of the oldest such change", x, "seconds", at({"age": "pending_age_s"})),
+        Chart("Flush tasks delivered", x, "tasks/s", rate({"delivered": "tasks"})),
+        Chart("Messages between actors", x, "messages/s", rate({"messages": "messages"})),
         Chart("Worst lag of the event loop", x, "ms", lags),
     ]
     return [chart for chart in charts if chart.lines]

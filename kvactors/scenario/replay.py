@@ -150,17 +150,15 @@ class Scheduler:
     def due(self) -> float:
         return self._arriving[-1].arrival if self._arriving else math.inf
 
-    def arrive(self) -> int:
-        """Requests that are due arrive, and wait behind earlier ones. Returns the number of those
-        that the device can never hold, which are rejected."""
-        before = self.figures.rejected
+    def arrive(self) -> None:
+        """Requests that are due arrive, and wait behind earlier ones. Those that the device can
+        never hold are rejected."""
         while self.due <= self.now:
             job = self._arriving.pop()
             if job.prompt_tokens + job.output_tokens - 1 > self._device_tokens:
                 self.figures.rejected += 1
             else:
                 heapq.heappush(self.waiting, job)
-        return self.figures.rejected - before
 
     def begin(self, job: ServingJob, cached_tokens: int, covered: int) -> None:
         """A request has its blocks, and the bytes of the cached ones. covered: see `ServingJob`."""
@@ -332,13 +330,17 @@ class Serving:
         self._woken = self._loop.create_future()
         self._starting: set[asyncio.Task[None]] = set()
         self._admitting: asyncio.Task[None] | None = None
-        self._running = 0  # requests with a lease, or about to have one
+
+    @property
+    def _running(self) -> int:
+        """Requests with a lease, or about to have one."""
+        return len(self._requests) + (self._admitting is not None)
 
     async def run(self) -> ServingFigures:
         scheduler = self._scheduler
         try:
             while scheduler.due < math.inf or scheduler.waiting or self._running:
-                self._totals.rejected += scheduler.arrive()
+                scheduler.arrive()
                 self._admit()
                 if scheduler.has_work:
                     await self._compute()
@@ -351,6 +353,7 @@ class Serving:
             await asyncio.gather(*tasks, return_exceptions=True)
             for request in self._requests.values():
                 request.lease.abandon()
+        self._totals.rejected = scheduler.figures.rejected
         return scheduler.figures
 
     # -- the clock
@@ -398,8 +401,7 @@ class Serving:
     async def _admit_all(self) -> None:
         try:
             waiting = self._scheduler.waiting
-            while waiting and self._running < self._settings.most_running:
-                self._running += 1
+            while waiting and len(self._requests) < self._settings.most_running:
                 await self._acquire(heapq.heappop(waiting))
         finally:
             self._admitting = None
@@ -414,9 +416,7 @@ class Serving:
                 deadline=self._settings.patience,
             )
         except (NoRoom, DeadlineExceeded):
-            self._running -= 1
             self._scheduler.figures.rejected += 1
-            self._totals.rejected += 1
         except KVActorsError as error:
             self._fail(job, error)
         else:
@@ -439,7 +439,6 @@ class Serving:
         except NoRoom:  # blocks of a load that failed could not be replaced
             request.lease.abandon()
             del self._requests[job.number]
-            self._running -= 1
             self._scheduler.give_up(job)
         except KVActorsError as error:
             self._fail(job, error)
@@ -450,7 +449,6 @@ class Serving:
             self._wake()
 
     def _fail(self, job: ServingJob, error: KVActorsError) -> None:
-        self._running -= 1
         self._scheduler.decoding.pop(job.number, None)
         request = self._requests.pop(job.number, None)
         if request is not None:
@@ -474,7 +472,6 @@ class Serving:
         for job in outcome.done:
             if job.number not in self._requests:
                 continue  # its commit has failed
-            self._running -= 1
             try:
                 await self._requests.pop(job.number).lease.finish()
                 self._totals.finished += 1
@@ -509,7 +506,6 @@ class Serving:
     async def _preempt(self, job: ServingJob) -> None:
         request = self._requests.pop(job.number)
         self._scheduler.preempt(job)
-        self._running -= 1
         try:
             await request.compute()
             await request.lease.preempt(job.num_tokens - 1)
@@ -533,7 +529,7 @@ class ModelCache:
         self.free = config.device.num_blocks
         self._recompute_last_token = config.cache.recompute_last_token
         self._uses: Counter[Hashable] = Counter()  # of blocks of prompts
-        self._own: dict[int, int] = {}  # other blocks, by request
+        self.own: dict[int, int] = {}  # other blocks, by request
         self._cached: OrderedDict[Hashable, None] = OrderedDict()
         self._shares = baseline == "lru"
         storage, tiers = config.storage, [config.device.num_blocks, config.host.slots]
@@ -560,7 +556,7 @@ class ModelCache:
         if new > self.free:
             return None
         self.free -= new
-        self._own[job.number] = own
+        self.own[job.number] = own
         self._uses.update(ids)
         hit = next((at for at, one in enumerate(ids) if one not in self._cached), len(ids))
         if hit == len(ids) and self._recompute_last_token and not job.produced:
@@ -582,12 +578,12 @@ class ModelCache:
         if not self.free:
             return False
         self.free -= 1
-        self._own[job.number] += 1
+        self.own[job.number] += 1
         job.covered += self.block_size
         return True
 
     def release(self, job: ServingJob) -> None:
-        self.free += self._own.pop(job.number)
+        self.free += self.own.pop(job.number)
         for one in self._ids(job):
             self._uses[one] -= 1
             if not self._uses[one]:
@@ -601,28 +597,14 @@ def serve_on_model(
     """Serve a trace on a modelled cache of a config's sizes."""
     cache, size = ModelCache(config, baseline), config.cache.block_size
     scheduler = Scheduler(settings, jobs_of(requests, size), config.device.num_blocks * size)
-    running = 0
-
-    def grow(job: ServingJob) -> int:
-        """Take a block for a request. Without a free one the requests that arrived last give theirs
-        up. Returns their number."""
-        victims = 0
-        while job.number in scheduler.decoding and not cache.grow(job):
-            victims += 1
-            victim = scheduler.victim()
-            cache.release(victim)
-            scheduler.preempt(victim)
-        return victims
-
-    while scheduler.due < math.inf or scheduler.waiting or running:
+    while scheduler.due < math.inf or scheduler.waiting or cache.own:
         scheduler.arrive()
-        while scheduler.waiting and running < settings.most_running:
+        while scheduler.waiting and len(cache.own) < settings.most_running:
             job = scheduler.waiting[0]
             cached = cache.acquire(job)
             if cached is None:
                 break
             heapq.heappop(scheduler.waiting)
-            running += 1
             scheduler.begin(job, cached, -(-job.num_tokens // size) * size)
         if scheduler.has_work:
             outcome = scheduler.carry_out(scheduler.plan(scheduler.due))
@@ -630,7 +612,11 @@ def serve_on_model(
                 cache.computed(job)
             for job in outcome.done:
                 cache.release(job)
-            running -= len(outcome.done) + sum(map(grow, outcome.full))
+            for job in outcome.full:
+                while job.number in scheduler.decoding and not cache.grow(job):
+                    victim = scheduler.victim()
+                    cache.release(victim)
+                    scheduler.preempt(victim)
         elif scheduler.due < math.inf:
             scheduler.now = max(scheduler.now, scheduler.due)
         else:

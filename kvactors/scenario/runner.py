@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -466,10 +467,12 @@ def check_tenants(scenario: Scenario) -> None:
         raise ConfigError("workload.kind = 'tenants' needs workload.flood")
 
 
-async def contend(engine: Engine, work: Workload, seed: int, *, flood: int) -> dict[str, float]:
+async def contend(
+    engine: Engine, work: Workload, seed: int, flood: int, rates: dict[str, float]
+) -> None:
     """Serve rounds of the quiet tenant's prompts, and after each of its requests `flood` unique
     prompts of the noisy tenant. Each of those is requested TIMES times, so that it looks worth
-    keeping. Returns the share of the blocks looked up that each tenant hits after the first
+    keeping. rates: gets the share of the blocks looked up that each tenant hits after the first
     round."""
     rng = np.random.default_rng(seed)
     prompts = [random_tokens(rng, work.user_tokens) for _ in range(work.sessions)]
@@ -489,7 +492,8 @@ async def contend(engine: Engine, work: Workload, seed: int, *, flood: int) -> d
                 for again in range(TIMES):
                     name = f"{NOISY}-{turn}.{number}.{one}.{again}"
                     await serve(NOISY, name, unique, counts=turn > 0)
-    return {salt: round(found[salt] / max(1, blocks), 6) for salt, blocks in looked_up.items()}
+    for salt, blocks in looked_up.items():
+        rates[salt] = round(found[salt] / max(1, blocks), 6)
 
 
 def case_of(scenario: Scenario, policy: Any, case: str) -> Scenario:
@@ -509,24 +513,17 @@ async def run_tenants(
 ) -> Report:
     """Run every case on a fresh cache. The report is of the last one, with the counts of all."""
     totals, tenants = Totals(), dict[str, dict[str, float]]()
-    cases = [(policy, case) for policy in POLICIES for case in CASES]
-    for policy, case in cases:
+    for policy, case in product(POLICIES, CASES):
         async with session(case_of(scenario, policy, case), virtual=virtual) as one:
             one.totals = totals
             flood = 0 if case == "alone" else scenario.workload.flood
-            rates: dict[str, float] = {}
-
-            async def work(
-                engine: Engine, rates: dict[str, float] = rates, flood: int = flood
-            ) -> None:
-                rates |= await contend(engine, scenario.workload, seed, flood=flood)
-
+            rates = tenants[f"{policy}_{case}"] = {}
+            work = partial(contend, work=scenario.workload, seed=seed, flood=flood, rates=rates)
             report = await one.run(seed, progress, work)
         for name in ("pending", "divergence"):
             if report.flush[name]:
                 totals.complain(f"{policy}, {case}: flush.{name} is {report.flush[name]}")
         totals.errors += [one for one in report.errors if one not in totals.errors]
-        tenants[f"{policy}_{case}"] = rates
     report.errors, report.tenants = totals.errors, tenants
     return report
 

@@ -191,8 +191,6 @@ def uses_of(paths: Paths, device: int | None = None) -> Uses:
 
 def sizes_to_show(distinct: int, points: int = 40) -> list[int]:
     """Sizes from 1 block to the whole trace, rising by a constant factor."""
-    if distinct < 1:
-        return []
     return sorted({round(size) for size in np.geomspace(1, distinct, points)})
 
 

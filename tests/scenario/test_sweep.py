@@ -103,7 +103,7 @@ def test_a_trace_that_is_not_chained_is_named():
 
 def test_no_requests_have_no_hits():
     paths = read_paths([])
-    assert (paths.longest, uses_of(paths).rate(10), sizes_to_show(0)) == (0, 0.0, [])
+    assert (paths.longest, uses_of(paths).rate(10)) == (0, 0.0)
     config = ReplayConfig.from_mapping({"device": {"num_blocks": 5}})
     assert not any(rates_of(paths, config).values())
 
