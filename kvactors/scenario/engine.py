@@ -128,7 +128,7 @@ class Engine:
         request.landed()
         hits = lease.hits
         if not resumed:
-            totals.count(lease.num_tokens // self.cache.block_size, hits)
+            totals.count_request(lease.num_tokens // self.cache.block_size, hits)
         if lease.cached_tokens > lease.num_tokens:
             totals.complain("cached_tokens exceeds the tokens of the request")
         if self._thorough:

@@ -41,7 +41,7 @@ class Totals(msgspec.Struct):
             tier: round(blocks / max(1, self.blocks_looked_up), 6) for tier, blocks in hits.items()
         }
 
-    def count(self, blocks: int, hits: Hits) -> None:
+    def count_request(self, blocks: int, hits: Hits) -> None:
         self.requests += 1
         self.blocks_looked_up += blocks
         self.device += hits.device

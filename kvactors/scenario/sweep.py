@@ -182,11 +182,12 @@ def uses_of(paths: Paths, device: int | None = None) -> Uses:
             if run.low < most
         ]
     columns = np.array(found, np.int64).reshape(-1, 4).T
-    _, _, distance, blocks = columns
+    distance, blocks = columns[2:]
     changes = np.zeros(paths.distinct + 2, np.int64)  # of the number of hits, by stack distance
     np.add.at(changes, distance, 1)
     np.subtract.at(changes, distance + blocks, 1)
-    return Uses(*columns, np.cumsum(np.cumsum(changes[:-1])), len(paths.blocks), refused)
+    hits = np.cumsum(np.cumsum(changes[:-1]))
+    return Uses(columns[0], columns[1], distance, blocks, hits, len(paths.blocks), refused)
 
 
 def sizes_to_show(distinct: int, points: int = 40) -> list[int]:

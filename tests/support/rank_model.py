@@ -1,4 +1,4 @@
-"""Models of the reference engine (`kvactors.scenario.engine.Model`) whose blocks are spread over
+"""Models of the reference engine whose blocks are spread over
 ranks, and the bytes that a block with a given hash must have."""
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
 from kvactors.errors import KVActorsError
 from kvactors.layout.base import Layout
+from kvactors.scenario.engine import Model
 from kvactors.types import HASH_BYTES, split_hashes
 from tests.support.rank_process import RankProcess, keys_on_rank
 
@@ -24,7 +25,7 @@ Devices = Callable[[], Sequence[HostDevice | None]]
 """The device of every rank as it is now, None for one that is not there."""
 
 
-class RankModel:
+class RankModel(Model):
     """Ranks in this process. verified: blocks checked so far, on all ranks."""
 
     def __init__(self, layout: Layout, devices: Devices) -> None:
@@ -84,7 +85,7 @@ class RankModel:
         return found
 
 
-class ProcessModel:
+class ProcessModel(Model):
     """Ranks in separate processes."""
 
     def __init__(self, ranks: Sequence[RankProcess]) -> None:

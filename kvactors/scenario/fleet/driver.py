@@ -343,7 +343,7 @@ class Run:
             finally:
                 member.in_flight -= tokens
         figures.ended(answer, whole)
-        totals.count(len(blocks), answer.hits)
+        totals.count_request(len(blocks), answer.hits)
 
     # -- faults
 
