@@ -15,13 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvactors.actor.log import get_logger
-from kvactors.errors import (
-    CacheClosed,
-    ConfigError,
-    DeadlineExceeded,
-    KVActorsError,
-    LayoutError,
-)
+from kvactors.errors import CacheClosed, ConfigError, DeadlineExceeded, KVActorsError, LayoutError
 from kvactors.identity import CacheScope
 from kvactors.integrations.fastdeploy.device_cache import (
     CallInFlight,

@@ -83,10 +83,7 @@ class ManagerStatistics(NamedTuple):
 
 
 GAUGES: dict[str, tuple[Callable[[ManagerStatistics], float], str]] = {
-    "hit_req_rate": (
-        lambda s: s.hit_req_ratio,
-        "Requests with cached blocks, of all requests.",
-    ),
+    "hit_req_rate": (lambda s: s.hit_req_ratio, "Requests with cached blocks, of all requests."),
     "hit_token_rate": (lambda s: s.hit_token_ratio, "Cached tokens, of all."),
     "gpu_hit_token_rate": (lambda s: s.gpu_hit_token_ratio, "Tokens cached on the device, of all."),
     "cpu_hit_token_rate": (

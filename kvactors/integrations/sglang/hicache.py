@@ -15,12 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvactors.integrations.sglang.pages import (
-    HostPages,
-    PageStore,
-    find_prefixes,
-    leading,
-)
+from kvactors.integrations.sglang.pages import HostPages, PageStore, find_prefixes, leading
 from kvactors.integrations.sglang.runtime import digest_of_models, replica_of
 from kvactors.integrations.sglang.settings import (
     KV,

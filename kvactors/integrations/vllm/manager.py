@@ -7,9 +7,7 @@ from collections.abc import Collection, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
     Medium,
@@ -95,12 +93,7 @@ class KVActorsManager(OffloadingManager):
     """
 
     def __init__(
-        self,
-        tiers: TierCache,
-        region: TierRegion | None,
-        *,
-        chunk_tokens: int,
-        flush_steps: int,
+        self, tiers: TierCache, region: TierRegion | None, *, chunk_tokens: int, flush_steps: int
     ) -> None:
         self.tiers = tiers
         self._region = region
