@@ -387,5 +387,4 @@ class LoopThread:
             self._stop.set_result(limit)
 
     def abandon(self) -> None:
-        """The process has forked: its child has no such thread."""
         self._thread, self._loop = None, None

@@ -85,7 +85,6 @@ class SinkService:
 
     @property
     def actor(self) -> Any:
-        """FlushNotifier's current incarnation, for inspection."""
         assert self._supervisor is not None
         return self._supervisor.actor(FlushNotifier.ROLE)
 

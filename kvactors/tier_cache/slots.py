@@ -220,7 +220,6 @@ class SlotTable:
     # -- loads
 
     def prepare_load(self, keys: Sequence[bytes]) -> list[int]:
-        """Pin the slots of keys that were answered HIT."""
         blocks: list[HostBlock] = []
         for key in keys:
             block = self.tier.readable(key)
@@ -236,7 +235,6 @@ class SlotTable:
         return [block.slot for block in blocks]
 
     def complete_load(self, keys: Iterable[bytes]) -> None:
-        """Loads have ended, well or not: unpin their slots."""
         ended = Counter(keys)
         self._check_in_flight(ended, self._loads, "load")
         for key, ends in ended.items():

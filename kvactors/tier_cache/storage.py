@@ -254,7 +254,6 @@ class StorageTier:
         self.close(max(0.0, limit - CLOSING))
 
     def abandon(self) -> None:
-        """The process has forked: its child has neither the thread nor the jobs."""
         self._closed, self._thread = True, None
         self._jobs.clear()
 

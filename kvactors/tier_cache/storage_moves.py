@@ -413,7 +413,6 @@ class StorageMoves:
 
     @property
     def saving(self) -> int:
-        """Blocks that are written, or wait to be."""
         return self._saving + len(self._unsaved)
 
     @property

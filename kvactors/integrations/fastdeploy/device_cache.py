@@ -71,7 +71,6 @@ class IndexReports:
         self._feed.record(Tier.DEVICE, True, keys, Reason.COMMIT)
 
     def finished(self, record: RequestRecord) -> None:
-        """A request has finished: its path from block 0 on is on this node."""
         if record.nodes:
             self._announce(record, 0, Reason.REQUEST_FINISH)
 
@@ -97,7 +96,6 @@ class IndexReports:
         self._feed.record(Tier.DEVICE, False, [block.hash for block in blocks], reason)
 
     def moved(self, events: Sequence[TierEvent]) -> None:
-        """Host memory and storage have changed."""
         for event in events:
             self._feed.record(event.tier, event.stored, event.keys, event.reason)
 
@@ -109,7 +107,6 @@ class IndexReports:
         return self._service.troubles
 
     def close(self, limit: float) -> None:
-        """Send the remaining changes and close the sinks, in about `limit` seconds."""
         self._thread.close(limit)
 
 
@@ -153,7 +150,6 @@ class _StoreService:
         task.add_done_callback(lambda done: self._ended(done, answer))
 
     async def _move(self, move: Move) -> int:
-        """The blocks that every rank has moved, when the calls of all have ended."""
         moved = await asyncio.gather(*map(move, self.stores), return_exceptions=True)
         for one in moved:
             if isinstance(one, BaseException):
@@ -208,7 +204,6 @@ class DirectStorage:
         )
 
     def save(self, tokens: bytes, start: int, blocks: list[int]) -> int:
-        """Write blocks of a path that the store lacks. See `DeviceStore.save`."""
         return self._run(
             lambda store: store.save(tokens, start, tuple(blocks), self._timeout_s), lambda: False
         )
@@ -308,7 +303,6 @@ class DeviceCache:
     # -- calls with the engine's lock: requests
 
     def open(self, record: RequestRecord) -> None:
-        """A request was matched."""
         self._forgotten.discard(record.request)
         self.requests[record.request] = record
 
@@ -408,7 +402,6 @@ class DeviceCache:
     def _load(
         self, lower: LowerTiers, record: RequestRecord, hashes: Sequence[bytes], found: PrefixMatch
     ) -> None:
-        """Load blocks from host memory, and from storage through it."""
         lower.enter()
         try:
             while left := hashes[len(record.nodes) :]:
@@ -526,7 +519,6 @@ class DeviceCache:
         self._late.append((ended, lost))
 
     def report_moves(self) -> None:
-        """Pass the changes of the tiers below to indexes."""
         if self.reports is not None and self.lower is not None:
             self.reports.moved(self.lower.tiers.take_events())
 
@@ -552,7 +544,6 @@ class DeviceCache:
             self.reports.flush()
 
     def resize(self, total: int) -> None:
-        """Another number of device blocks, while none is in use."""
         blocks = self.blocks
         used = len(blocks.held) + len(blocks.indexed) + len(blocks.lost)
         if total == blocks.total:

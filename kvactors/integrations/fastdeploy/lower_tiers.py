@@ -192,7 +192,6 @@ class FinishWrites:
         self.counters = WriteCounters(*map(sum, zip(self.counters, counts, strict=True)))
 
     def close(self) -> None:
-        """Release the staging slots, after `write` has returned."""
         self._copies.close()
         self._copies.memory.close()
 
@@ -282,7 +281,6 @@ class LowerTiers:
             self.tiers.end_step()  # begins fetches, and pauses
 
     def _look_up(self, hashes: Sequence[bytes]) -> tuple[int, bool]:
-        """Leading blocks in host slots, and whether a later one is on its way there."""
         found, waits = 0, False
         for key in hashes:
             answer = self.tiers.lookup(key)
@@ -409,7 +407,6 @@ class CacheKvsLayout(Layout):
         ]
 
     def ordered(self, tensors: RankTensors) -> list[Any]:
-        """Tensors of a rank in the order of the pieces."""
         return [tensors[piece.layer, piece.role] for piece in self.pieces]
 
 

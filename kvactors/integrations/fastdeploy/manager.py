@@ -143,7 +143,6 @@ class PrefixCacheManager:
             self._next_turn.put(None)
 
     def _changed(self) -> None:
-        """A call ends that may have changed blocks."""
         if self._gauges:
             now = self.statistics()
             for name, gauge in self._gauges.items():

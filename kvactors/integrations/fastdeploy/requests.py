@@ -152,7 +152,6 @@ class EngineBlockIndex:
         return found
 
     def hold(self, blocks: Iterable[IndexedBlock]) -> None:
-        """A request holds blocks."""
         for block in blocks:
             if not block.refs:
                 self.unreferenced -= 1
@@ -171,7 +170,6 @@ class EngineBlockIndex:
         return added
 
     def release(self, blocks: Sequence[IndexedBlock]) -> None:
-        """A request holds the blocks of its path no more."""
         for block in reversed(blocks):
             block.refs -= 1
             if not block.refs:
@@ -259,7 +257,6 @@ class EngineBlocks:
         return len(self._free)
 
     def take(self, count: int, request: str | None) -> list[int]:
-        """The lowest free blocks, held for a request."""
         if count > len(self._free):
             raise NoRoom(count, len(self._free))
         taken = [heappop(self._free) for _ in range(count)]
@@ -303,13 +300,11 @@ class EngineBlocks:
         return "in the prefix cache, not the engine's" if block in self.indexed else "free already"
 
     def index(self, blocks: Iterable[int]) -> None:
-        """Blocks that the engine holds become the index's."""
         for block in blocks:
             del self.held[block]
             self.indexed.add(block)
 
     def evict(self, blocks: Iterable[int]) -> None:
-        """Blocks of the index are free."""
         for block in blocks:
             self.indexed.remove(block)
             heappush(self._free, block)
@@ -329,7 +324,6 @@ class EngineBlocks:
             heappush(self._free, block)
 
     def resize(self, total: int) -> None:
-        """Another number of blocks. None is held, indexed or lost."""
         self.total = total
         self._free[:] = range(total)
 

@@ -144,17 +144,14 @@ class ManagerSettings(NamedTuple):
 
     @property
     def index_only(self) -> bool:
-        """Whether storage is an index only."""
         return self.config.flush.flush_only
 
     @property
     def direct(self) -> bool:
-        """Whether AttentionStore reads and writes device blocks."""
         return self.backend == "attention_store" and not self.index_only
 
     @property
     def hosted(self) -> bool:
-        """Whether there is a host tier."""
         return bool(self.host_blocks or self.swap_gib)
 
     @property

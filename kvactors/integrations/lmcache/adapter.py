@@ -158,7 +158,6 @@ class KVActorsL2(L2AdapterInterface):
         return self._lookups.pop(task_id, None)
 
     def submit_unlock(self, keys: list[Any]) -> None:
-        """Take back one lock of each key."""
         if not self._closed:
             self._worker.post(partial(self._worker.objects.unlock, list(keys)))
 

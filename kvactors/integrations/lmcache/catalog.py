@@ -308,7 +308,6 @@ class KeyWriter:
         self._closed = False
 
     def note(self, records: Iterable[Record]) -> None:
-        """Objects were stored."""
         self._unwritten.update(records)
 
     def forget(self, key: Key) -> None:

@@ -163,7 +163,6 @@ class TransferLane:
             self.view(move)[nbytes:] = bytes(size - nbytes)
 
     def copy_out(self, move: PageMove) -> None:
-        """Copy a page that was read to LMCache's memory."""
         address, nbytes = move.transfer.page(move.number, self._memory.block_bytes)
         copy_bytes(address, self._address(move), nbytes)
 
@@ -251,7 +250,6 @@ class ObjectStore:
         return False
 
     def unlock(self, keys: Iterable[Key]) -> None:
-        """Take back one lock of each key."""
         for key in keys:
             self.catalog.unlock(key)
 
@@ -472,7 +470,6 @@ class Worker:
         self._thread.start()
 
     def post(self, call: Callable[[], None]) -> None:
-        """Run a call in the worker's thread."""
         self._commands.append(call)
         os.eventfd_write(self._wake, 1)
 

@@ -39,12 +39,10 @@ class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
     @property
     def pages(self) -> int:
-        """Pages that the objects may have together."""
         return in_bytes(self.capacity_bytes, "capacity_bytes") // self.page
 
     @property
     def staging_pages(self) -> int:
-        """Pages of the staging memory."""
         return in_bytes(self.staging_bytes, "staging_bytes") // self.page
 
 

@@ -38,7 +38,6 @@ class LayerCounter:
         self.consumer_index = index
 
     def wait_until(self, layer: int) -> None:
-        """Return when a layer of the batch is on the device."""
         self._moves.wait_for_batch(self.consumer_index)
 
 
@@ -105,7 +104,6 @@ class KVActorsLinker(UnifiedCacheLinker):
         return self._moves.cancel_load(rid)
 
     def start_layer_wise_loading(self) -> int:
-        """Begin the loads of a batch. Returns its number."""
         return self._moves.start_loads()
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:

@@ -125,7 +125,6 @@ class HostPages:
         }
 
     def regions(self, indices: Any, count: int) -> list[list[PageRegion]]:
-        """The memory of pages, in the order of an object's bytes."""
         _check_count(indices, count, self.page_tokens, f" ({self.name})")
         addresses, sizes = self.pool.get_page_buffer_meta(indices)
         each = len(self._sizes)
@@ -242,7 +241,6 @@ class PageMoves:
             self._tiers.end_step()  # begins fetches, and pauses
 
     def _look_up(self, keys: Sequence[bytes]) -> tuple[int, bool]:
-        """Pages from the start that are in host memory, and whether the next one is on its way."""
         found, waits = 0, False
         for key in keys:
             answer = self._tiers.lookup(key)
@@ -442,7 +440,6 @@ class PageStore:
 
     @property
     def trouble(self) -> str:
-        """Why the store gets no work now, empty if it does."""
         return self._tier.trouble
 
     def look_up(self, keys: Sequence[bytes]) -> list[bool]:

@@ -123,7 +123,6 @@ class KVActorsTier(SecondaryTierManager):
         return events
 
     def shutdown(self) -> None:
-        """Close the store, and let go of the host tier's memory."""
         self._store.close()
         self._store.poll()
         self._rows = memoryview(b"")
