@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvactors.actor.log import get_logger
@@ -22,7 +23,6 @@ from kvactors.integrations.fastdeploy.requests import (
     whole,
 )
 from kvactors.storage.device_store import DeviceStore
-from kvactors.tier_cache.answers import TierEvent
 from kvactors.tier_cache.copies import LoopThread
 from kvactors.tier_cache.paths import DescribedPath, SinkFeed
 from kvactors.tier_cache.sink_service import SinkService
@@ -44,21 +44,18 @@ class IndexReports:
         num_blocks: int,
     ) -> None:
         tiers = (Tier.DEVICE, Tier.HOST, Tier.STORAGE)
-        feed = self._feed = SinkFeed(tiers, block_size, scope, fingerprint, num_blocks)
+        feed = self.feed = SinkFeed(tiers, block_size, scope, fingerprint, num_blocks)
         feed.token_root = scope.root(fingerprint)
-        self._service = SinkService(feed, sinks)
-        self._thread = LoopThread([self._service])
-        feed.wake = lambda: self._thread.call(self._service.take)
-
-    def open(self, limit: float) -> None:
-        self._thread.open(limit)
+        service = self.service = SinkService(feed, sinks)
+        thread = self.thread = LoopThread([service])
+        feed.wake = lambda: thread.call(service.take)
 
     def added(self, record: RequestRecord, count: int) -> None:
         """The last `count` blocks of a request are on the device."""
         start, stop = len(record.nodes) - count, len(record.nodes)
         self._announce(record, start, Reason.COMMIT)  # before they are described: not finished yet
         keys = [node.hash for node in record.nodes[start:]]
-        self._feed.describe(
+        self.feed.describe(
             DescribedPath(
                 keys,
                 record.path.tokens(start, stop),
@@ -68,7 +65,7 @@ class IndexReports:
                 {i - start: extra for i, extra in record.path.extra_keys(start, stop)},
             )
         )
-        self._feed.record(Tier.DEVICE, True, keys, Reason.COMMIT)
+        self.feed.record(Tier.DEVICE, True, keys, Reason.COMMIT)
 
     def finished(self, record: RequestRecord) -> None:
         if record.nodes:
@@ -76,7 +73,7 @@ class IndexReports:
 
     def _announce(self, record: RequestRecord, start: int, reason: Reason) -> None:
         stop = len(record.nodes)
-        self._feed.announce(
+        self.feed.announce(
             PathCached(
                 root=record.root,
                 tokens=record.path.tokens(start, stop),
@@ -93,21 +90,7 @@ class IndexReports:
 
     def removed(self, blocks: Sequence[IndexedBlock], reason: Reason) -> None:
         """Blocks have left the device, children before parents."""
-        self._feed.record(Tier.DEVICE, False, [block.hash for block in blocks], reason)
-
-    def moved(self, events: Sequence[TierEvent]) -> None:
-        for event in events:
-            self._feed.record(event.tier, event.stored, event.keys, event.reason)
-
-    def flush(self) -> None:
-        self._feed.flush()
-
-    @property
-    def troubles(self) -> tuple[str, ...]:
-        return self._service.troubles
-
-    def close(self, limit: float) -> None:
-        self._thread.close(limit)
+        self.feed.record(Tier.DEVICE, False, [block.hash for block in blocks], reason)
 
 
 # -- AttentionStore as storage: its SDK reads and writes device blocks, found by tokens.
@@ -129,28 +112,38 @@ class CallInFlight(TimeoutError):
         self.answer = answer
 
 
-class _StoreService:
-    """The `DeviceStore` of each rank, on the event loop of another thread. See `Service`."""
+class DirectStorage:
+    """Reads and writes device blocks through the `DeviceStore` of each rank, from any thread. A
+    block counts as moved when every rank has moved its part of it. While a call that raised
+    CallInFlight has not returned, the next ones move nothing.
 
-    def __init__(self, stores: Sequence[DeviceStore]) -> None:
-        self.stores = stores
+    The stores work on the event loop of `thread`, whose `Service` this is.
+    """
+
+    def __init__(self, stores: Sequence[DeviceStore], timeout_s: float) -> None:
+        self.thread = LoopThread([self])
+        self._stores = stores
+        self._timeout_s = timeout_s
         self._calls: set[asyncio.Task[int]] = set()
+        self._late: list[Future[int]] = []
+
+    # -- on the event loop
 
     async def open(self) -> None:
         try:
-            for store in self.stores:
+            for store in self._stores:
                 await store.open()
         except BaseException:
             await self.close(0.0)
             raise
 
-    def begin(self, move: Move, answer: Future[int]) -> None:
+    def _begin(self, move: Move, answer: Future[int]) -> None:
         task = asyncio.ensure_future(self._move(move))
         self._calls.add(task)
         task.add_done_callback(lambda done: self._ended(done, answer))
 
     async def _move(self, move: Move) -> int:
-        moved = await asyncio.gather(*map(move, self.stores), return_exceptions=True)
+        moved = await asyncio.gather(*map(move, self._stores), return_exceptions=True)
         for one in moved:
             if isinstance(one, BaseException):
                 raise one
@@ -171,29 +164,16 @@ class _StoreService:
             await asyncio.wait(self._calls, timeout=limit)
         for task in list(self._calls):
             task.cancel()
-        for store in self.stores:
+        for store in self._stores:
             await store.close()
 
-
-class DirectStorage:
-    """Reads and writes device blocks through the `DeviceStore` of each rank, from any thread. A
-    block counts as moved when every rank has moved its part of it. While a call that raised
-    CallInFlight has not returned, the next ones move nothing."""
-
-    def __init__(self, stores: Sequence[DeviceStore], timeout_s: float) -> None:
-        self._service = _StoreService(stores)
-        self._thread = LoopThread([self._service])
-        self._timeout_s = timeout_s
-        self._late: list[Future[int]] = []
+    # -- any thread
 
     @property
     def troubles(self) -> tuple[str, ...]:
         """Why nothing is read or written now, with reasons."""
         stuck = any(not answer.done() for answer in self._late)
         return ("a call of AttentionStore does not return",) if stuck else ()
-
-    def open(self, limit: float) -> None:
-        self._thread.open(max(limit, sum(store.ready_timeout for store in self._service.stores)))
 
     def fetch(
         self, tokens: bytes, start: int, blocks: list[int], interrupted: Callable[[], bool]
@@ -212,7 +192,7 @@ class DirectStorage:
         if self.troubles:  # the next calls would wait for this one
             return 0
         answer: Future[int] = Future()
-        if not self._thread.call(self._service.begin, move, answer):
+        if not self.thread.call(self._begin, move, answer):
             raise CacheClosed("AttentionStore is closed")
         until = time.monotonic() + self._timeout_s + MARGIN
         while not wait([answer], SLICE_S).done:
@@ -229,23 +209,17 @@ class DirectStorage:
         except Exception as error:
             raise StoreError(f"AttentionStore: {error!r}") from error
 
-    def close(self, limit: float) -> None:
-        self._thread.close(limit)
 
-
+@dataclass
 class PrefixMatch:
-    """The blocks of a request that need not be computed, in the order of its path.
+    """The blocks of a request that need not be computed, in the order of its path: device blocks,
+    by the tier that had their bytes, and the seconds for which the call waited."""
 
-    Attributes:
-        gpu, cpu, storage: device blocks, by the tier that had their bytes.
-        cpu_seconds, storage_seconds: for which the call waited.
-    """
-
-    def __init__(self) -> None:
-        self.gpu: list[int] = []
-        self.cpu: list[int] = []
-        self.storage: list[int] = []
-        self.cpu_seconds = self.storage_seconds = 0.0
+    gpu: list[int] = field(default_factory=list)
+    cpu: list[int] = field(default_factory=list)
+    storage: list[int] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+    storage_seconds: float = 0.0
 
     def metrics(self, block_size: int) -> dict[str, Any]:
         """The dictionary that FastDeploy's scheduler reads, and changes."""
@@ -520,7 +494,8 @@ class DeviceCache:
 
     def report_moves(self) -> None:
         if self.reports is not None and self.lower is not None:
-            self.reports.moved(self.lower.tiers.take_events())
+            for event in self.lower.tiers.take_events():
+                self.reports.feed.record(event.tier, event.stored, event.keys, event.reason)
 
     def reset(self) -> None:
         """Forget every block of device and host, and every request. Stored objects stay. Blocks
@@ -541,7 +516,7 @@ class DeviceCache:
         self.report_moves()
         if self.reports is not None:
             self.reports.removed(gone, Reason.CLEAR)
-            self.reports.flush()
+            self.reports.feed.flush()
 
     def resize(self, total: int) -> None:
         blocks = self.blocks

@@ -148,7 +148,7 @@ class PrefixCacheManager:
             for name, gauge in self._gauges.items():
                 gauge.set(GAUGES[name][0](now))
         if self._cache.reports is not None:
-            self._cache.reports.flush()
+            self._cache.reports.feed.flush()
 
     # -- device blocks
 
@@ -508,7 +508,7 @@ class PrefixCacheManager:
                 sdk = sdk_settings(config, tensors.layout, device, (rank, settings.ranks))
                 stores.append(AttentionStoreBackend(sdk, device))
             store = DirectStorage(stores, settings.storage.timeout_s)
-            store.open(limit)
+            store.thread.open(max(limit, sum(one.ready_timeout for one in stores)))
             cache.direct = store
         device = tensors.device(0)
         if sinks := make_sinks(config, tensors.layout, device):
@@ -516,7 +516,7 @@ class PrefixCacheManager:
             reports = IndexReports(
                 sinks, self._scope, self._fingerprint, settings.block_size, total
             )
-            reports.open(limit)
+            reports.thread.open(limit)
             cache.reports = reports
 
     def _open_again(self) -> None:
@@ -535,17 +535,16 @@ class PrefixCacheManager:
         cache = self._cache
         lower = () if cache.lower is None else cache.lower.tiers.health().reasons
         direct = () if cache.direct is None else cache.direct.troubles
-        reports = () if cache.reports is None else cache.reports.troubles
+        reports = () if cache.reports is None else cache.reports.service.troubles
         return lower + direct + reports + self._unopened
 
     def _close_services(self) -> None:
         cache, limit = self._cache, self.settings.storage.close_timeout_s
-        direct, cache.direct = cache.direct, None
-        reports, cache.reports = cache.reports, None
-        if direct is not None:
-            direct.close(limit)
-        if reports is not None:
-            reports.close(limit)
+        closing = cache.direct, cache.reports
+        cache.direct = cache.reports = None
+        for one in closing:
+            if one is not None:
+                one.thread.close(limit)
 
     def _close_tiers(self) -> None:
         lower, self._cache.lower = self._cache.lower, None

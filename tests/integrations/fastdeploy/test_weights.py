@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError, SinkError
 from kvactors.integrations.fastdeploy import settings as fastdeploy_settings
-from kvactors.integrations.fastdeploy.device_cache import IndexReports
 from kvactors.integrations.fastdeploy.settings import WeightsVersion
+from kvactors.tier_cache.sink_service import SinkService
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.invariants import check
 
@@ -149,11 +149,11 @@ def test_an_index_that_does_not_open_for_new_weights_is_opened_by_the_next_reset
     one = engine(gpu=4, cpu=2, model=str(model.file.parent), options={"sinks": [sink]})
     model.load(2)
 
-    def fail(*_: object) -> None:
+    async def fail(*_: object) -> None:
         raise SinkError("injected")
 
     with monkeypatch.context() as patch:
-        patch.setattr(IndexReports, "open", fail)
+        patch.setattr(SinkService, "open", fail)
         one.serve("a", A)
     assert one.serve("b", A)["gpu_match_token_num"] == 8, "the cache works without its index"
     assert one.manager.troubles == ("AttentionStore and indexes are closed: injected",)
