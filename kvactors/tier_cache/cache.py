@@ -492,6 +492,18 @@ def _check_parts(config: TierConfig, memory: Any, storage: Any) -> None:
         )
 
 
+def leading_keys(tiers: TierCache, keys: Iterable[bytes]) -> tuple[int, bool]:
+    """Keys from the start that are in host slots, and whether a later one is on its way there."""
+    found, waits = 0, False
+    for key in keys:
+        answer = tiers.lookup(key)
+        if answer is MISS:
+            break
+        waits = waits or answer is not HIT
+        found += not waits
+    return found, waits
+
+
 def open_tiers(
     config: TierConfig | Mapping[str, Any],
     *,

@@ -96,24 +96,27 @@ class StorageLoop:
     async def _move(self, store: GuardedBackend, job: StorageJob, ok: list[bool]) -> list[bytes]:
         """Fill in `ok`. Returns the names that left the store."""
         save = job.kind == "store"
-        memory: dict[int, ObjectMemory] = {}
+        parts: dict[int, list[memoryview]] = {}
         for i, region in enumerate(job.regions):
-            try:
-                memory[i] = ObjectMemory(region, store.block_bytes, writable=not save)
-            except (TypeError, ValueError):
-                continue  # a failure of this key
-        names = [job.names[i] for i in memory]
-        views = [one.view for one in memory.values()]
+            if found := _parts_of(region, store.block_bytes, writable=not save):
+                parts[i] = found
+        names = [job.names[i] for i in parts]
+        views = [  # contiguous: of a scatter list a copy, or new memory for its bytes
+            each[0]
+            if len(each) == 1
+            else memoryview(bytearray().join(each) if save else bytearray(store.block_bytes))
+            for each in parts.values()
+        ]
         if save:
             written = await store.write(names, views, lambda: self._tier.clock() >= job.deadline)
             outcomes, removed = written.outcomes, written.evicted
         else:
             read = await store.read(names, views, lambda: self._tier.clock() >= job.deadline)
             outcomes, removed = read.outcomes, read.gone
-        for (i, one), outcome in zip(memory.items(), outcomes, strict=True):
+        for i, view, outcome in zip(parts, views, outcomes, strict=True):
             ok[i] = outcome == Outcome.OK or (save and outcome == Outcome.EXISTS)
-            if ok[i] and not save:
-                one.scatter()
+            if ok[i] and not save and len(parts[i]) > 1:
+                _scatter(view, parts[i])
         meanwhile = store.take_removed()  # lost outside of batches
         if meanwhile:
             store.acknowledge_removed(meanwhile)
@@ -144,44 +147,23 @@ class StorageLoop:
 # -- Memory of one object: a view, or several that follow one another (a scatter list).
 
 
-class ObjectMemory:
-    """The memory of one object as one contiguous view.
-
-    Attributes:
-        view: contiguous bytes. Of a scatter list it is a copy, or new memory if `writable`.
-    """
-
-    def __init__(self, region: ObjectViews, block_bytes: int, *, writable: bool) -> None:
-        parts = [region] if isinstance(region, memoryview) else list(region)
-        self._parts = [_flat(part, writable) for part in parts]
-        size = sum(part.nbytes for part in self._parts)
-        if size != block_bytes:
-            raise ValueError(f"memory of {size} bytes for an object of {block_bytes}")
-        if len(self._parts) == 1:
-            self.view = self._parts[0]
-        else:
-            self.view = memoryview(bytearray(block_bytes))
-            if not writable:
-                self._copy(to_parts=False)
-
-    def scatter(self) -> None:
-        """The object's bytes are in `view`: copy them to the views of a scatter list."""
-        if len(self._parts) > 1:
-            self._copy(to_parts=True)
-
-    def _copy(self, *, to_parts: bool) -> None:
-        start = 0
-        for part in self._parts:
-            whole = self.view[start : start + part.nbytes]
-            if to_parts:
-                part[:] = whole
-            else:
-                whole[:] = part
-            start += part.nbytes
+def _parts_of(region: ObjectViews, block_bytes: int, *, writable: bool) -> list[memoryview]:
+    """The views of an object's memory, as bytes. Empty if it is not memory for an object: a
+    failure of its key."""
+    try:
+        views = [
+            memoryview(part) for part in ([region] if isinstance(region, memoryview) else region)
+        ]
+        if not all(view.contiguous and not (writable and view.readonly) for view in views):
+            return []
+        found = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]
+    except (TypeError, ValueError):
+        return []
+    return found if sum(view.nbytes for view in found) == block_bytes else []
 
 
-def _flat(part: object, writable: bool) -> memoryview:
-    view = memoryview(part)  # type: ignore[arg-type]
-    if not view.contiguous or (writable and view.readonly):
-        raise ValueError("the memory of an object must be contiguous, and writable for a load")
-    return view.cast("B") if view.nbytes else memoryview(b"")
+def _scatter(whole: memoryview, parts: Sequence[memoryview]) -> None:
+    start = 0
+    for part in parts:
+        part[:] = whole[start : start + part.nbytes]
+        start += part.nbytes

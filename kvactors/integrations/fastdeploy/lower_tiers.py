@@ -22,13 +22,13 @@ from kvactors.layout.base import Layout, Role
 from kvactors.settings.check import changed_in
 from kvactors.tier_cache import (
     CopyWorker,
-    Lookup,
     SlotMemory,
     StorageResult,
     StorageTier,
     TierCache,
     TierConfig,
 )
+from kvactors.tier_cache.cache import leading_keys
 from kvactors.tier_cache.settings import checked_config
 from kvactors.tier_cache.storage import make_storage
 from kvactors.types import Tier
@@ -271,7 +271,7 @@ class LowerTiers:
         begun = time.monotonic()
         waited = False
         while True:
-            found, waits = self._look_up(hashes)
+            found, waits = leading_keys(self.tiers, hashes)
             now = time.monotonic()
             late = now - begun >= self._fetch_wait_s - waited_s
             if not waits or late or interrupted():
@@ -279,16 +279,6 @@ class LowerTiers:
                 return sources, now - begun if waited else 0.0
             waited = True
             self.tiers.end_step()  # begins fetches, and pauses
-
-    def _look_up(self, hashes: Sequence[bytes]) -> tuple[int, bool]:
-        found, waits = 0, False
-        for key in hashes:
-            answer = self.tiers.lookup(key)
-            if answer is Lookup.MISS:
-                break
-            waits = waits or answer is Lookup.PENDING
-            found += not waits
-        return found, waits
 
     def load(self, hashes: Sequence[bytes], slots: Sequence[int], blocks: Sequence[int]) -> bool:
         """Copy pinned blocks to device blocks, and unpin them. Returns whether all bytes have

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvactors.errors import CacheClosed, ConfigError, DeviceError
-from kvactors.tier_cache import CopyWorker, Lookup, StorageResult, StorageTier, TierCache
+from kvactors.tier_cache import CopyWorker, StorageResult, StorageTier, TierCache
+from kvactors.tier_cache.cache import leading_keys
 
 POOL = "MHATokenToKVPool"  # its pages are rows of keys and of values in every layer
 LAYOUT = "nhd"  # the heads of one token side by side
@@ -233,22 +234,12 @@ class PageMoves:
         until = time.monotonic() + self._wait_left_s
         while True:
             self._collect()
-            found, waits = self._look_up(keys)
+            found, waits = leading_keys(self._tiers, keys)
             now = time.monotonic()
             if not waits or now >= until:
                 self._wait_left_s = max(0.0, until - now)
                 return found
             self._tiers.end_step()  # begins fetches, and pauses
-
-    def _look_up(self, keys: Sequence[bytes]) -> tuple[int, bool]:
-        found, waits = 0, False
-        for key in keys:
-            answer = self._tiers.lookup(key)
-            if answer is Lookup.MISS:
-                break
-            waits = waits or answer is Lookup.PENDING
-            found += not waits
-        return found, waits
 
     # -- loads
 
