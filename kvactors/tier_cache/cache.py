@@ -139,9 +139,15 @@ class TierCache:
 
     def _call(self, work: Callable[[], object]) -> None:
         """Do something as the owner, now or at the owner's next call."""
-        if not self._owner.hands_over(work):
-            self._enter()
+        if not self._hands_over(work):
             work()
+
+    def _hands_over(self, call: Callable[[], object]) -> bool:
+        """Begin a call. Returns whether it is another thread's, and waits for the owner's next."""
+        if self._owner.hands_over(call):
+            return True
+        self._enter()
+        return False
 
     def _enter(self) -> None:
         """Begin a call of the owner."""
@@ -191,9 +197,8 @@ class TierCache:
     def end_step(self) -> None:
         """A step of the engine's scheduler has ended: keys answered HIT may be evicted, unless a
         load of them is in flight. Fetches and saves begin."""
-        if self._owner.hands_over(self.end_step):
+        if self._hands_over(self.end_step):
             return
-        self._enter()
         self._end_step()
         if self._moves is not None and (self._moves.is_fetching or self._short[0]):
             self._pace.step_ended()
@@ -213,9 +218,8 @@ class TierCache:
     def touch(self, keys: Sequence[bytes]) -> None:
         """Keys of a path were used, in the order of the path. Keys without a slot are ignored."""
         keys = checked_keys(keys)
-        if self._owner.hands_over(partial(self.touch, keys)):
+        if self._hands_over(partial(self.touch, keys)):
             return
-        self._enter()
         self._slots.touch(keys)
         if self._moves is not None:
             self._moves.on_touched(keys)
@@ -306,9 +310,8 @@ class TierCache:
             ValueError: no store of a key is in flight, or a wrong type. Nothing changed.
         """
         keys, success = checked_keys(keys), checked_flag("success", success)
-        if self._owner.hands_over(partial(self.complete_store, keys, success)):
+        if self._hands_over(partial(self.complete_store, keys, success)):
             return
-        self._enter()
         landed = self._slots.complete_store(keys, success)
         self._counters.stored += len(landed)
         self._counters.failed_stores += 0 if success else len(set(keys))
@@ -344,9 +347,8 @@ class TierCache:
             ValueError: no load of a key is in flight. Nothing changed.
         """
         keys = checked_keys(keys)
-        if self._owner.hands_over(partial(self.complete_load, keys)):
+        if self._hands_over(partial(self.complete_load, keys)):
             return
-        self._enter()
         self._slots.complete_load(keys)
         if self._moves is not None:
             self._moves.from_storage.difference_update(keys)
@@ -372,9 +374,8 @@ class TierCache:
                 killed before may leave some.
         """
         storage = checked_flag("storage", storage)
-        if self._owner.hands_over(partial(self.reset, storage=storage)):
+        if self._hands_over(partial(self.reset, storage=storage)):
             return
-        self._enter()
         self._events.record(Tier.HOST, False, self._slots.reset(), Reason.CLEAR)
         self._waits.clear()
         if self._moves is not None:

@@ -151,9 +151,7 @@ def _parts_of(region: ObjectViews, block_bytes: int, *, writable: bool) -> list[
     """The views of an object's memory, as bytes. Empty if it is not memory for an object: a
     failure of its key."""
     try:
-        views = [
-            memoryview(part) for part in ([region] if isinstance(region, memoryview) else region)
-        ]
+        views = list(map(memoryview, [region] if isinstance(region, memoryview) else region))
         if not all(view.contiguous and not (writable and view.readonly) for view in views):
             return []
         found = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]

@@ -6,7 +6,7 @@ Used by the thread that owns the `TierCache`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from itertools import islice
 
@@ -273,19 +273,15 @@ class StorageMoves:
         self._unasked.clear()
         self._asked.update(dict.fromkeys(keys, self.storage.clock()))
         for start in range(0, len(keys), QUERY):
-            self._begin([])
-            with suppress(CacheClosed):  # another thread shuts the cache down
-                self.storage.submit_lookup(self._job, keys[start : start + QUERY])
+            self._begin(self.storage.submit_lookup, [], keys[start : start + QUERY])
 
     def _submit_fetches(self) -> None:
         blocks = list(self._queued.values())
         self._queued.clear()
         for start in range(0, len(blocks), BATCH):
             some = blocks[start : start + BATCH]
-            self._begin(some)
+            self._begin(self.storage.submit_load, some, *self._memory_of(some))
             self._started[self._job] = self.storage.clock()
-            with suppress(CacheClosed):  # another thread shuts the cache down
-                self.storage.submit_load(self._job, *self._memory_of(some))
 
     def _submit_saves(self) -> None:
         self._write(max(1, self._tier.capacity // SAVING))
@@ -300,13 +296,13 @@ class StorageMoves:
             if not some:
                 return
             self._saving += len(some)
-            self._begin(some)
-            with suppress(CacheClosed):  # another thread shuts the cache down
-                self.storage.submit_store(self._job, *self._memory_of(some))
+            self._begin(self.storage.submit_store, some, *self._memory_of(some))
 
-    def _begin(self, blocks: list[HostBlock]) -> None:
+    def _begin(self, submit: Callable[..., object], blocks: list[HostBlock], *what: object) -> None:
         self._job += 1
         self._in_flight[self._job] = blocks
+        with suppress(CacheClosed):  # another thread shuts the cache down
+            submit(self._job, *what)
 
     def _memory_of(self, blocks: list[HostBlock]) -> tuple[list[bytes], list[memoryview]]:
         view = self._memory.view
