@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -284,9 +284,12 @@ class PageMoves:
         compute with a page that is not there."""
         batch = self._batches.get(number)
         if batch is not None and not batch.ended:
-            if not self._copies.wait(batch.jobs, COPY_LIMIT_S):
-                raise DeviceError(f"a copy has not ended in {COPY_LIMIT_S} s")
+            self._wait(batch.jobs)
             batch.ended = True
+
+    def _wait(self, jobs: Iterable[Hashable]) -> None:
+        if not self._copies.wait(jobs, COPY_LIMIT_S):
+            raise DeviceError(f"a copy has not ended in {COPY_LIMIT_S} s")
 
     def finish_loads(self, number: int) -> bool:
         """Wait for a batch and let go of its pages. Returns whether all of them were loaded."""
@@ -385,8 +388,7 @@ class PageMoves:
             self.finish_loads(number)
         for store in self._stores.values():
             store.waiting = ()
-        if not self._copies.wait(self._stores, COPY_LIMIT_S):
-            raise DeviceError(f"a copy has not ended in {COPY_LIMIT_S} s")
+        self._wait(self._stores)
         self._collect()
         self._stores.clear()
 
@@ -411,6 +413,15 @@ class _StoreBatch(NamedTuple):
     pages: Sequence[int]
     buffer: np.ndarray
     done: Future[StorageResult]
+
+
+class _StoreCall(NamedTuple):
+    """Keys and memory of pages, and whether each was moved, which is filled in."""
+
+    keys: Sequence[bytes]
+    pages: Sequence[Sequence[PageRegion]]
+    ok: list[bool]
+    save: bool
 
 
 class PageStore:
@@ -452,68 +463,45 @@ class PageStore:
         that failed is unchanged, and after a failure the pages of later buffers are not read."""
         tier = self._tier
         wanted = [i for i, key in enumerate(keys) if not tier.lists or tier.contains(key)]
-        ok = [False] * len(keys)
-        self._move(wanted, keys, pages, ok, save=False)
-        return ok
+        return self._move(wanted, _StoreCall(keys, pages, [False] * len(keys), False))
 
     def save(self, keys: Sequence[bytes], pages: Sequence[Sequence[PageRegion]]) -> list[bool]:
         """Write pages from the engine's memory. Returns whether the store has each now."""
         ok = [self._tier.contains(key) for key in keys]
         wanted = [i for i, found in enumerate(ok) if not found]
-        self._move(wanted, keys, pages, ok, save=True)
-        return ok
+        return self._move(wanted, _StoreCall(keys, pages, ok, True))
 
-    def _move(
-        self,
-        wanted: Sequence[int],
-        keys: Sequence[bytes],
-        pages: Sequence[Sequence[PageRegion]],
-        ok: list[bool],
-        *,
-        save: bool,
-    ) -> None:
-        """Fill in `ok` for the wanted pages."""
+    def _move(self, wanted: Sequence[int], call: _StoreCall) -> list[bool]:
         until = time.monotonic() + self._timeout
         in_flight: deque[_StoreBatch] = deque()
         for first in range(0, len(wanted), self._batch_pages):
-            if len(in_flight) == AT_ONCE and not self._finish(in_flight, pages, ok, until, save):
-                return
+            if len(in_flight) == AT_ONCE and not self._finish(in_flight.popleft(), call, until):
+                return call.ok
             if self._tier.trouble or time.monotonic() >= until:
                 break
-            batch = wanted[first : first + self._batch_pages]
             try:
-                in_flight.append(self._begin(batch, keys, pages, save))
+                in_flight.append(self._begin(wanted[first : first + self._batch_pages], call))
             except CacheClosed:
                 break
-        while in_flight and self._finish(in_flight, pages, ok, until, save):
+        while in_flight and self._finish(in_flight.popleft(), call, until):
             pass
+        return call.ok
 
-    def _begin(
-        self,
-        wanted: Sequence[int],
-        keys: Sequence[bytes],
-        pages: Sequence[Sequence[PageRegion]],
-        save: bool,
-    ) -> _StoreBatch:
-        buffer = self._take_buffer()
-        if save:
-            self._copy(buffer, [pages[i] for i in wanted], range(len(wanted)), to_buffer=True)
+    def _begin(self, wanted: Sequence[int], call: _StoreCall) -> _StoreBatch:
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:  # other threads take buffers too
+            buffer = np.empty(self._batch_pages * self._page_bytes, np.uint8)
+        if call.save:
+            self._copy(buffer, enumerate(call.pages[i] for i in wanted), to_buffer=True)
         size, whole = self._page_bytes, buffer.data
         views = [whole[i * size : (i + 1) * size] for i in range(len(wanted))]
-        submit = self._tier.submit_store if save else self._tier.submit_load
-        done = submit(next(self._jobs), [keys[i] for i in wanted], views)
+        submit = self._tier.submit_store if call.save else self._tier.submit_load
+        done = submit(next(self._jobs), [call.keys[i] for i in wanted], views)
         return _StoreBatch(wanted, buffer, done)
 
-    def _finish(
-        self,
-        in_flight: deque[_StoreBatch],
-        pages: Sequence[Sequence[PageRegion]],
-        ok: list[bool],
-        until: float,
-        save: bool,
-    ) -> bool:
-        """Wait for the oldest batch. Returns whether the call goes on."""
-        batch = in_flight.popleft()
+    def _finish(self, batch: _StoreBatch, call: _StoreCall, until: float) -> bool:
+        """Wait for a batch. Returns whether the call goes on."""
         self._tier.poll()  # results are taken from the jobs
         try:
             result = batch.done.result(max(0.0, until - time.monotonic()))
@@ -521,30 +509,24 @@ class PageStore:
             return False  # the job keeps its buffer
         self._tier.poll()
         good = [i for i, found in enumerate(result.ok) if found]
-        if not save:
-            self._copy(batch.buffer, [pages[batch.pages[i]] for i in good], good, to_buffer=False)
+        if not call.save:
+            read = ((i, call.pages[batch.pages[i]]) for i in good)
+            self._copy(batch.buffer, read, to_buffer=False)
         for i in good:
-            ok[batch.pages[i]] = True
+            call.ok[batch.pages[i]] = True
         if len(self._buffers) < KEPT:
             self._buffers.append(batch.buffer)
-        return save or len(good) == len(result.ok)
-
-    def _take_buffer(self) -> np.ndarray:
-        try:
-            return self._buffers.pop()
-        except IndexError:
-            return np.empty(self._batch_pages * self._page_bytes, np.uint8)
+        return call.save or len(good) == len(result.ok)
 
     def _copy(
         self,
         buffer: np.ndarray,
-        pages: Sequence[Sequence[PageRegion]],
-        places: Sequence[int],
+        pages: Iterable[tuple[int, Sequence[PageRegion]]],
         *,
         to_buffer: bool,
     ) -> None:
         """Copy pages to or from their places in a buffer. `memmove` lets other threads run."""
-        for place, regions in zip(places, pages, strict=True):
+        for place, regions in pages:
             at = buffer.ctypes.data + place * self._page_bytes
             for region in regions:
                 if to_buffer:
@@ -566,13 +548,8 @@ class PageStore:
 
 
 class Prefixes(NamedTuple):
-    """Prefixes that can be restored.
-
-    Attributes:
-        longest: pages of the longest one.
-        of_pools: for each pool, pages of the longest prefix that it allows.
-        restorable: pages of each prefix that every pool allows, ascending.
-    """
+    """Prefixes that can be restored, in pages: the longest one, the longest one that each pool
+    allows, and those that every pool allows, ascending."""
 
     longest: int
     of_pools: list[int]
