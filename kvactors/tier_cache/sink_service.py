@@ -23,8 +23,6 @@ from kvactors.tier_cache.paths import SinkFeed
 
 BOUND = 1024  # messages in FlushNotifier's channel
 WATCH = 0.5  # seconds between two looks at the health of the sinks
-
-
 RESTART = 0.02  # seconds between a failure of FlushNotifier and the next call
 
 
@@ -42,17 +40,15 @@ class SinkService:
         self._config = FlushConfig()
         self._epoch = time.time_ns() // 1_000_000
         self._stack = AsyncExitStack()
-        self._supervisor: Supervisor | None = None
-        self._notifier: ActorRef[Report] | None = None
+        self._supervisor = Supervisor(
+            InFlight(), closed=lambda: CacheClosed("the cache is shut down")
+        )
+        self._notifier: ActorRef[Report] = self._supervisor.make_ref(FlushNotifier, BOUND)
         self._stated = 0  # the incarnation that has the whole state
         self._pump: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        supervisor = self._supervisor = Supervisor(
-            InFlight(), closed=lambda: CacheClosed("the cache is shut down")
-        )
-        self._notifier = supervisor.make_ref(FlushNotifier, BOUND)
         spec = ActorSpec(
             FlushNotifier,
             self._make,
@@ -64,7 +60,7 @@ class SinkService:
                 self._stack.push_async_callback(close_sink, sink, self._config.timeout_s)
                 await open_sink(sink)
             await self._stack.enter_async_context(
-                supervisor.running(Group("notifier", (spec,)), drain=1.0)
+                self._supervisor.running(Group("notifier", (spec,)), drain=1.0)
             )
         except BaseException:
             await self._stack.aclose()
@@ -85,7 +81,6 @@ class SinkService:
 
     @property
     def actor(self) -> Any:
-        assert self._supervisor is not None
         return self._supervisor.actor(FlushNotifier.ROLE)
 
     # -- messages
@@ -95,7 +90,6 @@ class SinkService:
             self._pump = asyncio.ensure_future(self._send())
 
     async def _send(self) -> None:
-        assert self._notifier is not None
         outbox = self.feed.outbox
         with suppress(KVActorsError):  # the system stops
             while outbox:
@@ -115,8 +109,6 @@ class SinkService:
     def _has_state(self) -> bool:
         """Whether FlushNotifier's present incarnation has the whole state. Otherwise the
         owner sends it with its next step."""
-        if self._notifier is None:
-            return False
         incarnation, feed = self._notifier.incarnation, self.feed
         if incarnation not in (self._stated, feed.wanted):
             feed.wanted = incarnation
@@ -125,7 +117,7 @@ class SinkService:
 
     def _find_troubles(self) -> list[str]:
         supervisor = self._supervisor
-        if supervisor is None or supervisor.failed is not None:
+        if supervisor.failed is not None:
             return ["sinks: FlushNotifier has failed"]
         found = [
             f"sinks: FlushNotifier is switched off: {one.cause}"
@@ -141,7 +133,7 @@ class SinkService:
         seconds. None: the owner has to send the state again first."""
         loop = asyncio.get_running_loop()
         until = loop.time() + limit
-        while self._notifier is not None and loop.time() < until:
+        while loop.time() < until:
             self.take()
             if self._pump is not None:
                 await asyncio.wait([self._pump], timeout=until - loop.time())
@@ -152,7 +144,7 @@ class SinkService:
                 if self._has_state():  # else the answer may be that of an empty ledger
                     return done
             except ActorFailed:  # FlushNotifier restarts: the call is for its next incarnation
-                if self._supervisor is None or self._supervisor.failed is not None:
+                if self._supervisor.failed is not None:
                     return False
                 await anyio.sleep(RESTART)
             except KVActorsError:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import get_ident
@@ -199,6 +200,7 @@ class FinishWrites:
 # -- Host memory and storage below the device blocks, as the scheduler's thread uses them.
 
 
+@dataclass(eq=False)
 class LowerTiers:
     """Moves blocks between the device and a `TierCache`, and returns when they have moved.
 
@@ -211,29 +213,19 @@ class LowerTiers:
         writes: writes of finished requests, None without storage.
     """
 
-    def __init__(
-        self,
-        tiers: TierCache,
-        copies: RankCopies,
-        writes: FinishWrites | None,
-        memory: SlotMemory,
-        *,
-        slots: int,
-        fetch_wait_s: float,
-    ) -> None:
-        self.tiers = tiers
-        self.writes = writes
-        self.memory = memory
-        self.slots = slots
-        self._copies = copies
-        self._fetch_wait_s = fetch_wait_s
-        self._thread = 0
+    tiers: TierCache
+    copies: RankCopies
+    writes: FinishWrites | None
+    memory: SlotMemory
+    slots: int
+    fetch_wait_s: float
+    thread: int = 0  # of the last call
 
     def enter(self) -> None:
         """The calling thread makes the next calls."""
-        if self._thread != get_ident():
+        if self.thread != get_ident():
             self.tiers.adopt()
-            self._thread = get_ident()
+            self.thread = get_ident()
 
     def keep(self, victims: Sequence[IndexedBlock]) -> None:
         """Copy evicted blocks, given children before parents, to host slots, and go on as saves to
@@ -250,7 +242,7 @@ class LowerTiers:
             found = self.tiers.prepare_store(keys, parents)
             keys = found.waiting
             if found.keys:
-                error = self._copies.store([wanted[key].block for key in found.keys], found.slots)
+                error = self.copies.store([wanted[key].block for key in found.keys], found.slots)
                 self.tiers.complete_store(found.keys, success=not error)
                 if error:
                     log.error("blocks not kept in host memory", blocks=len(found.keys), error=error)
@@ -273,7 +265,7 @@ class LowerTiers:
         while True:
             found, waits = leading_keys(self.tiers, hashes)
             now = time.monotonic()
-            late = now - begun >= self._fetch_wait_s - waited_s
+            late = now - begun >= self.fetch_wait_s - waited_s
             if not waits or late or interrupted():
                 sources = [self.tiers.source(one) for one in hashes[:found]]
                 return sources, now - begun if waited else 0.0
@@ -283,7 +275,7 @@ class LowerTiers:
     def load(self, hashes: Sequence[bytes], slots: Sequence[int], blocks: Sequence[int]) -> bool:
         """Copy pinned blocks to device blocks, and unpin them. Returns whether all bytes have
         arrived. DeviceError if the copy does not end: the blocks must not be used any more."""
-        error = self._copies.load(blocks, slots)
+        error = self.copies.load(blocks, slots)
         if error:
             log.error("blocks not loaded from host memory", blocks=len(blocks), error=error)
         self.tiers.complete_load(hashes)
@@ -291,7 +283,7 @@ class LowerTiers:
 
     def close(self) -> None:
         self.tiers.shutdown()
-        self._copies.close()
+        self.copies.close()
         if self.writes is not None:
             self.writes.close()
         self.memory.close()
@@ -504,7 +496,7 @@ def open_lower_tiers(
             staging = SlotMemory(staged, size, rows[cut:], memory.stride)
             writes = FinishWrites(store, copies_to(staging), storage.timeout_s)
         opened.pop_all()
-    return LowerTiers(tiers, copies, writes, memory, slots=slots, fetch_wait_s=options.fetch_wait_s)
+    return LowerTiers(tiers, copies, writes, memory, slots, options.fetch_wait_s)
 
 
 def host_slots(settings: ManagerSettings, rank_bytes: int) -> int:

@@ -175,14 +175,9 @@ class KVActorsL2(L2AdapterInterface):
         self._lookups[number] = bitmap(found)
         self._signal(self._lookup_event)
 
-    def stored(self, keys: list[Any], sizes: list[int]) -> None:
-        self._notify_keys_stored(keys, sizes)
-
-    def accessed(self, keys: list[Any]) -> None:
-        self._notify_keys_accessed(keys)
-
-    def deleted(self, keys: list[Any], sizes: list[int]) -> None:
-        self._notify_keys_deleted(keys, sizes)
+    stored = L2AdapterInterface._notify_keys_stored
+    accessed = L2AdapterInterface._notify_keys_accessed
+    deleted = L2AdapterInterface._notify_keys_deleted
 
     @staticmethod
     def _signal(event: Any) -> None:

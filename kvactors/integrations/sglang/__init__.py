@@ -4,6 +4,7 @@ SGLang owns device blocks, page hashes and scheduling. kvactors keeps pages belo
 (`KVActorsHiCache`, the HiCache storage), or below its device pool (`KVActorsLinker`).
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,13 +15,7 @@ __all__ = ["KVActorsHiCache", "KVActorsLinker"]
 
 
 def __getattr__(name: str) -> Any:
-    # both import SGLang
-    if name == "KVActorsHiCache":
-        from kvactors.integrations.sglang.hicache import KVActorsHiCache
-
-        return KVActorsHiCache
-    if name == "KVActorsLinker":
-        from kvactors.integrations.sglang.linker import KVActorsLinker
-
-        return KVActorsLinker
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "hicache" if name == "KVActorsHiCache" else "linker"  # both import SGLang
+    return getattr(import_module(f"{__name__}.{module}"), name)

@@ -177,7 +177,7 @@ class KVActorsWorker(OffloadingWorker):
         copies: CopyWorker,
         blocks_per_chunk: int,
         region: Any,
-        stream: Callable[[], int] | None = None,
+        stream: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._copies = copies
         self._stream = stream
@@ -186,16 +186,14 @@ class KVActorsWorker(OffloadingWorker):
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         places = self._places(src_spec, dst_spec.block_ids)
-        stream = None if self._stream is None else self._stream()
-        self._copies.submit_store(job_id, src_spec.block_ids, places, stream=stream)
+        self._copies.submit_store(job_id, src_spec.block_ids, places, stream=self._stream())
         return True
 
     def submit_load(
         self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False
     ) -> bool:
         places = self._places(dst_spec, src_spec.block_ids)
-        stream = None if self._stream is None else self._stream()
-        self._copies.submit_load(job_id, dst_spec.block_ids, places, stream=stream)
+        self._copies.submit_load(job_id, dst_spec.block_ids, places, stream=self._stream())
         return True
 
     def _places(self, device: Any, chunks: Any) -> Any:

@@ -111,8 +111,7 @@ class KVActorsOffloadingSpec(OffloadingSpec):
             offset=self.config.parallel.rank * self._worker_bytes,
             blocks_per_slot=self.blocks_per_chunk,
         )
-        stream = None if current_platform.is_cpu() else current_stream
-        return KVActorsWorker(copies, self.blocks_per_chunk, region, stream)
+        return KVActorsWorker(copies, self.blocks_per_chunk, region, current_stream)
 
     def get_worker(self, kv_caches: Any) -> OffloadingWorker:
         """The worker's side: vLLM's or ours, see `OffloadingSettings.copy_worker`."""
@@ -134,6 +133,8 @@ class KVActorsOffloadingSpec(OffloadingSpec):
         return self._worker
 
 
-def current_stream() -> int:
-    """The handle of the stream that vLLM's model runs on."""
+def current_stream() -> int | None:
+    """The handle of the stream that vLLM's model runs on, None on a CPU."""
+    if current_platform.is_cpu():
+        return None
     return int(current_platform.current_stream().cuda_stream)
