@@ -136,11 +136,7 @@ class TierCounters:
 
 
 class EventLog:
-    """Changes of some tiers that an engine's publisher has not taken yet, in order.
-
-    Args:
-        feed: takes the changes of other tiers, for sinks.
-    """
+    """Changes of some tiers that an engine's publisher has not taken yet, in order."""
 
     def __init__(self, tiers: Iterable[Tier], feed: SinkFeed | None = None) -> None:
         self.tiers = frozenset(tiers)

@@ -309,11 +309,7 @@ class Service(Protocol):
 
 
 class LoopThread:
-    """Runs services on an event loop in a separate thread.
-
-    Args:
-        services: opened in this order and closed in reverse.
-    """
+    """Runs services on an event loop in a separate thread."""
 
     def __init__(self, services: Sequence[Service]) -> None:
         self._services = tuple(services)

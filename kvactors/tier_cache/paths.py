@@ -28,9 +28,7 @@ class DescribedBlock(NamedTuple):
     """The place of a block in its path.
 
     Attributes:
-        parent: name of the block before it, or the root.
         tokens: its own, little-endian uint32.
-        extra_key: of its media, empty without.
     """
 
     parent: bytes
@@ -50,7 +48,6 @@ class DescribedPath(NamedTuple):
 
     Attributes:
         tokens: of all of them, little-endian uint32.
-        parent: the key before them, None if they begin their path.
     """
 
     keys: list[bytes]

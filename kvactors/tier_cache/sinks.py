@@ -100,12 +100,7 @@ PAUSE = 0.005  # seconds between two looks whether the owner has sent its state
 
 
 class CacheSinks:
-    """Paths of blocks for the indexes that kvactors informs. Calls come from any thread.
-
-    Args:
-        run: calls a function on the event loop of the sinks. False if there is none.
-        call: does something in the thread that owns the cache.
-    """
+    """Paths of blocks for the indexes that kvactors informs. Calls come from any thread."""
 
     def __init__(
         self,

@@ -88,11 +88,6 @@ class SlotTable:
 
         Args:
             parents: None where unknown. Keys that have a slot learn theirs too.
-            spare: slots that others wait for.
-            stay: other keys that are not evicted.
-
-        Returns:
-            `waiting` are all keys that got no slot.
         """
         above = dict(zip(keys, parents, strict=True)) if parents else {}
         lacking = [key for key in dict.fromkeys(keys) if not self.is_taken(key)]
@@ -143,9 +138,6 @@ class SlotTable:
         self, count: int, keys: Sequence[bytes] = (), spare: int = 0
     ) -> tuple[int, list[bytes]]:
         """Evict blocks for the slots that are lacking.
-
-        Args:
-            spare: slots that stay beside them, free or of blocks that can be evicted.
 
         Returns:
             The slots that can be had, and the evicted keys, children before parents.

@@ -36,9 +36,6 @@ class KnownObjects:
     The store's event loop adds names, any thread looks and removes, each by one operation on a
     dict. A clear puts a new `KnownObjects` in the place of this one, so a job of before the clear
     adds its names to one that no thread asks any more.
-
-    Args:
-        lists: whether the store lists its objects, so that the names are complete.
     """
 
     def __init__(self, names: Iterable[bytes] = (), *, lists: bool = True) -> None:
@@ -113,7 +110,6 @@ class StorageResult(NamedTuple):
         ok: one bool a key: stored now or before, loaded and verified, or found.
         removed: keys that left the store meanwhile, as far as this process has used them.
         nbytes: bytes of the keys that are ok. 0 for a look-up.
-        seconds: from the submission to the end.
     """
 
     job: Hashable
@@ -166,14 +162,10 @@ class StorageTier:
     Args:
         make: makes the back end. Called by `open`, in the thread that runs the store.
         digest: the identity that all objects share, 32 bytes. It is part of every object's name.
-        timeout: seconds a job may take. Keys that were not begun by then fail.
-        event_fd: whether `fd` becomes readable when there are results.
         memory: where the objects of jobs are, for stores that register it. None if it is unknown.
 
     Attributes:
-        known: the objects that it is known to hold since the last clear.
         beside: other services that run on the same event loop, before `open`.
-        results: ended jobs that `poll` has not returned.
         fd: file descriptor for `select`, None without `event_fd`. Read its 8 bytes before `poll`.
         stuck: whether a call still ran when `close` returned. Its memory must then stay mapped.
     """
@@ -450,11 +442,7 @@ def make_storage(
     clock: Callable[[], float] = time.monotonic,
     environ: Mapping[str, str] | None = None,
 ) -> StorageTier:
-    """The storage tier of a config. `StorageTier.open` opens it.
-
-    Args:
-        memory: the host slots, which a pool over RDMA registers.
-    """
+    """The storage tier of a config. `StorageTier.open` opens it."""
     storage = config.storage
     if storage.backend == "none":
         raise ConfigError("storage.backend is needed: file, memory, or package.module:Class")

@@ -236,13 +236,7 @@ class PrefixMatch:
 
 
 class DeviceCache:
-    """The cached blocks of one engine, and the requests that hold them.
-
-    Attributes:
-        requests: those that were matched and not released.
-        direct: AttentionStore as storage.
-        interrupted: whether a match is to wait no longer for storage.
-    """
+    """The cached blocks of one engine, and the requests that hold them."""
 
     def __init__(self, total: int) -> None:
         self.blocks = EngineBlocks(total)

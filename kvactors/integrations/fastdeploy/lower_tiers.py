@@ -398,13 +398,7 @@ GIB = 1 << 30
 
 
 class EngineTensors(NamedTuple):
-    """The tensors of an engine's cache.
-
-    Attributes:
-        ranks: the tensors of each rank, in the order of a block's bytes.
-        layout: of one rank.
-        num_blocks: device blocks that every tensor has.
-    """
+    """The tensors of an engine's cache."""
 
     ranks: list[list[Any]]
     layout: CacheKvsLayout

@@ -126,9 +126,6 @@ class IndexedBlock:
 class EngineBlockIndex:
     """Blocks by hash. A block without references and children is evictable: the least recently used
     one leaves first, and of one path the deepest.
-
-    Attributes:
-        unreferenced: blocks that no request holds. All of them can be evicted, one after another.
     """
 
     def __init__(self) -> None:
@@ -240,7 +237,6 @@ class EngineBlocks:
     Attributes:
         held: blocks that the engine was given and has not returned, with the request that each was
             given for (None: none named).
-        lost: blocks that a copy or a call may still access.
     """
 
     def __init__(self, total: int) -> None:
@@ -341,12 +337,9 @@ class RequestRecord:
     """The chain of a request's block hashes, and the blocks that it holds.
 
     Attributes:
-        nodes: the leading blocks of the path, all held.
         spares: blocks of its table whose hash another request's block has in the index.
-        finished: whether the engine has begun to write it to storage, as it does at the finish.
         writers: one entry for each write to storage that has not ended. Its blocks are not free
             before. Changed by any thread, in one step of the interpreter.
-        has_media: whether media take part in its block hashes.
     """
 
     def __init__(self, name: str, request: Any, block_size: int, root: bytes) -> None:

@@ -50,9 +50,6 @@ class KVActorsL2(L2AdapterInterface):
     Objects are found again only under the same key (chunk hash, model, world size and rank, object
     group, salt) with the same layout and size. An object whose bytes are not those that were stored
     is a failed load. Locked objects are never evicted.
-
-    Args:
-        params: see `L2Settings`.
     """
 
     def __init__(self, params: Mapping[str, Any], l1_memory_desc: Any = None) -> None:

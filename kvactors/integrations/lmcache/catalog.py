@@ -43,22 +43,14 @@ class Key(NamedTuple):
 
 
 class ObjectShape(NamedTuple):
-    """The part of an object's identity that LMCache's key lacks.
-
-    Attributes:
-        layout: dtypes and shapes of its tensors. A shape contains the tokens of a chunk.
-    """
+    """The part of an object's identity that LMCache's key lacks."""
 
     layout: str
     size: int
 
 
 class StoredObject(NamedTuple):
-    """An object of the store.
-
-    Attributes:
-        digest: 32 bytes that identify key, layout and size.
-    """
+    """An object of the store."""
 
     shape: ObjectShape
     digest: bytes
@@ -203,9 +195,6 @@ class KeyLog:
 
     The file proves nothing: an object counts when the store has its pages under the hash of the
     line's fields. A damaged line is skipped.
-
-    Attributes:
-        lines: lines of the file, as far as they were written by this process or read.
     """
 
     def __init__(self, path: Path) -> None:

@@ -56,7 +56,6 @@ class TransferTask:
         buffers: memory of each object, None where there is none that fits.
         deadline: on the monotonic clock. Objects that are not done by then fail.
         ok: one bool a key, valid when the task has ended.
-        left: objects that are being moved.
     """
 
     number: int
@@ -79,8 +78,6 @@ class PageTransfer:
 
     Attributes:
         waiters: tasks that end with it, and the object's position in each.
-        begun: pages whose move has begun.
-        in_flight: pages whose move has begun and not ended.
         ended: whether the tasks have the result. LMCache's memory is not used any more.
     """
 

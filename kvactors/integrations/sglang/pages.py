@@ -175,8 +175,6 @@ class _Store:
 
     Attributes:
         pages: places on the device, by key, in the order of the path.
-        waiting: keys that have no slot yet.
-        keys: of the pages that are copied now.
         whole: whether no page was refused a slot, and no copy has failed.
     """
 

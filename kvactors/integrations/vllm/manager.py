@@ -82,8 +82,6 @@ class KVActorsManager(OffloadingManager):
     Those slots stay pinned here until the workers have flushed the jobs.
 
     Args:
-        tiers: host tier and storage. The manager shuts them down.
-        region: its memory. The manager closes it.
         flush_steps: ends of scheduler steps after which the workers have flushed the jobs of before
             a reset, for a vLLM that does not report it.
 

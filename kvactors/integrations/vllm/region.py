@@ -37,8 +37,6 @@ class TierRegion:
     """Rows of host memory in a file that several processes map, one row a chunk.
 
     Args:
-        row_bytes: bytes of a row, a multiple of the page.
-        worker_bytes: bytes of one worker's share of a row.
         rank: of the worker; None in the scheduler's process.
         numa_node: the NUMA node that the rows come from, None for the system's choice. vLLM's
             region touches its pages when it is made, so each process needs the same one.
