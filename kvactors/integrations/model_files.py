@@ -98,8 +98,7 @@ def _snapshot(model: str, revision: str | None, cache: str | None) -> Path | Non
 
 
 def _digest_of(file: Path) -> bytes:
-    """Identifies the name, the size, and the content of a small file or samples of a large one at
-    equal distances."""
+    """Identifies name, size and content of a small file, or samples at equal distances."""
     size = file.stat().st_size
     digest = sha256(f"{file.name}\0{size}\0".encode())
     with file.open("rb") as opened:

@@ -280,8 +280,8 @@ class TierCache:
         return found
 
     def _path(self, key: bytes | None) -> list[bytes]:
-        """A key and the keys before it on its path, as far as they have slots. Where blocks do not
-        go on to storage, they are worth more than the blocks behind them."""
+        """A key and the keys before it on its path that have slots: without storage behind the host
+        tier they are worth more than the blocks behind them."""
         found: list[bytes] = []
         while key and (block := self._tier.blocks.get(key)) is not None:
             found.append(key)

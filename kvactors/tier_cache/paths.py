@@ -118,8 +118,7 @@ class SinkFeed:
         self._set_idle({name: self._described.pop(name) for name in gone})
 
     def announce(self, path: PathCached) -> None:
-        """A request has computed or finished a path, for sinks that tell the two apart. Its blocks
-        are recorded and described as well."""
+        """A request has computed or finished a path, whose blocks are described elsewhere."""
         self._put(path)
 
     def describe(self, path: DescribedPath) -> None:

@@ -107,8 +107,7 @@ class SinkService:
             await anyio.sleep(WATCH)
 
     def _has_state(self) -> bool:
-        """Whether FlushNotifier's present incarnation has the whole state. Otherwise the
-        owner sends it with its next step."""
+        """Whether FlushNotifier has the whole state. If not, the owner's next step sends it."""
         incarnation, feed = self._notifier.incarnation, self.feed
         if incarnation not in (self._stated, feed.wanted):
             feed.wanted = incarnation

@@ -137,11 +137,7 @@ class SlotTable:
     def _make_room(
         self, count: int, keys: Sequence[bytes] = (), spare: int = 0
     ) -> tuple[int, list[bytes]]:
-        """Evict blocks for the slots that are lacking.
-
-        Returns:
-            The slots that can be had, and the evicted keys, children before parents.
-        """
+        """Evict blocks for lacking slots. Returns the slots to be had and the evicted keys."""
         free = self.tier.free
         lacking = count + spare - free
         if count <= 0 or lacking <= 0:
@@ -196,11 +192,7 @@ class SlotTable:
         return self.tier.changes, self._steps, len(self.awaited)
 
     def complete_store(self, keys: Iterable[bytes], success: bool) -> list[HostBlock]:
-        """Copies to the host have ended.
-
-        Returns:
-            The blocks that can be read now, in the order in which their stores began.
-        """
+        """Returns the blocks that can be read now, in the order in which their stores began."""
         ended = set(keys)
         self._check_in_flight(ended, self._stores, "store")
         many = len(ended) > 1

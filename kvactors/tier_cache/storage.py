@@ -67,11 +67,7 @@ class KnownObjects:
         return True
 
     def ended(self, job: StorageJob, ok: Sequence[bool], removed: Sequence[bytes]) -> list[bytes]:
-        """A job has ended. Called on the event loop.
-
-        Returns:
-            The keys that left the store, as far as this process has used them.
-        """
+        """A job has ended: called on the event loop. Returns the keys that left the store."""
         found = job.kind == "store" or (job.kind == "lookup" and not self.lists)
         for name, key, good in zip(job.names, job.keys, ok, strict=True):
             if good and found:

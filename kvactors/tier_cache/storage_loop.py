@@ -148,8 +148,7 @@ class StorageLoop:
 
 
 def _parts_of(region: ObjectViews, block_bytes: int, *, writable: bool) -> list[memoryview]:
-    """The views of an object's memory, as bytes. Empty if it is not memory for an object: a
-    failure of its key."""
+    """The views of an object's memory, as bytes. Empty if it is not memory for an object."""
     try:
         views = list(map(memoryview, [region] if isinstance(region, memoryview) else region))
         if not all(view.contiguous and not (writable and view.readonly) for view in views):

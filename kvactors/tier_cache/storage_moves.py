@@ -99,8 +99,7 @@ class StorageMoves:
     # -- look-ups
 
     def lookup(self, key: bytes) -> Lookup:
-        """Where a key is that has no host slot. A stored key gets one, and its fetch is queued.
-        Without a free slot it waits for one."""
+        """Where a key is that has no host slot. A stored key gets one or waits for one."""
         storage = self.storage
         if not storage.contains(key):
             return MISS if storage.lists else self._query(key)

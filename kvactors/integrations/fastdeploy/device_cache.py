@@ -275,8 +275,7 @@ class DeviceCache:
         self.requests[record.request] = record
 
     def named(self, request: str) -> RequestRecord | None:
-        """The record of a request, None if a reset has forgotten it. LookupError if it was not
-        matched, or was released."""
+        """The record of a request, None if a reset has forgotten it. LookupError without one."""
         found = self.requests.get(request)
         if found is None and request not in self._forgotten:
             raise LookupError(f"request {request!r} holds nothing: call request_match_blocks first")
@@ -419,8 +418,7 @@ class DeviceCache:
         return count == len(sources)
 
     def _fetch(self, record: RequestRecord, full: int, found: PrefixMatch) -> None:
-        """Read blocks from AttentionStore, which finds them by tokens alone. So requests with media
-        are not read."""
+        """Read blocks from AttentionStore, which finds them by tokens: not those with media."""
         direct, start = self.direct, len(record.nodes)
         count = min(full - start, self.available)
         if direct is None or record.has_media or count < 1 or self.interrupted():

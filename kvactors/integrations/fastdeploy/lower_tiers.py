@@ -426,8 +426,7 @@ class EngineTensors(NamedTuple):
         return first.gpu and not first.host
 
     def device(self, rank: int) -> SimpleNamespace:
-        """The device memory of a rank, as AttentionStore's adapter uses it: layout, addresses of
-        the tensors, kind, and number of the GPU."""
+        """The device memory of a rank, as AttentionStore's adapter uses it."""
         rows = [rows_of(tensor) for tensor in self.ranks[rank]]
         return SimpleNamespace(
             layout=self.layout,

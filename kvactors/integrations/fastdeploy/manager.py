@@ -262,8 +262,7 @@ class PrefixCacheManager:
         self._commit(task, block_size, lambda tokens: tokens - last)
 
     def _commit(self, task: Any, block_size: int, computed: Callable[[int], int]) -> None:
-        """Index the full blocks of a request. `computed` gives its computed tokens from all
-        tokens."""
+        """Index the full blocks of the tokens that `computed` gives of all tokens."""
         with self._turn():
             request = name_of(task)
             block_size = self._checked_size(block_size)

@@ -324,8 +324,7 @@ class EngineBlocks:
         self._free[:] = range(total)
 
     def reset(self) -> None:
-        """All blocks but lost ones are free. Blocks that the engine holds may be returned later,
-        once."""
+        """All but lost blocks are free. Blocks that the engine holds may be returned once more."""
         for block, request in self.held.items():
             self._earlier.setdefault(block, set()).add(request)
         self.held.clear()

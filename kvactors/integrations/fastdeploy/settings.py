@@ -230,8 +230,7 @@ def read_settings(
 
 
 def check_uses(settings: ManagerSettings) -> None:
-    """Refuse options that are given and have no use with the configured tiers. One with its default
-    value does not count as given."""
+    """Refuse options that differ from their default and have no use with the configured tiers."""
     config, options = settings.config, settings.options
     stored = settings.storage.backend != "none"
     useless = set() if stored else set(READS)

@@ -100,8 +100,7 @@ class KVActorsL2(L2AdapterInterface):
         return self._submit(keys, objects, save=True)
 
     def pop_completed_store_tasks(self) -> dict[int, Any]:
-        """The store tasks that have ended since the last call. A task is a success if each of its
-        objects is in the store."""
+        """The store tasks that have ended. A success has each of its objects in the store."""
         done = {}
         with suppress(IndexError):
             while True:
@@ -298,9 +297,7 @@ def tensors_of(memory_object: Any) -> tuple[Sequence[Any], Sequence[Any]]:
 def read_keys(
     tier: StorageTier, config: TierConfig, settings: L2Settings
 ) -> tuple[KeyCatalog, KeyLog]:
-    """The objects of the store, and the file of their keys, open. Pages of other objects are
-    removed.
-    """
+    """The objects of the store, and the open file of their keys. Other pages are removed."""
     storage = config.storage
     identity = StoreIdentity(config.model, storage.namespace, config.fingerprint)
     name = f"keys-{identity.digest.hex()[:16]}.jsonl"

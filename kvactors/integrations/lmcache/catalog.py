@@ -29,11 +29,8 @@ MODEL_TIMEOUT_S = 10.0  # to read the files of a model, once in a process
 
 
 class Key(NamedTuple):
-    """LMCache's `ObjectKey`, which is used in its place.
-
-    `kv_rank` contains the world size and the rank, and the chunk's hash covers all tokens up to
-    the chunk's end.
-    """
+    """LMCache's `ObjectKey`, which is used in its place. `kv_rank` has world size and rank, and
+    the chunk's hash covers all tokens up to the chunk's end."""
 
     chunk_hash: bytes
     model_name: str
@@ -105,8 +102,7 @@ def _layout(shapes: tuple[tuple[int, ...], ...], dtypes: tuple[Any, ...]) -> str
 
 
 def is_serialized(layout: str) -> bool:
-    """Whether an object of this layout is a string of bytes, as LMCache's serializers make it. Its
-    layout is not the one that a look-up asks for."""
+    """Whether an object is bytes of LMCache's serializers: look-ups ask for another layout."""
     return layout.startswith("uint8[") and "," not in layout and ";" not in layout
 
 
@@ -314,8 +310,7 @@ class KeyWriter:
     def write(
         self, records: list[Record], whole: list[Record] | None, written: Callable[[], None]
     ) -> None:
-        """Add records, or write the file anew with the `whole` of them. `written` is called at the
-        end in any thread, also after a failure."""
+        """Add records, or write the `whole` file anew. `written` is called in any case."""
         self._disk.submit(partial(self._write, records, whole)).add_done_callback(
             lambda _: written()
         )
@@ -334,8 +329,7 @@ class KeyWriter:
             self.error = ""
 
     def close(self, whole: list[Record], limit: float) -> None:
-        """Write the records of all objects in the order of their use, in `limit` seconds at
-        most."""
+        """Write all records in the order of their use, in `limit` seconds at most."""
         if not self._closed:
             self._closed = True
             self._disk.submit(partial(self._write, [], whole))

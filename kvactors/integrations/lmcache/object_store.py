@@ -133,8 +133,7 @@ class TransferLane:
         self._memory = memory
 
     def take_pages(self, most: int) -> list[PageMove]:
-        """Begin to move pages, as many as there are free slots and at most `most`. Pages to store
-        are copied into their slots."""
+        """Begin to move pages, at most `most`. Pages to store are copied into their slots."""
         moves: list[PageMove] = []
         while self.free and self.waiting and len(moves) < most:
             transfer = self.waiting[0]
@@ -171,8 +170,7 @@ BATCH = 16  # pages of one job of the store
 
 
 class TransferReport(Protocol):
-    """The receiver of results and changes. It is called in the worker's thread. The objects that
-    `looked_up` has found are locked."""
+    """Takes results and changes, in the worker's thread. Objects that were found are locked."""
 
     def task_ended(self, task: TransferTask) -> None: ...
     def looked_up(self, number: int, found: list[bool]) -> None: ...
@@ -316,8 +314,7 @@ class ObjectStore:
         self.catalog.touch(task.keys)
 
     def _make_space(self, key: Key, pages: int, keep: set[Key]) -> bool:
-        """Evict objects so that `pages` fit, an object of another layout under the same key
-        first."""
+        """Evict until `pages` fit: first an object of another layout under the same key."""
         if key in self:
             if key in self.catalog.locks:
                 return False
@@ -471,8 +468,7 @@ class Worker:
         os.eventfd_write(self._wake, 1)
 
     def ask(self, call: Callable[[], T], limit: float, otherwise: T) -> T:
-        """Run a call in the worker's thread, and return its result, or `otherwise` after `limit`
-        seconds."""
+        """The result of a call in the worker's thread, or `otherwise` after `limit` seconds."""
         if threading.current_thread() is self._thread:
             return call()
         answer: Future[T] = Future()
@@ -483,8 +479,7 @@ class Worker:
             return otherwise
 
     def stop(self, limit: float) -> bool:
-        """End the thread. Tasks in flight fail. Returns whether it has ended after `limit`
-        seconds."""
+        """End the thread. Tasks in flight fail. Returns whether it ended in `limit` seconds."""
         if self._thread.is_alive():
             self.post(self._stop)
             self._thread.join(limit)

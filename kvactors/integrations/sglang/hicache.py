@@ -180,8 +180,7 @@ class KVActorsHiCache(HiCacheStorage):
     # -- work
 
     def _guarded(self, work: Callable[[], Any], otherwise: Any) -> Any:
-        """The answer of some work. A fault is logged when it differs from the last one, since an
-        exception would end SGLang's thread."""
+        """The answer of some work. An exception would end SGLang's thread: a new one is logged."""
         try:
             return work()
         except Exception as error:

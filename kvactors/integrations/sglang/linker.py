@@ -25,9 +25,7 @@ log = logging.getLogger("kvactors")
 
 
 class LayerCounter:
-    """SGLang's wait for the layers of a batch. A page is copied with all of its layers, so the
-    first layer waits for all of them.
-    """
+    """SGLang's wait for a layer of a batch: for all, since a page is copied with all layers."""
 
     def __init__(self, moves: PageMoves) -> None:
         self._moves = moves
@@ -92,8 +90,7 @@ class KVActorsLinker(UnifiedCacheLinker):
     # -- loads
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Have pages loaded with the next batch. Returns False if one has been evicted since its
-        look-up: SGLang computes them."""
+        """Have pages loaded with the next batch. False if one was evicted since its look-up."""
         transfer = _kv(transfers)
         keys = _keys(transfer)
         return self._moves.queue_load(
@@ -129,8 +126,7 @@ class KVActorsLinker(UnifiedCacheLinker):
         return self._moves.take_stored()
 
     def _stream(self) -> int | None:
-        """The stream that a copy comes after, with SGLang's forward pass, which reads and writes
-        the pages."""
+        """The stream that a copy comes after, with the forward pass that uses the pages."""
         if not self._pages.tensors[0].is_cuda:
             return None
         current = torch.cuda.current_stream()

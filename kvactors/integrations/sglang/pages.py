@@ -61,8 +61,7 @@ class DevicePages:
         return buffer[: pages * self.page_tokens].view(pages, -1)
 
     def numbers(self, indices: Any, count: int) -> list[int]:
-        """The pages that indices of tokens stand for. ValueError if they are not those of so many
-        whole pages."""
+        """The pages of tokens' indices. ValueError if they are not those of so many whole pages."""
         _check_count(indices, count, self.page_tokens)
         tokens = np.array(indices.tolist(), np.int64).reshape(count, self.page_tokens)
         starts = tokens[:, 0]
@@ -242,8 +241,7 @@ class PageMoves:
     # -- loads
 
     def queue_load(self, request: str, keys: Sequence[bytes], pages: Sequence[int]) -> bool:
-        """Have pages loaded by the next `start_loads`. Returns whether they will be. If not,
-        nothing has changed."""
+        """Have pages loaded by the next `start_loads`. Returns whether they will be."""
         if self._closed or request in self._queued:
             return False
         try:
@@ -278,8 +276,7 @@ class PageMoves:
         return number
 
     def wait_for_batch(self, number: int) -> None:
-        """Return when the copies of a batch have ended. DeviceError if one hangs: the engine would
-        compute with a page that is not there."""
+        """Wait for copies. DeviceError if one hangs: the engine would compute with its page."""
         batch = self._batches.get(number)
         if batch is not None and not batch.ended:
             self._wait(batch.jobs)
@@ -351,8 +348,7 @@ class PageMoves:
     # -- the rest
 
     def end_step(self) -> None:
-        """A step of the scheduler has ended: pages that `find` counted may be evicted, and stores
-        that wait for slots go on."""
+        """A scheduler's step has ended: found pages may be evicted, and waiting stores go on."""
         self._wait_left_s = self._fetch_wait_s
         if self._closed:
             return
@@ -378,8 +374,7 @@ class PageMoves:
             self._tiers.reset()
 
     def _end_moves(self) -> None:
-        """Wait for every copy, and let go of its pages. DeviceError if one hangs: the engine would
-        reuse its pages."""
+        """Wait for every copy. DeviceError if one hangs: the engine would reuse its pages."""
         for request in list(self._queued):
             self.cancel_load(request)
         for number in list(self._batches):
@@ -443,8 +438,7 @@ class PageStore:
         return self._tier.trouble
 
     def look_up(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each page can be read. A store that lists its objects answers from memory, any
-        other one is asked."""
+        """Whether each page can be read. A store that lists no objects is asked."""
         found = [self._tier.contains(key) for key in keys]
         unknown = [i for i, known in enumerate(found) if not known]
         if self._tier.lists or not unknown or self._tier.trouble:

@@ -18,8 +18,7 @@ def replica_of(dp_rank: int) -> int:
 
 
 def digest_of_models() -> str:
-    """Identifies the files of the model and of its draft model, and the settings that change their
-    keys and values."""
+    """Identifies the files of model and draft model, and the settings that change their KV."""
     model, draft = get_model(), get_spec()
     settings = {
         "json_model_override_args": model.json_model_override_args,

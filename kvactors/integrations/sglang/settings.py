@@ -40,8 +40,7 @@ class HiCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 
 
 class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The keys of `linker_extra_config` in `--unified-cache-external-linker-config`
-    (docs/how-to/sglang.md)."""
+    """The keys of `linker_extra_config` (docs/how-to/sglang.md)."""
 
     host_bytes: ByteSize
     model: str | None = None
@@ -190,8 +189,7 @@ def linker_tier_config(
 
 
 def pages_of_each(storage: TierStorage, page_bytes: Mapping[str, int]) -> int | None:
-    """Pages that the store of every pool may hold, None if one pool takes all that `storage`
-    gives."""
+    """Pages of the store of every pool, None if one pool takes all that `storage` gives."""
     if len(page_bytes) == 1:
         return None
     pools = ", ".join(page_bytes)

@@ -22,8 +22,7 @@ from kvactors.integrations.vllm.settings import check_engine
 
 @dataclass
 class ConnectorMetadata(OffloadingConnectorMetadata):
-    """vLLM's message to the workers. `stored`: finished requests whose device blocks are kept no
-    longer."""
+    """vLLM's message to workers. `stored`: finished requests whose blocks are kept no longer."""
 
     stored: set[str] = field(default_factory=set)
 

@@ -155,8 +155,7 @@ class KVActorsManager(OffloadingManager):
 
     @staticmethod
     def _path(keys: list[Any], request: Any) -> list[PathEnd]:
-        """The chunks of a call, behind the one before them, of an earlier call: vLLM passes
-        the new chunks of a request."""
+        """The last chunk of the call before, and the chunks of this one."""
         ends = [PathEnd(key, request.get_offload_key_position(key)) for key in keys]
         return [request.get_state(PathEnd) or PathEnd(b"", None), *ends]
 

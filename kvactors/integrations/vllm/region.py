@@ -195,8 +195,7 @@ class KVActorsWorker(OffloadingWorker):
         return True
 
     def _places(self, device: Any, chunks: Any) -> Any:
-        """The place of each block of a job in the host tier, counted in blocks. The first block may
-        be inside the first chunk."""
+        """The place of each block, counted in blocks. The first may be inside its chunk."""
         count = self._blocks_per_chunk
         blocks = len(device.block_ids)
         first = int(device.block_indices[0]) % count

@@ -130,9 +130,8 @@ def check_groups(config: Any) -> None:
 
 
 def check_engine(vllm_config: Any, platform: Any) -> None:
-    """Refuse engines that compute wrong tokens behind blocks that are loaded, and warn of block
-    hashes that no other process finds.
-    """
+    """Refuse engines that compute wrong tokens behind loaded blocks, and warn of block hashes that
+    no other process finds."""
     model, cache = vllm_config.model_config, vllm_config.cache_config
     if platform.is_cpu() and model.use_mla and not cache.enable_prefix_caching:
         raise ConfigError(
@@ -152,8 +151,7 @@ def check_engine(vllm_config: Any, platform: Any) -> None:
 
 
 def stored_model(name: str | None, model_path: str, vllm_config: Any, platform: Any) -> str:
-    """The name of a model in a store, with the digest of its files. vLLM's own connector does not
-    tell `vllm_config`."""
+    """The name of a model in a store, with its digest. vLLM's connector gives no `vllm_config`."""
     name = name or model_path
     if vllm_config is None:
         if platform.is_cpu() and "kv_lora_rank" in configuration(model_path):
