@@ -200,7 +200,7 @@ class TierCache:
         if self._hands_over(self.end_step):
             return
         self._end_step()
-        if self._moves is not None and (self._moves.is_fetching or self._short[0]):
+        if self._moves is not None and (self._moves.started or self._short[0]):
             self._pace.step_ended()
 
     def _end_step(self) -> None:

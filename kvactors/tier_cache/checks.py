@@ -33,9 +33,7 @@ def checked_parents(
     """The parents of `count` keys as a list, None if none is known."""
     if parents is None:
         return None
-    found = _listed("parents", "bytes and None", parents)
-    if len(found) != count:
-        raise ValueError(f"{len(found)} parents of {count} keys")
+    found = _listed("parents", "bytes and None", parents, count)
     for parent in found:
         if not isinstance(parent, bytes | None):
             raise ValueError(f"a parent must be bytes or None: {parent!r:.80}")
@@ -44,16 +42,16 @@ def checked_parents(
 
 def checked_views(views: Any, count: int) -> list[Any]:
     """The memory of `count` objects, as a list."""
-    found = _listed("views", "views", views)
-    if len(found) != count:
-        raise ValueError(f"{len(found)} views of {count} keys")
-    return found
+    return _listed("views", "views", views, count)
 
 
-def _listed(name: str, kind: str, values: Any) -> list[Any]:
+def _listed(name: str, kind: str, values: Any, count: int | None = None) -> list[Any]:
     if not isinstance(values, Iterable):
         raise ValueError(f"{name} must be a sequence of {kind}, not {values!r:.80}")
-    return list(values)
+    found = list(values)
+    if count not in (None, len(found)):
+        raise ValueError(f"{len(found)} {name} of {count} keys")
+    return found
 
 
 def checked_flag(name: str, value: Any) -> bool:

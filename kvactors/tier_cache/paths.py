@@ -11,7 +11,6 @@ from typing import NamedTuple
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
-    PathCached,
     PathPart,
     PathsFound,
     Report,
@@ -108,18 +107,14 @@ class SinkFeed:
             for name in names:
                 if (block := self._idle.pop(name, None)) is not None:
                     self._described[name] = block
-            self._put(BlocksAdded(b"".join(names), tier, reason))
-            self._name(names, self._put)
+            self.put(BlocksAdded(b"".join(names), tier, reason))
+            self._name(names, self.put)
             return
         for name in names:
             self._held[tier].pop(name, None)
-        self._put(BlocksRemoved(b"".join(names), tier, reason))
+        self.put(BlocksRemoved(b"".join(names), tier, reason))
         gone = [name for name in names if name in self._described and not self._is_held(name)]
         self._set_idle({name: self._described.pop(name) for name in gone})
-
-    def announce(self, path: PathCached) -> None:
-        """A request has computed or finished a path, whose blocks are described elsewhere."""
-        self._put(path)
 
     def describe(self, path: DescribedPath) -> None:
         size = 4 * self.block_size
@@ -144,7 +139,7 @@ class SinkFeed:
         new = [name for name in held if name not in self._described]
         self._described.update((name, held[name]) for name in new)
         self._set_idle({name: block for name, block in blocks.items() if name not in held})
-        self._name(new, self._put)
+        self._name(new, self.put)
 
     def _set_idle(self, blocks: Mapping[bytes, DescribedBlock]) -> None:
         for name, block in blocks.items():
@@ -181,7 +176,7 @@ class SinkFeed:
         roots = frozenset(block.parent for run in runs for _, block in run if block.first)
         put(PathsFound(parts, roots))
 
-    def _put(self, message: Report) -> None:
+    def put(self, message: Report) -> None:
         if len(self.outbox) >= OUTBOX:
             self.resend = True
         if not self.resend:

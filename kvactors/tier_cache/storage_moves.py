@@ -64,7 +64,7 @@ class StorageMoves:
         self._in_flight: dict[Hashable, list[HostBlock]] = {}
         self._late: set[bytes] = set()  # keys whose fetch takes longer than the store's timeout
         self._failed: dict[bytes, float] = {}  # fetches that failed, and when to try again
-        self._started: dict[Hashable, float] = {}  # of fetches
+        self.started: dict[Hashable, float] = {}  # of fetches
         # keys of a store that does not list its objects: to be asked about, asked about and when,
         # and absent until when
         self._unasked: dict[bytes, None] = {}
@@ -86,10 +86,6 @@ class StorageMoves:
         self._saving = 0  # blocks
         self._retry_at = 0.0
         self._trouble: str | None = None  # of the store, None if it is to be read again
-
-    @property
-    def is_fetching(self) -> bool:
-        return bool(self._started)
 
     @property
     def loads_waiting(self) -> int:
@@ -262,7 +258,7 @@ class StorageMoves:
         self._submit_queries()
         self._submit_fetches()
         self._submit_saves()
-        if self._started:
+        if self.started:
             self._find_late()
         if self.waits:
             self.waits.forget_before(self.storage.clock())
@@ -280,7 +276,7 @@ class StorageMoves:
         for start in range(0, len(blocks), BATCH):
             some = blocks[start : start + BATCH]
             self._begin(self.storage.submit_load, some, *self._memory_of(some))
-            self._started[self._job] = self.storage.clock()
+            self.started[self._job] = self.storage.clock()
 
     def _submit_saves(self) -> None:
         self._write(max(1, self._tier.capacity // SAVING))
@@ -309,10 +305,10 @@ class StorageMoves:
 
     def _find_late(self) -> None:
         limit = self.storage.clock() - self.storage.timeout - 1.0
-        for job, started in list(self._started.items()):
+        for job, started in list(self.started.items()):
             if started > limit:
                 return
-            del self._started[job]
+            del self.started[job]
             self._late.update(block.hash for block in self._in_flight[job])
 
     def collect(self) -> None:
@@ -331,7 +327,7 @@ class StorageMoves:
             self._submit_saves()
 
     def _fetched(self, result: StorageResult, blocks: list[HostBlock]) -> None:
-        self._started.pop(result.job, None)
+        self.started.pop(result.job, None)
         if self._late:
             self._late.difference_update(result.keys)
         failed = frozenset(i for i, ok in enumerate(result.ok) if not ok)

@@ -73,7 +73,7 @@ class IndexReports:
 
     def _announce(self, record: RequestRecord, start: int, reason: Reason) -> None:
         stop = len(record.nodes)
-        self.feed.announce(
+        self.feed.put(
             PathCached(
                 root=record.root,
                 tokens=record.path.tokens(start, stop),
@@ -312,7 +312,7 @@ class DeviceCache:
                 record.spares.append(block)
             else:
                 parent = record.nodes[-1] if record.nodes else None
-                self.blocks.index([block])
+                self.blocks.index(block)
                 node = self.index.add(block_hash, parent, block)
                 added += 1
             record.nodes.append(node)

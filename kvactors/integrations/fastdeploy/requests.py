@@ -295,10 +295,9 @@ class EngineBlocks:
             return "still in use by a copy"
         return "in the prefix cache, not the engine's" if block in self.indexed else "free already"
 
-    def index(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            del self.held[block]
-            self.indexed.add(block)
+    def index(self, block: int) -> None:
+        del self.held[block]
+        self.indexed.add(block)
 
     def evict(self, blocks: Iterable[int]) -> None:
         for block in blocks:

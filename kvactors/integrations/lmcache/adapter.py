@@ -236,7 +236,7 @@ class KVActorsL2(L2AdapterInterface):
             "is_healthy": self._worker.running and not trouble,
             "type": type(self).__name__,
             "trouble": trouble,
-            "stored_object_count": len(catalog),
+            "stored_object_count": len(catalog.objects),
             "locked_key_count": len(catalog.locks),
             "bytes_used": catalog.nbytes,
             "pages_used": catalog.used,
@@ -254,7 +254,7 @@ class KVActorsL2(L2AdapterInterface):
         stopped = self._worker.stop(STOP_LIMIT_S)
         self._tier.close(self.settings.close_timeout_s)
         if self._tier.stuck:
-            self._worker.objects.keep_memory()
+            self._worker.objects.memory.keep()
         self._keys.close()
         if stopped:  # else the thread may still signal
             for event in (self._store_event, self._lookup_event, self._load_event):

@@ -117,43 +117,34 @@ class KeyCatalog:
         self.reserved = 0
         self.nbytes = 0
         self.locks: Counter[Key] = Counter()
-        self._objects: OrderedDict[Key, StoredObject] = OrderedDict()
-        self._keys: dict[bytes, Key] = {}
-
-    def __len__(self) -> int:
-        return len(self._objects)
+        self.objects: OrderedDict[Key, StoredObject] = OrderedDict()
+        self.by_digest: dict[bytes, Key] = {}
 
     def items(self) -> list[tuple[Key, StoredObject]]:
         """Every key and its object, least recently used first."""
-        return list(self._objects.items())
+        return list(self.objects.items())
 
     def records(self) -> list[Record]:
-        return [(key, found.shape) for key, found in self._objects.items()]
-
-    def get(self, key: Key) -> StoredObject | None:
-        return self._objects.get(key)
-
-    def key_of(self, digest: bytes) -> Key | None:
-        return self._keys.get(digest)
+        return [(key, found.shape) for key, found in self.objects.items()]
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Keys of one prefix were used. The first of them counts as used last: chunks at the end of
         a prefix are evicted before those that they depend on."""
         for key in reversed(list(keys)):
-            if key in self._objects:
-                self._objects.move_to_end(key)
+            if key in self.objects:
+                self.objects.move_to_end(key)
 
     def add(self, key: Key, found: StoredObject) -> None:
         """An object is in the store. It must not be in the catalog."""
-        self._objects[key] = found
-        self._keys[found.digest] = key
+        self.objects[key] = found
+        self.by_digest[found.digest] = key
         self.used += found.pages
         self.nbytes += found.shape.size
 
     def remove(self, key: Key) -> StoredObject | None:
-        found = self._objects.pop(key, None)
+        found = self.objects.pop(key, None)
         if found is not None:
-            del self._keys[found.digest]
+            del self.by_digest[found.digest]
             self.used -= found.pages
             self.nbytes -= found.shape.size
         return found
@@ -172,7 +163,7 @@ class KeyCatalog:
         """The keys to evict so that an object can be stored, None if it does not fit."""
         needed = self.used + self.reserved + pages - self.capacity
         chosen: list[Key] = []
-        for key, found in self._objects.items():
+        for key, found in self.objects.items():
             if needed <= 0:
                 break
             if key not in self.locks and key not in keep:

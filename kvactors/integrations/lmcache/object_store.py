@@ -196,21 +196,13 @@ class ObjectStore:
         self.tasks: dict[int, TransferTask] = {}
         self.keys = KeyWriter(keys)
         self._report = report
-        self._memory = staging
+        self.memory = staging
         half = staging.num_slots // 2
-        self._loads = TransferLane(self._memory, range(half), save=False)
-        self._saves = TransferLane(self._memory, range(half, staging.num_slots), save=True)
+        self._loads = TransferLane(self.memory, range(half), save=False)
+        self._saves = TransferLane(self.memory, range(half, staging.num_slots), save=True)
         self._storing: dict[Key, PageTransfer] = {}
         self._stored: list[Record] = []  # in this turn
         self._ended_tasks: list[TransferTask] = []  # in this turn
-
-    def close(self, limit: float) -> None:
-        """Write the keys, which takes at most `limit` seconds. The thread has ended."""
-        self.keys.close(self.catalog.records(), limit)
-
-    def keep_memory(self) -> None:
-        """Leave the staging memory mapped, because a call to the file system still uses it."""
-        self._memory.keep()
 
     # -- look-ups, locks, removals
 
@@ -228,7 +220,7 @@ class ObjectStore:
             self._report.accessed(hits)
 
     def _has(self, key: Key, layout: str | None) -> bool:
-        known = self.catalog.get(key)
+        known = self.catalog.objects.get(key)
         if known is None:
             return False
         fits = layout in (None, known.shape.layout) or is_serialized(known.shape.layout)
@@ -236,7 +228,7 @@ class ObjectStore:
 
     def _complete(self, key: Key) -> bool:
         """Whether the store has all pages of an object. If not, the object is dropped."""
-        found = self.catalog.get(key)
+        found = self.catalog.objects.get(key)
         if found is None:
             return False
         if all(map(self.tier.contains, found.page_keys())):
@@ -250,14 +242,10 @@ class ObjectStore:
 
     def delete(self, keys: Iterable[Key]) -> int:
         """Delete objects without locks. Returns their number."""
-        chosen = [
-            key for key in dict.fromkeys(keys) if key not in self.catalog.locks and key in self
-        ]
+        known = [key for key in dict.fromkeys(keys) if key in self.catalog.objects]
+        chosen = [key for key in known if key not in self.catalog.locks]
         self._drop(chosen)
         return len(chosen)
-
-    def __contains__(self, key: Key) -> bool:
-        return self.catalog.get(key) is not None
 
     def _drop(self, keys: Iterable[Key]) -> None:
         removed = [(key, self.catalog.remove(key)) for key in keys]
@@ -282,7 +270,7 @@ class ObjectStore:
 
     def _begin_load(self, task: TransferTask) -> None:
         for index, (key, buffer) in enumerate(zip(task.keys, task.buffers, strict=True)):
-            found = self.catalog.get(key)
+            found = self.catalog.objects.get(key)
             if found is None or buffer is None or found.shape != buffer.shape:
                 continue
             transfer = PageTransfer(key, found, buffer, save=False)
@@ -295,7 +283,7 @@ class ObjectStore:
         for index, (key, buffer) in enumerate(zip(task.keys, task.buffers, strict=True)):
             if buffer is None:
                 continue
-            known = self.catalog.get(key)
+            known = self.catalog.objects.get(key)
             if known is not None and known.shape == buffer.shape and self._complete(key):
                 task.ok[index] = True
                 continue
@@ -315,7 +303,7 @@ class ObjectStore:
 
     def _make_space(self, key: Key, pages: int, keep: set[Key]) -> bool:
         """Evict until `pages` fit: first an object of another layout under the same key."""
-        if key in self:
+        if key in self.catalog.objects:
             if key in self.catalog.locks:
                 return False
             self._drop([key])
@@ -341,7 +329,7 @@ class ObjectStore:
         if isinstance(result.job, PageJob):
             self._pages_ended(result.job, result.ok)
         digests = dict.fromkeys(key[:DIGEST_BYTES] for key in result.removed)
-        gone = [self.catalog.key_of(digest) for digest in digests]
+        gone = [self.catalog.by_digest.get(digest) for digest in digests]
         self._drop([key for key in gone if key is not None])
 
     def _pages_ended(self, job: PageJob, ok: Sequence[bool]) -> None:
@@ -361,7 +349,7 @@ class ObjectStore:
 
     def _remove_stray(self, transfer: PageTransfer, pages: Iterable[int]) -> None:
         """Remove pages of an object that was not stored completely."""
-        found = self.catalog.get(transfer.key)
+        found = self.catalog.objects.get(transfer.key)
         stored = found is not None and found.digest == transfer.found.digest
         if not stored and transfer.key not in self._storing:
             self.tier.remove([transfer.found.page_key(number) for number in pages])
@@ -420,7 +408,7 @@ class ObjectStore:
             else:
                 self.end_task(task)
         if records:
-            whole = self.catalog.records() if self.keys.is_long(len(self.catalog)) else None
+            whole = self.catalog.records() if self.keys.is_long(len(self.catalog.objects)) else None
             self.keys.write(records, whole, lambda: post(partial(self._end_tasks, saves)))
         else:
             self._end_tasks(saves)
@@ -485,7 +473,7 @@ class Worker:
             self._thread.join(limit)
         if self._thread.is_alive():
             return False
-        self.objects.close(limit)
+        self.objects.keys.close(self.objects.catalog.records(), limit)
         return True
 
     @property
