@@ -150,7 +150,8 @@ class StorageLoop:
 def _parts_of(region: ObjectViews, block_bytes: int, *, writable: bool) -> list[memoryview]:
     """The views of an object's memory, as bytes. Empty if it is not memory for an object."""
     try:
-        views = list(map(memoryview, [region] if isinstance(region, memoryview) else region))
+        parts = [region] if isinstance(region, memoryview) else region
+        views: list[memoryview] = [memoryview(part) for part in parts]
         if not all(view.contiguous and not (writable and view.readonly) for view in views):
             return []
         found = [view.cast("B") if view.nbytes else memoryview(b"") for view in views]

@@ -279,21 +279,15 @@ class KeyWriter:
     def __init__(self, keys: KeyLog) -> None:
         self.error = ""
         self._keys = keys
-        self._unwritten: dict[Key, ObjectShape] = {}  # of tasks that have not ended
+        self.unwritten: dict[Key, ObjectShape] = {}  # of tasks that have not ended
         self._disk = Workers(1, "kvactors-lmcache-keys")
         self._closed = False
-
-    def note(self, records: Iterable[Record]) -> None:
-        self._unwritten.update(records)
-
-    def forget(self, key: Key) -> None:
-        self._unwritten.pop(key, None)
 
     def take(self, keys: Sequence[Key]) -> list[Record]:
         """The records of a task that has ended, the end of the prefix first: the order of the file
         is the order of use after a restart."""
-        fresh = dict.fromkeys(key for key in reversed(keys) if key in self._unwritten)
-        return [(key, self._unwritten.pop(key)) for key in fresh]
+        fresh = dict.fromkeys(key for key in reversed(keys) if key in self.unwritten)
+        return [(key, self.unwritten.pop(key)) for key in fresh]
 
     def is_long(self, objects: int) -> bool:
         return self._keys.lines > 2 * objects + SPARE_LINES

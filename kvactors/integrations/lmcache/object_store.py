@@ -115,14 +115,6 @@ class PageMove(NamedTuple):
     slot: int
 
 
-@dataclass(eq=False, slots=True)
-class PageJob:
-    """A batch for the store."""
-
-    lane: TransferLane
-    moves: list[PageMove]
-
-
 class TransferLane:
     """Transfers of one direction, and their part of the staging memory."""
 
@@ -251,7 +243,7 @@ class ObjectStore:
         removed = [(key, self.catalog.remove(key)) for key in keys]
         gone = [(key, found) for key, found in removed if found is not None]
         for key, _ in gone:
-            self.keys.forget(key)
+            self.keys.unwritten.pop(key, None)
         if gone:
             self.tier.remove([page for _, found in gone for page in found.page_keys()])
             self._report.deleted([key for key, _ in gone], [found.shape.size for _, found in gone])
@@ -318,24 +310,23 @@ class ObjectStore:
         for lane in (self._loads, self._saves):
             submit = self.tier.submit_store if lane.save else self.tier.submit_load
             while moves := lane.take_pages(BATCH):
-                job = PageJob(lane, moves)
                 keys = [move.transfer.found.page_key(move.number) for move in moves]
                 try:
-                    submit(job, keys, [lane.view(move) for move in moves])
+                    submit(tuple(moves), keys, [lane.view(move) for move in moves])
                 except CacheClosed:
-                    self._pages_ended(job, [False] * len(moves))
+                    self._pages_ended(moves, [False] * len(moves))
 
     def job_ended(self, result: StorageResult) -> None:
-        if isinstance(result.job, PageJob):
+        if isinstance(result.job, tuple):
             self._pages_ended(result.job, result.ok)
         digests = dict.fromkeys(key[:DIGEST_BYTES] for key in result.removed)
         gone = [self.catalog.by_digest.get(digest) for digest in digests]
         self._drop([key for key in gone if key is not None])
 
-    def _pages_ended(self, job: PageJob, ok: Sequence[bool]) -> None:
-        lane = job.lane
-        for move, good in zip(job.moves, ok, strict=True):
+    def _pages_ended(self, moves: Sequence[PageMove], ok: Sequence[bool]) -> None:
+        for move, good in zip(moves, ok, strict=True):
             transfer = move.transfer
+            lane = self._saves if transfer.save else self._loads
             if good and not lane.save and not transfer.ended:
                 lane.copy_out(move)
             lane.free.append(move.slot)
@@ -397,7 +388,7 @@ class ObjectStore:
         stored, self._stored = self._stored, []
         if stored:
             self._report.stored([key for key, _ in stored], [shape.size for _, shape in stored])
-            self.keys.note(stored)
+            self.keys.unwritten.update(stored)
         records: list[Record] = []
         saves = []
         for task in ended:
