@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 KEPT: list[object] = []
 """Tensors and host memory that copies which never ended may still use. Never freed."""
 
+COPY_LIMIT_S = 600.0  # limit of a copy: only a hang takes as long
 INLINE_BYTES = 256 << 10  # a copy of so many bytes takes less time than its hand-off to a thread
 
 
@@ -241,6 +242,11 @@ class CopyWorker:
         numbers = [self._numbers[job] for job in jobs if job in self._numbers]
         queue = self._queue
         return queue is None or all(queue.wait(one, until - monotonic()) for one in numbers)
+
+    def finish(self, jobs: Iterable[Hashable]) -> None:
+        """Wait for copies. DeviceError if one hangs: its blocks must not be used any more."""
+        if not self.wait(jobs, COPY_LIMIT_S):
+            raise DeviceError(f"a copy has not ended in {COPY_LIMIT_S} s")
 
     @property
     def in_flight(self) -> int:

@@ -51,8 +51,7 @@ class Owner:
     def check(self) -> None:
         if self.thread not in (NONE, CLOSED, get_ident()):
             raise self._wrong_thread()
-        if self.thread != get_ident():
-            self.adopt()
+        self.adopt()
 
     @staticmethod
     def _wrong_thread() -> WrongThread:
@@ -93,9 +92,6 @@ class Owner:
         return first
 
 
-# -- Pauses between the empty steps of an engine whose requests all wait for storage.
-
-
 EMPTY_STEP = 0.001  # seconds: a step that computes something takes longer
 PAUSE = 0.0002  # seconds after an empty step
 
@@ -117,9 +113,6 @@ class StepPace:
             time.sleep(PAUSE)
             now = time.monotonic()
         self._ended = now
-
-
-# -- Keys that wait for a host slot, to be fetched or to be stored. Pure state.
 
 
 AGAIN = 5.0  # seconds for which a key that has waited in vain is a MISS

@@ -93,9 +93,6 @@ def _checked(sink: Sink, config: TierConfig) -> set[Tier]:
     return tiers
 
 
-# -- The sinks of a `TierCache`, as an engine uses them.
-
-
 PAUSE = 0.005  # seconds between two looks whether the owner has sent its state
 
 

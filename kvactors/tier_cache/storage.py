@@ -86,14 +86,8 @@ class KnownObjects:
         self._names[name] = None
 
 
-# -- Memory of one object: a view, or several that follow one another (a scatter list).
-
-
 ObjectViews: TypeAlias = "memoryview | Sequence[memoryview]"
 """A contiguous view of bytes, or several views, in the order of the object's bytes."""
-
-
-# -- Jobs of a storage tier, and their results.
 
 
 JobKind = Literal["store", "load", "lookup"]
@@ -141,9 +135,6 @@ class StorageJob:
     began: float
     deadline: float
     done: Future[StorageResult]
-
-
-# -- Storage addressed by keys, from any thread.
 
 
 CLOSING = 3.0  # seconds beyond its limit that `close` may take
@@ -425,9 +416,6 @@ class StorageTier:
         job.done.set_result(result)
         if self.fd is not None:
             os.eventfd_write(self.fd, 1)
-
-
-# -- Storage tiers from settings.
 
 
 def make_storage(

@@ -144,9 +144,6 @@ class StorageLoop:
             self.clearing -= 1
 
 
-# -- Memory of one object: a view, or several that follow one another (a scatter list).
-
-
 def _parts_of(region: ObjectViews, block_bytes: int, *, writable: bool) -> list[memoryview]:
     """The views of an object's memory, as bytes. Empty if it is not memory for an object."""
     try:

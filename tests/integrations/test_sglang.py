@@ -315,7 +315,7 @@ def test_pages_come_back_whole(memory: Memory, cls: type) -> None:
 def test_a_page_that_cannot_be_read_leaves_its_memory_unchanged(memory: Memory) -> None:
     store = open_pages(FaultyStore)
     assert all(store.save(KEYS, memory.regions(range(6))))
-    FaultyStore.unreadable = {store._tier.name_of(KEYS[3])}
+    FaultyStore.unreadable = {store.tier.name_of(KEYS[3])}
     other = Memory()
     assert store.load(KEYS, other.regions(range(6)))[:4] == [True, True, True, False]
     assert (other.bytes[:, :3] == memory.bytes[:, :3]).all()
@@ -332,7 +332,7 @@ def test_a_call_ends_at_its_deadline_and_its_memory_is_the_engine_s_again(memory
     assert store.load(KEYS, other.regions(range(6))) == [False] * 6
     assert time.monotonic() - begun < 60.0
     FaultyStore.mode = "ok"  # reads that hung go on, and their memory belongs to others now
-    store._tier.drain(30.0)
+    store.tier.drain(30.0)
     assert not other.bytes.any()
     store.close(5.0)
 

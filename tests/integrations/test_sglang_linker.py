@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from kvactors import ConfigError, DeviceError
-from kvactors.integrations.sglang import pages as page_moves_module
 from kvactors.integrations.sglang.pages import NOTHING, DevicePages, PageMoves
 from kvactors.integrations.sglang.settings import linker_tier_config, read_linker_settings
 from kvactors.tier_cache import CopyWorker, open_tiers
+from kvactors.tier_cache.copies import COPY_LIMIT_S
 from tests.tier_cache.stores import FaultyStore
 
 PAGE = 16
@@ -365,7 +365,7 @@ def test_a_copy_that_hangs_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(DeviceError, match="has not ended"):
             engine.moves.finish_loads(number)
     assert engine.moves.finish_loads(number)
-    assert page_moves_module.COPY_LIMIT_S > 60
+    assert COPY_LIMIT_S > 60
     engine.moves.close()
 
 

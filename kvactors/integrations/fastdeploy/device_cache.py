@@ -28,12 +28,12 @@ from kvactors.tier_cache.paths import DescribedPath, SinkFeed
 from kvactors.tier_cache.sink_service import SinkService
 from kvactors.types import Reason, Tier
 
-# -- Reports of device and host blocks to indexes: AttentionStore's, and those of routers.
+log = get_logger()
 
 
 class IndexReports:
-    """Keeps sinks informed, on an event loop in a separate thread. No call waits for a sink.
-    `num_blocks`: that device and host hold at most."""
+    """Keeps sinks informed of blocks, on an event loop in a separate thread. No call waits for a
+    sink. `num_blocks`: that device and host hold at most."""
 
     def __init__(
         self,
@@ -92,10 +92,6 @@ class IndexReports:
         """Blocks have left the device, children before parents."""
         self.feed.record(Tier.DEVICE, False, [block.hash for block in blocks], reason)
 
-
-# -- AttentionStore as storage: its SDK reads and writes device blocks, found by tokens.
-
-log = get_logger()
 
 MARGIN = 5.0  # of a call beyond its limit: it ends itself before
 SLICE_S = 0.01  # seconds between two looks at whether a wait is to end

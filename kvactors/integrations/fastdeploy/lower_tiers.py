@@ -30,15 +30,12 @@ from kvactors.tier_cache import (
     TierConfig,
 )
 from kvactors.tier_cache.cache import leading_keys
+from kvactors.tier_cache.copies import COPY_LIMIT_S
 from kvactors.tier_cache.settings import checked_config
 from kvactors.tier_cache.storage import make_storage
 from kvactors.types import Tier
 
-# -- Copies between device blocks and host slots, for the tensors of one rank or of several.
-
 log = get_logger()
-
-COPY_LIMIT_S = 600.0  # limit of a copy: only a hang takes as long
 
 
 class RankCopies:
@@ -101,8 +98,6 @@ class RankCopies:
         for one in self._workers:
             one.shutdown()
 
-
-# -- Writes of finished requests to storage, in the engine's finish thread.
 
 MARGIN = 5.0  # of a job beyond the storage tier's time-out: it ends itself before
 
@@ -195,9 +190,6 @@ class FinishWrites:
     def close(self) -> None:
         self._copies.close()
         self._copies.memory.close()
-
-
-# -- Host memory and storage below the device blocks, as the scheduler's thread uses them.
 
 
 @dataclass(eq=False)

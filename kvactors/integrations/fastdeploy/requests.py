@@ -215,9 +215,6 @@ class EngineBlockIndex:
         return gone
 
 
-# -- The device blocks of an engine: free, held by the engine, or in the index.
-
-
 class FreeBlockList(Sequence[int]):
     """A view of the free blocks, for an engine that counts them. The first one is the lowest."""
 

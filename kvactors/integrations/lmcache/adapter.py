@@ -38,8 +38,7 @@ from kvactors.integrations.lmcache.settings import (
 )
 from kvactors.native import addresses
 from kvactors.threads import Workers
-from kvactors.tier_cache import StorageTier, TierConfig
-from kvactors.tier_cache.storage import make_storage
+from kvactors.tier_cache import StorageTier, TierConfig, open_storage
 
 STOP_LIMIT_S = 5.0  # of the worker's thread, which never waits for the file system
 
@@ -64,9 +63,7 @@ class KVActorsL2(L2AdapterInterface):
         self._loads: dict[int, Any] = {}
         self._closed = False
         staging = staging_memory(settings)
-        tier = make_storage(config, event_fd=True)
-        tier.open(settings.open_timeout_s)
-        self._tier = tier
+        tier = self._tier = open_storage(config, event_fd=True)
         try:
             catalog, self._keys = read_keys(tier, config, settings)
         except BaseException:
@@ -280,18 +277,14 @@ def buffer_of(memory_object: Any, *, writable: bool) -> Buffer | None:
         view = memoryview(memory_object.byte_array).cast("B")
         if not view.nbytes or (writable and view.readonly):
             return None
-        layout = layout_of(*tensors_of(memory_object))
+        described = memory_object.metadata
+        if described.shapes is None or described.dtypes is None:  # of one tensor
+            layout = layout_of([described.shape], [described.dtype])
+        else:
+            layout = layout_of(described.shapes, described.dtypes)
         return Buffer(ObjectShape(layout, view.nbytes), addresses([view])[0], (view, memory_object))
     except (TypeError, ValueError, AttributeError, AssertionError, NotImplementedError):
         return None
-
-
-def tensors_of(memory_object: Any) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Shapes and dtypes of the tensors of an object. Objects of one tensor may list none."""
-    described = memory_object.metadata
-    if described.shapes is None or described.dtypes is None:
-        return [described.shape], [described.dtype]
-    return described.shapes, described.dtypes
 
 
 def read_keys(

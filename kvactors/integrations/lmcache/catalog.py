@@ -20,6 +20,9 @@ from kvactors.identity import field
 from kvactors.integrations.model_files import model_digest
 from kvactors.threads import Workers
 
+log = get_logger()
+
+
 # -- Identity of LMCache's objects: their keys, layouts, and the keys of their pages.
 
 OBJECT_DOMAIN = b"kvactors.lmcache.v1"
@@ -264,10 +267,6 @@ def _parsed(text: bytes) -> Iterator[tuple[Key, ObjectShape]]:
                 key = Key(bytes.fromhex(chunk_hash), model, rank, group, salt)
                 yield key, ObjectShape(layout, size)
 
-
-# -- Writes the keys of stored objects to their file, in a thread for that.
-
-log = get_logger()
 
 SPARE_LINES = 1024  # beyond twice the objects: then the file is written anew
 

@@ -192,7 +192,7 @@ class KVActorsHiCache(HiCacheStorage):
 
     def _look_up(self, name: str, keys: Sequence[str]) -> list[bool]:
         store = self._pools[name].store
-        if store.trouble:
+        if store.tier.trouble:
             return [False] * len(keys)
         return store.look_up([bytes.fromhex(key) for key in keys])
 
@@ -223,7 +223,7 @@ class KVActorsHiCache(HiCacheStorage):
 
     def clear(self) -> bool:
         for pool in self._pools.values():
-            pool.store.clear()
+            pool.store.tier.clear()
         return True
 
     def close(self) -> None:

@@ -146,7 +146,6 @@ def _number(value: Any) -> int | None:
 
 # -- Loads and stores of an engine's device pages, over a `TierCache`, in the scheduler's thread.
 
-COPY_LIMIT_S = 600.0  # limit of a copy: only a hang takes as long
 NOTHING = -1  # the number of a batch without loads
 
 
@@ -279,12 +278,8 @@ class PageMoves:
         """Wait for copies. DeviceError if one hangs: the engine would compute with its page."""
         batch = self._batches.get(number)
         if batch is not None and not batch.ended:
-            self._wait(batch.jobs)
+            self._copies.finish(batch.jobs)
             batch.ended = True
-
-    def _wait(self, jobs: Iterable[Hashable]) -> None:
-        if not self._copies.wait(jobs, COPY_LIMIT_S):
-            raise DeviceError(f"a copy has not ended in {COPY_LIMIT_S} s")
 
     def finish_loads(self, number: int) -> bool:
         """Wait for a batch and let go of its pages. Returns whether all of them were loaded."""
@@ -381,7 +376,7 @@ class PageMoves:
             self.finish_loads(number)
         for store in self._stores.values():
             store.waiting = ()
-        self._wait(self._stores)
+        self._copies.finish(self._stores)
         self._collect()
         self._stores.clear()
 
@@ -392,8 +387,6 @@ class PageMoves:
             self._copies.shutdown()
             self._tiers.shutdown()
 
-
-# -- Storage of one pool's pages, for threads that wait.
 
 BUFFER_BYTES = 32 << 20  # of a buffer, at least one page
 AT_ONCE = 2  # buffers that a call uses while the store works on another one
@@ -426,40 +419,36 @@ class PageStore:
     """
 
     def __init__(self, tier: StorageTier, page_bytes: int, timeout: float) -> None:
-        self._tier = tier
+        self.tier = tier
         self._page_bytes = page_bytes
         self._timeout = timeout
         self._batch_pages = max(1, BUFFER_BYTES // page_bytes)
         self._buffers: deque[np.ndarray] = deque()
         self._jobs = count()
 
-    @property
-    def trouble(self) -> str:
-        return self._tier.trouble
-
     def look_up(self, keys: Sequence[bytes]) -> list[bool]:
         """Whether each page can be read. A store that lists no objects is asked."""
-        found = [self._tier.contains(key) for key in keys]
+        found = [self.tier.contains(key) for key in keys]
         unknown = [i for i, known in enumerate(found) if not known]
-        if self._tier.lists or not unknown or self._tier.trouble:
+        if self.tier.lists or not unknown or self.tier.trouble:
             return found
         with suppress(CacheClosed, TimeoutError):
-            asked = self._tier.submit_lookup(next(self._jobs), [keys[i] for i in unknown])
+            asked = self.tier.submit_lookup(next(self._jobs), [keys[i] for i in unknown])
             for i, known in zip(unknown, asked.result(self._timeout).ok, strict=True):
                 found[i] = known
-        self._tier.poll()  # results are taken from the jobs
+        self.tier.poll()  # results are taken from the jobs
         return found
 
     def load(self, keys: Sequence[bytes], pages: Sequence[Sequence[PageRegion]]) -> list[bool]:
         """Read pages into the engine's memory. Returns whether each was read: the memory of one
         that failed is unchanged, and after a failure the pages of later buffers are not read."""
-        tier = self._tier
+        tier = self.tier
         wanted = [i for i, key in enumerate(keys) if not tier.lists or tier.contains(key)]
         return self._move(wanted, _StoreCall(keys, pages, [False] * len(keys), False))
 
     def save(self, keys: Sequence[bytes], pages: Sequence[Sequence[PageRegion]]) -> list[bool]:
         """Write pages from the engine's memory. Returns whether the store has each now."""
-        ok = [self._tier.contains(key) for key in keys]
+        ok = [self.tier.contains(key) for key in keys]
         wanted = [i for i, found in enumerate(ok) if not found]
         return self._move(wanted, _StoreCall(keys, pages, ok, True))
 
@@ -469,7 +458,7 @@ class PageStore:
         for first in range(0, len(wanted), self._batch_pages):
             if len(in_flight) == AT_ONCE and not self._finish(in_flight.popleft(), call, until):
                 return call.ok
-            if self._tier.trouble or time.monotonic() >= until:
+            if self.tier.trouble or time.monotonic() >= until:
                 break
             try:
                 in_flight.append(self._begin(wanted[first : first + self._batch_pages], call))
@@ -488,18 +477,18 @@ class PageStore:
             self._copy(buffer, enumerate(call.pages[i] for i in wanted), to_buffer=True)
         size, whole = self._page_bytes, buffer.data
         views = [whole[i * size : (i + 1) * size] for i in range(len(wanted))]
-        submit = self._tier.submit_store if call.save else self._tier.submit_load
+        submit = self.tier.submit_store if call.save else self.tier.submit_load
         done = submit(next(self._jobs), [call.keys[i] for i in wanted], views)
         return _StoreBatch(wanted, buffer, done)
 
     def _finish(self, batch: _StoreBatch, call: _StoreCall, until: float) -> bool:
         """Wait for a batch. Returns whether the call goes on."""
-        self._tier.poll()  # results are taken from the jobs
+        self.tier.poll()  # results are taken from the jobs
         try:
             result = batch.done.result(max(0.0, until - time.monotonic()))
         except TimeoutError:
             return False  # the job keeps its buffer
-        self._tier.poll()
+        self.tier.poll()
         good = [i for i, found in enumerate(result.ok) if found]
         if not call.save:
             read = ((i, call.pages[batch.pages[i]]) for i in good)
@@ -527,16 +516,10 @@ class PageStore:
                     ctypes.memmove(region.address, at, region.nbytes)
                 at += region.nbytes
 
-    def clear(self) -> None:
-        self._tier.clear()
-
     def close(self, limit: float) -> None:
         """Close the store. Later calls answer that there is nothing."""
-        self._tier.close(limit)
-        self._tier.poll()
-
-
-# -- Which prefixes of a request can be restored from the pages of several pools.
+        self.tier.close(limit)
+        self.tier.poll()
 
 
 class Prefixes(NamedTuple):

@@ -162,8 +162,6 @@ def _remove_unused(lock: int, path: Path) -> bool:
 
 # -- The worker's side: copies between vLLM's cache tensors and the host tier.
 
-COPY_LIMIT_S = 600.0  # limit of a copy: only a hang takes as long
-
 
 class KVActorsWorker(OffloadingWorker):
     """vLLM's interface of a `CopyWorker`. A chunk is `blocks_per_chunk` blocks, one after another,
@@ -220,8 +218,7 @@ class KVActorsWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Return when jobs have ended. DeviceError if a copy hangs: vLLM would reuse its blocks."""
-        if not self._copies.wait(job_ids, COPY_LIMIT_S):
-            raise DeviceError(f"a copy has not ended in {COPY_LIMIT_S} s")
+        self._copies.finish(job_ids)
 
     def shutdown(self) -> None:
         self._copies.shutdown()
