@@ -675,11 +675,7 @@ class KVCache:
             )
 
     async def wait_flushed(
-        self,
-        deadline: float = 30.0,
-        *,
-        at_rest: bool = True,
-        sinks: Collection[str] | None = None,
+        self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
     ) -> None:
         """Return when every sink's view equals the tiers.
 
@@ -731,11 +727,7 @@ class KVCache:
     # -- memory
 
     async def set_num_blocks(
-        self,
-        num_blocks: int,
-        *,
-        device: Device | None = None,
-        deadline: float | None = None,
+        self, num_blocks: int, *, device: Device | None = None, deadline: float | None = None
     ) -> None:
         """Set the number of device blocks of a cache that was opened with `device.num_blocks` 0.
 
@@ -1112,10 +1104,7 @@ def open_cache(
         CacheFailed: at the end of the block, the cache has failed. An exception out of the block
             passes instead, with a note.
     """
-    for name, value, wanted in (
-        ("device", device, Device),
-        ("backend", backend, Backend),
-    ):
+    for name, value, wanted in (("device", device, Device), ("backend", backend, Backend)):
         if value is not None and not isinstance(value, wanted):
             raise TypeError(f"{name} must be a {wanted.__name__}, not {kind(value)}")
     if config is not None and not isinstance(config, Config | Mapping | str | PathLike):

@@ -31,11 +31,7 @@ from kvactors.errors import (
     KVActorsError,
     WrongLoop,
 )
-from kvactors.prefix_index.messages import (
-    Abandon,
-    IndexRequest,
-    Withdrawn,
-)
+from kvactors.prefix_index.messages import Abandon, IndexRequest, Withdrawn
 from kvactors.prefix_index.work import turn_blocks_of
 from kvactors.system import System
 

@@ -20,15 +20,7 @@ import msgspec
 from kvactors.actor import Ask
 from kvactors.actor.uncancelled import CANCELLED, retrieve
 from kvactors.call_context import CallContext
-from kvactors.checks import (
-    Media,
-    added_media,
-    check_flag,
-    check_int,
-    check_text,
-    extend_path,
-    kind,
-)
+from kvactors.checks import Media, added_media, check_flag, check_int, check_text, extend_path, kind
 from kvactors.device.events import Completion, Stream, stream_handle
 from kvactors.errors import ActorFailed, LeaseBusy, LeaseEnded, NotReady
 from kvactors.hints import Hints, check_hints
@@ -392,11 +384,7 @@ class Lease:
     # -- tokens and blocks
 
     async def extend(
-        self,
-        tokens: Tokens,
-        *,
-        extra_keys: Sequence[Media] = (),
-        deadline: float | None = None,
+        self, tokens: Tokens, *, extra_keys: Sequence[Media] = (), deadline: float | None = None
     ) -> tuple[int, ...]:
         """Append tokens to the request and take the device blocks that they need. Blocks that were
         reserved are used first.

@@ -119,12 +119,7 @@ class NoDeviceStore(Actor):
     SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = DeviceStoreActor.SENDS
 
     def __init__(
-        self,
-        ref: ActorRef,
-        *,
-        backend: DeviceStore,
-        plane: DeviceStorePlane,
-        evictor: ActorRef,
+        self, ref: ActorRef, *, backend: DeviceStore, plane: DeviceStorePlane, evictor: ActorRef
     ) -> None:
         super().__init__(ref)
         self.evictor = evictor

@@ -613,10 +613,7 @@ class System:
 
 
 def _optional(
-    refs: Sequence[ActorRef],
-    kind: type[Actor],
-    substitute: type[Actor],
-    parts: Mapping[str, Any],
+    refs: Sequence[ActorRef], kind: type[Actor], substitute: type[Actor], parts: Mapping[str, Any]
 ) -> list[Group]:
     """A group for each actor with a substitute. Both are made of the same parts."""
     make, without = partial(kind, **parts), partial(substitute, **parts)

@@ -13,14 +13,7 @@ import anyio
 
 from kvactors.actor.channel import Channel
 from kvactors.actor.instrument import Instruments
-from kvactors.actor.message import (
-    Ask,
-    Control,
-    Envelope,
-    Later,
-    Message,
-    fail_with_deadline,
-)
+from kvactors.actor.message import Ask, Control, Envelope, Later, Message, fail_with_deadline
 from kvactors.actor.uncancelled import CANCELLED
 from kvactors.errors import ActorFailed, DeadlineExceeded
 

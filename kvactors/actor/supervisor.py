@@ -91,10 +91,7 @@ class Switch:
     """
 
     def __init__(
-        self,
-        group: Group,
-        switched_off: dict[str, SwitchedOff],
-        is_stopping: Callable[[], bool],
+        self, group: Group, switched_off: dict[str, SwitchedOff], is_stopping: Callable[[], bool]
     ) -> None:
         first = group.members[0]
         optional = (
