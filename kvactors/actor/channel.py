@@ -77,14 +77,14 @@ class Channel(Generic[T]):
         self._control.append(item)
         if len(self._control) > self._peak_control:
             self._peak_control = len(self._control)
-        self._wake_receiver()
+        self.wake()
 
     def put_later(self, item: T) -> None:
         """Put into the lane that alternates with the data lane. Never waits. Raises ChannelClosed
         if the channel is closed."""
         self._check_open()
         self._later.append(item)
-        self._wake_receiver()
+        self.wake()
 
     def try_put(self, item: T) -> bool:
         """Put into the data lane if it has a place. Otherwise change nothing and return False.
@@ -160,8 +160,10 @@ class Channel(Generic[T]):
             self._receiver, self.idle = None, False
 
     def wake(self) -> None:
-        """End the receiver's wait without an item."""
-        self._wake_receiver()
+        """End the receiver's wait, also without an item."""
+        self.idle = False
+        if self._receiver is not None and not self._receiver.done():
+            self._receiver.set_result(None)
 
     # -- ending
 
@@ -175,7 +177,7 @@ class Channel(Generic[T]):
         """Refuse every item from now on. Waiting senders get ChannelClosed, or the exception that
         `error` makes. Queued items can still be taken."""
         self._closed = refused = error or self._channel_closed
-        self._wake_receiver()
+        self.wake()
         senders, self._senders = self._senders, deque()
         for turn in senders:
             if not turn.done():
@@ -219,12 +221,7 @@ class Channel(Generic[T]):
         if len(self._data) > self._peak:
             self._peak = len(self._data)
         if self._receiver is not None:
-            self._wake_receiver()
-
-    def _wake_receiver(self) -> None:
-        self.idle = False
-        if self._receiver is not None and not self._receiver.done():
-            self._receiver.set_result(None)
+            self.wake()
 
     def _grant(self) -> None:
         while self._senders and len(self._data) + self._granted < self.bound:

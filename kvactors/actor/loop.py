@@ -348,9 +348,6 @@ class MailboxLoop:
 
     def _start(self) -> None:
         instruments = self._ref.instruments
-        if not instruments.active:
-            self._actor.started()
-            return
         instruments.notify("started", self._actor)
         instruments.turn = Turn(self._ref, None)
         try:

@@ -8,7 +8,6 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import msgspec
 
-from kvactors.errors import DeadlineExceeded
 from kvactors.redact import redacted_repr, redacted_rich_repr
 
 R = TypeVar("R")
@@ -99,9 +98,3 @@ class Envelope(msgspec.Struct, Generic[R], eq=False):
     def abandoned(self) -> bool:
         """Whether an asker existed and no longer waits."""
         return self.reply is not None and self.reply.done()
-
-
-def fail_with_deadline(reply: asyncio.Future[Any], actor: str, message: str) -> None:
-    """End an unanswered ask at its deadline."""
-    if not reply.done():
-        reply.set_exception(DeadlineExceeded(f"{actor} did not answer {message} in time"))

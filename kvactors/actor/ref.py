@@ -13,7 +13,7 @@ import anyio
 
 from kvactors.actor.channel import Channel
 from kvactors.actor.instrument import Instruments
-from kvactors.actor.message import Ask, Control, Envelope, Later, Message, fail_with_deadline
+from kvactors.actor.message import Ask, Control, Envelope, Later, Message
 from kvactors.actor.uncancelled import CANCELLED
 from kvactors.errors import ActorFailed, DeadlineExceeded
 
@@ -103,7 +103,11 @@ class OpenAsks(Generic[R]):
         ]
         twice = [reply for reply in overdue if reply in self._overdue]
         for reply in twice:  # until the second look the actor may still refuse in better words
-            fail_with_deadline(reply, self._actor, type(self.open[reply].message).__name__)
+            if not reply.done():
+                message = type(self.open[reply].message).__name__
+                reply.set_exception(
+                    DeadlineExceeded(f"{self._actor} did not answer {message} in time")
+                )
         self._overdue = dict.fromkeys(overdue)
 
     def __len__(self) -> int:

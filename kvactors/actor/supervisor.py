@@ -90,25 +90,18 @@ class Switch:
     group.
     """
 
-    def __init__(
-        self, group: Group, switched_off: dict[str, SwitchedOff], is_stopping: Callable[[], bool]
-    ) -> None:
+    def __init__(self, group: Group, supervisor: Supervisor) -> None:
         first = group.members[0]
-        optional = (
-            len(group.members) == 1
-            and isinstance(first, ActorSpec)
-            and first.substitute is not None
-        )
-        self._spec = first if optional and isinstance(first, ActorSpec) else None
-        self._switched_off = switched_off
-        self._is_stopping = is_stopping
+        optional = isinstance(first, ActorSpec) and first.substitute is not None
+        self._ref = first.ref if optional else None
+        self._supervisor = supervisor
         self._delay = SWITCHED_OFF
         self._on_since: float | None = None  # on trial after it was switched off
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def _record(self) -> SwitchedOff | None:
-        return None if self._spec is None else self._switched_off.get(self._spec.ref.name)
+        return None if self._ref is None else self._supervisor.switched_off.get(self._ref.name)
 
     def factory(self, spec: ActorSpec) -> Callable[[ActorRef], Actor]:
         """The factory of the next incarnation. For a substitute, also starts the timer that ends
@@ -121,8 +114,8 @@ class Switch:
         return spec.substitute
 
     def _end_substitute(self) -> None:
-        if self._spec is not None and not self._is_stopping():
-            self._spec.ref.try_tell(Stop())
+        if self._ref is not None and not self._supervisor.stopping:
+            self._ref.try_tell(Stop())
 
     def stop_timer(self) -> None:
         """The substitute has ended, if one ran."""
@@ -142,23 +135,22 @@ class Switch:
 
     def off(self, cause: BaseException) -> bool:
         """Switch off; False if that cannot be done, or the substitute itself has failed."""
-        if self._spec is None or self._record is not None:
+        if self._ref is None or self._record is not None:
             return False
-        name = self._spec.ref.name
-        self._switched_off[name] = SwitchedOff(name, brief(cause), now(), now() + self._delay)
+        name, again_at = self._ref.name, now() + self._delay
+        self._supervisor.switched_off[name] = SwitchedOff(name, brief(cause), now(), again_at)
         log.error("actor switched off", actor=name, error=brief(cause), again_in=self._delay)
         return True
 
-    def due(self) -> bool:
-        """Whether the time of the substitute is over."""
+    def on(self) -> bool:
+        """Switch on again, if the time of the substitute is over."""
         record = self._record
-        return record is not None and now() >= record.again_at
-
-    def on(self) -> None:
-        if self._spec is not None:
-            del self._switched_off[self._spec.ref.name]
-            self._on_since = now()
-            log.warning("actor switched on again", actor=self._spec.ref.name)
+        if record is None or now() < record.again_at or self._supervisor.stopping:
+            return False
+        del self._supervisor.switched_off[record.name]
+        self._on_since = now()
+        log.warning("actor switched on again", actor=record.name)
+        return True
 
 
 LEAST_STEP = 0.1
@@ -201,7 +193,7 @@ class Supervisor:
         self._budget = budget or RestartBudget()
         self._actors: dict[str, Actor] = {}
         self._root: Group | None = None
-        self._stopping = False
+        self.stopping = False
         # The actor that is the reason for cancelling others.
         self._failing: tuple[str, BaseException] | None = None
         self._failures = self._restarts = 0
@@ -247,7 +239,7 @@ class Supervisor:
 
     async def _shut_down(self, root: Group, running: asyncio.Task[None], limit: float) -> None:
         end = now() + limit if self.end_by is None else self.end_by
-        self._stopping = True
+        self.stopping = True
         try:
             if self.failed is None and not running.done():
                 await self.drain(0.5 * max(LEAST_STEP, end - now()))
@@ -302,7 +294,7 @@ class Supervisor:
 
     async def _run_group(self, group: Group, budget: RestartBudget) -> None:
         failures: deque[float] = deque()
-        switch = Switch(group, self.switched_off, lambda: self._stopping)
+        switch = Switch(group, self)
         while True:
             try:
                 async with anyio.create_task_group() as tasks:
@@ -314,9 +306,8 @@ class Supervisor:
                             self._place(self._make(member, switch))
                             tasks.start_soon(self._run_actor, member)
                 cause: BaseException = RuntimeError("switched on again")
-                if not switch.due() or self._stopping:
+                if not switch.on():
                     return
-                switch.on()
             except Exception as error:
                 if (stuck := _jobs_run_on(error)) is not None:
                     self._fail_queues(group, stuck)
@@ -367,7 +358,7 @@ class Supervisor:
         try:
             await actor.run()
         except Exception as error:
-            if self._stopping and isinstance(error, JobsRunOn):
+            if self.stopping and isinstance(error, JobsRunOn):
                 return  # no memory is reused after a stop
             self._failures += 1
             self._failing = (spec.ref.name, error)
