@@ -124,7 +124,6 @@ class CallContext:
         return clock() + check_seconds("deadline", deadline)
 
     def check_call(self) -> None:
-        """The checks of `begin_call`."""
         if (
             self.system.forked
             or self._runner._thread_id != get_ident()
@@ -186,7 +185,6 @@ class CallContext:
                 return  # the cache is closing or has failed: no actor is left to release the lease
 
     def _leaked(self, lease: int) -> None:
-        """Log and give back a lease that was garbage-collected before its end."""
         self.system.leaked_leases += 1
         log.warning("lease leaked", lease=lease)
         self._give_back(lease)
@@ -210,7 +208,6 @@ class CallContext:
         task.add_done_callback(self._giving_back.discard)
 
     async def _give_back_later(self, lease: int) -> None:
-        """Give a lease back when the passes that use its blocks are over."""
         try:
             while self.events.passes_of(lease):
                 try:

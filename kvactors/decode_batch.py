@@ -181,7 +181,6 @@ class _Call:
             self._refused.setdefault(row, Stepped(error=error))
 
     def end(self) -> None:
-        """Other calls may change the leases again."""
         for handle in self._begun:
             handle.changing = ""
 

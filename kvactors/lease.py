@@ -93,7 +93,6 @@ class LeaseHandle(msgspec.Struct, eq=False):
         return at
 
     def check_ended(self) -> None:
-        """LeaseEnded once the lease has ended."""
         if self.ended:
             raise LeaseEnded(f"the lease of {self.request_id!r} has ended")
 
@@ -186,7 +185,6 @@ class LeaseHandle(msgspec.Struct, eq=False):
             self.committing.remove(computed)
 
     def give_up(self) -> None:
-        """End the lease without waiting for an answer."""
         if not self.ended:
             self.ended = True
             self.context.abandon(self.id)

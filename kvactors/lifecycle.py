@@ -47,7 +47,6 @@ class Shutdown:
 
     @property
     def begun(self) -> bool:
-        """Whether the clock runs."""
         return self._began is not None
 
     def begin(self) -> None:
@@ -100,7 +99,6 @@ class Shutdown:
             raise cancelled
 
     def over(self, *, stuck: bool = False) -> None:
-        """Finish the shutdown, when every part is closed or abandoned."""
         if self._timer is not None:
             self._timer.cancel()
         if self.waits.abandoned:

@@ -44,7 +44,6 @@ class StorageQuotas:
         return self._default is not None or any(one is not None for one in self._named.values())
 
     def get(self, number: int) -> int | None:
-        """The quota of a salt, None for no limit."""
         return self._named.get(number, self._default)
 
     def is_named(self, number: int) -> bool:
@@ -154,7 +153,6 @@ class Quotas:
         return len(self._named)
 
     def set(self, salt: str, quota: Quota | None) -> None:
-        """Change the quota of a salt. None: the default applies again."""
         if quota is None:
             self._named.pop(salt, None)
             self.counts.forget(salt)

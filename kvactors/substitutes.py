@@ -79,7 +79,6 @@ class NoNotifier(Actor):
 
     @on(Resync)
     def resync(self, message: Resync, envelope: Envelope[bool]) -> None:
-        """Refuse: there is no sink to send to."""
         self.refuse(envelope, SinkError(OFF))
 
 

@@ -328,7 +328,6 @@ class System:
 
     @property
     def sized(self) -> bool:
-        """Whether the number of device blocks is set."""
         return self.plane.device.num_blocks > 0
 
     @asynccontextmanager

@@ -101,7 +101,6 @@ class Workers:
 
     @property
     def busy(self) -> int:
-        """Calls submitted and not completed."""
         return len(self._pending)
 
     def _work(self) -> None:

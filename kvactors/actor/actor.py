@@ -163,7 +163,6 @@ class Actor:
 
     @property
     def incarnation(self) -> int:
-        """Restarts before this incarnation."""
         return self.context.incarnation
 
     @property
@@ -172,7 +171,6 @@ class Actor:
 
     @property
     def turns(self) -> int:
-        """Turns taken so far."""
         return self.mailbox.turns
 
     def statistics(self) -> ActorStatistics:

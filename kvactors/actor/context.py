@@ -160,7 +160,6 @@ class Outbox:
         self._channel.wake()  # after an inline turn the actor's task sends it
 
     async def flush(self) -> None:
-        """Send every message, waiting for places."""
         waiting = self.waiting
         while waiting:
             to, envelope, turn = waiting[0]
@@ -176,7 +175,6 @@ class Outbox:
         self._wake()
 
     async def wait_empty(self) -> None:
-        """Return when no message waits for a place."""
         while self.waiting:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiters.append(waiter)
@@ -252,7 +250,6 @@ class Context:
             outbox.add(to, envelope)
 
     def undeclared(self, to: ActorRef, message: Message) -> WiringError:
-        """The error of a message that SENDS does not declare."""
         return WiringError(f"{self._role} does not declare {type(message)} to {to.role}")
 
     def answer(self, envelope: Envelope[T], value: T) -> bool:

@@ -427,7 +427,6 @@ class MailboxLoop:
             raise TypeError(f"{self._ref.name} has no handler for {kind.__name__}")
 
     def observed_turn(self, envelope: Envelope[Any]) -> None:
-        """`turn` with the instruments' part."""
         instruments = self._ref.instruments
         instruments.turn = Turn(self._ref, envelope)
         try:

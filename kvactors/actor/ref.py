@@ -153,7 +153,6 @@ class ActorRef(Generic[M_contra]):
         self.in_flight.begin()
 
     def end_restart(self) -> None:
-        """Its next incarnation has begun, or there will be none."""
         count, self._restarting = self._restarting, 0
         self.in_flight.end(count)
 

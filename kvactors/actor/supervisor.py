@@ -118,7 +118,6 @@ class Switch:
             self._ref.try_tell(Stop())
 
     def stop_timer(self) -> None:
-        """The substitute has ended, if one ran."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
