@@ -86,7 +86,9 @@ async def step_batch(
     at: float,
 ) -> list[Stepped]:
     """`KVCache.step`. at: the absolute deadline."""
-    call = _Call(context, _checked(steps))
+    if isinstance(steps, (str, bytes)) or not isinstance(steps, Sequence):
+        raise TypeError(f"steps must be a list or tuple of Step, not {kind(steps)}")
+    call = _Call(context, list(steps))
     if event is not None or stream is not None:
         await call.wait(event, stream, at)
     try:
@@ -258,13 +260,6 @@ class _Call:
         for lease, outcome in zip(self.leases, self.outcomes, strict=True):
             if outcome is not None and outcome.error is None:
                 lease._handle.give_up()
-
-
-def _checked(steps: Any) -> list[Step]:
-    """A copy of the list of a call."""
-    if isinstance(steps, (str, bytes)) or not isinstance(steps, Sequence):
-        raise TypeError(f"steps must be a list or tuple of Step, not {kind(steps)}")
-    return list(steps)
 
 
 def _copy(steps: list[Step], block_size: int) -> StepTokens:

@@ -75,10 +75,7 @@ class Shutdown:
     async def _step(self, name: str, close: Callable[[], Awaitable[None]], limit: float) -> None:
         self.begin()
 
-        async def closing() -> None:
-            await close()
-
-        task = asyncio.get_running_loop().create_task(closing(), name=f"closing {name}")
+        task = asyncio.get_running_loop().create_task(_awaited(close), name=f"closing {name}")
         cancelled: BaseException | None = None
         for seconds in (min(limit, self.left(1.0)), LEAST_STEP):
             try:
@@ -106,9 +103,6 @@ class Shutdown:
             log.error("threads did not end in time", threads=self.waits.abandoned)
         if stuck or self.arena.in_use:
             self.arena.keep()
-
-
-log = get_logger()
 
 
 class Opening:
@@ -140,37 +134,31 @@ class Opening:
         Raises:
             late: the part took longer than the limit, or cancelled itself.
         """
-
-        async def opening() -> None:
-            await call()
-
-        task = asyncio.get_running_loop().create_task(opening(), name=f"opening {part}")
+        limit = max(self.limit, least)
+        task = asyncio.get_running_loop().create_task(_awaited(call), name=f"opening {part}")
+        task.add_done_callback(retrieve)
         try:
-            await asyncio.wait((task,), timeout=max(self.limit, least))
-        except BaseException:
-            await uncancelled(self._cancel(part, task))
-            raise
-        if not task.done():
-            await uncancelled(self._cancel(part, task))
-            raise late(
-                f"{part} did not open in {max(self.limit, least):g} s (actors.open_timeout_s)"
-            )
+            await asyncio.wait((task,), timeout=limit)
+        finally:
+            if not (ended := task.done()):
+                await uncancelled(self._cancel(part, task))
+        if not ended:
+            raise late(f"{part} did not open in {limit:g} s (actors.open_timeout_s)")
         if task.cancelled():
             raise late(f"{part} did not open: it raised CancelledError")
         task.result()
 
     async def _cancel(self, part: str, task: asyncio.Task[None]) -> None:
-        task.add_done_callback(retrieve)
         task.cancel()
-        await asyncio.wait((task,), timeout=self._time_to_end())
+        if self.ends_cache:
+            self.shutdown.begin()
+        limit = self.shutdown.left(STOP) + LEAST_STEP if self.ends_cache else self.limit
+        await asyncio.wait((task,), timeout=limit)
         if not task.done():
             self.shutdown.unfinished.append(part)
             self.shutdown.arena.keep()
             log.error("opening did not end in time", part=part)
 
-    def _time_to_end(self) -> float:
-        """A part is late. Seconds until a cancelled part is abandoned."""
-        if not self.ends_cache:
-            return self.limit
-        self.shutdown.begin()
-        return self.shutdown.left(STOP) + LEAST_STEP
+
+async def _awaited(call: Callable[[], Awaitable[None]]) -> None:
+    await call()

@@ -3,7 +3,7 @@ are. They take nothing and change nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
@@ -161,19 +161,15 @@ def count_hits(
     limit = index.limit_of(path.num_tokens)
     run, states = index.tree.peek(path, limit)
     fetch = 0 if store is None else min(limit, settings.fetchable(path))
-    held_run = _nothing_held if store is None else store.held_run
-    stop, size, below = (
-        max(run + len(states), fetch),
-        min(FIRST_STEP_BLOCKS, _step(index)),
-        list[int](),
-    )
+    stop = max(run + len(states), fetch)
+    size, below = min(FIRST_STEP_BLOCKS, _step(index)), list[int]()
     while run + len(below) < stop:
         start = run + len(below)
         end = min(start + size, stop)
         known = states[start - run : end - run].ljust(end - start, b"\0")
         unknown = start < fetch and 0 in known
         keys = split_hashes(path.hashes(start, min(end, fetch))) if unknown else []
-        found = _tiers(known, keys, held_run, hosted)
+        found = _tiers(known, keys, store, hosted)
         below += found
         if len(found) < end - start:
             break
@@ -194,15 +190,10 @@ def count_hits(
     )
 
 
-def _nothing_held(_keys: Sequence[bytes]) -> int:
-    """No store."""
-    return 0
-
-
 def _tiers(
     states: bytes,
     keys: Sequence[bytes],
-    held_run: Callable[[Sequence[bytes]], int],
+    store: GuardedBackend | None,
     hosted: Mapping[bytes, HostBlock],
 ) -> list[int]:
     """The tier of each of the leading blocks that can be loaded: HOST, STORAGE, or 0 for a load of
@@ -223,5 +214,5 @@ def _tiers(
             block = hosted.get(keys[position])
             tiers.append(STORAGE if block is None or block.arriving else HOST)
     asked = [position for position, tier in enumerate(tiers) if tier == STORAGE]
-    held = held_run([keys[position] for position in asked]) if asked else 0
+    held = store.held_run([keys[position] for position in asked]) if store and asked else 0
     return tiers[: asked[held]] if held < len(asked) else tiers

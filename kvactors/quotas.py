@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
+import msgspec
+
 UNNAMED_SALTS = 1000
 """Salts without a named quota that have counters."""
 
@@ -60,7 +62,7 @@ class StorageQuotas:
             self.changed(number)
 
 
-class SaltCount:
+class SaltCount(msgspec.Struct, eq=False):
     """Counters of one salt, over all incarnations of the actors.
 
     Attributes:
@@ -68,24 +70,15 @@ class SaltCount:
             present block tree and the present host tier count.
     """
 
-    __slots__ = (
-        "device_evicted",
-        "device_hits",
-        "host_evicted",
-        "host_hits",
-        "looked_up",
-        "named",
-        "requests",
-        "salt",
-        "storage_hits",
-    )
-
-    def __init__(self, salt: str, *, named: bool) -> None:
-        self.salt = salt
-        self.named = named
-        self.requests = self.looked_up = 0
-        self.device_hits = self.host_hits = self.storage_hits = 0
-        self.device_evicted = self.host_evicted = 0
+    salt: str
+    named: bool
+    requests: int = 0
+    looked_up: int = 0
+    device_hits: int = 0
+    host_hits: int = 0
+    storage_hits: int = 0
+    device_evicted: int = 0
+    host_evicted: int = 0
 
 
 class SaltCounts:

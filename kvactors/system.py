@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
@@ -151,7 +152,7 @@ class ReplacedCounters:
 
     def __init__(self, salts: SaltCounts | None = None) -> None:
         self._salts = salts
-        self._sums: dict[tuple[type[Any], str], tuple[float, ...]] = {}
+        self._sums: defaultdict[tuple[type[Any], str], Counter[str]] = defaultdict(Counter)
 
     def replaced(self, actor: Actor) -> None:
         self._add(actor.ref.name, actor.statistics())
@@ -170,16 +171,8 @@ class ReplacedCounters:
 
     def over_incarnations(self, present: Record, name: str = "") -> Record:
         """The statistics of a present incarnation with the counters of the earlier ones added."""
-        kind = type(present)
-        sums = self._sums.get((kind, name))
-        if sums is None:
-            return present
-        fields = COUNTERS[kind]
-        added = {
-            field: getattr(present, field) + earlier
-            for field, earlier in zip(fields, sums, strict=True)
-        }
-        return present._replace(**added)
+        sums = self._sums[type(present), name]
+        return present._replace(**{field: getattr(present, field) + sums[field] for field in sums})
 
     def of_sinks(
         self, present: Iterable[SinkStatistics], names: Iterable[str]
@@ -193,12 +186,9 @@ class ReplacedCounters:
         )
 
     def _add(self, name: str, record: Any) -> None:
-        fields = COUNTERS[type(record)]
-        key = type(record), name
-        before = self._sums.get(key, (0,) * len(fields))
-        self._sums[key] = tuple(
-            earlier + getattr(record, field) for earlier, field in zip(before, fields, strict=True)
-        )
+        sums = self._sums[type(record), name]
+        for field in COUNTERS[type(record)]:
+            sums[field] += getattr(record, field)
 
 
 def silent_sink(name: str) -> SinkStatistics:
@@ -290,10 +280,6 @@ class System:
         self.recordings: list[Any] = []  # open ones of `kvactors.record`
         # loop time at which each condition (component and reason) of the last `health` call began
         self.troubles: dict[tuple[str, str], float] = {}
-        self._make_refs(clock)
-
-    def _make_refs(self, clock: Clock | None) -> None:
-        config = self.config
         # Requests read it twice: not through a look-up of the running loop.
         self.clock = clock_of(asyncio.get_running_loop()) if clock is None else clock
         self.index_asleep = False  # an index that is made now admits no request

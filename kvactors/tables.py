@@ -19,10 +19,25 @@ FREED_SHARDS = 4
 """Small tables freed in a step."""
 
 
-class ShardedDict(Generic[V]):
+class _Sharded:
+    __slots__ = ("shards",)
+
+    shards: list[Any]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.shards))
+
+    def free(self) -> Iterator[None]:
+        """Free every key, in steps. The table cannot be used any more."""
+        while self.shards:
+            del self.shards[-FREED_SHARDS:]
+            yield
+
+
+class ShardedDict(_Sharded, Generic[V]):
     """A dict of bytes, as many small ones."""
 
-    __slots__ = ("shards",)
+    __slots__ = ()
 
     def __init__(self) -> None:
         self.shards: list[dict[bytes, V]] = [{} for _ in range(SHARDS)]
@@ -31,18 +46,11 @@ class ShardedDict(Generic[V]):
         """The small dict that has the key, or would have it."""
         return self.shards[hash(key) & (SHARDS - 1)]
 
-    def __len__(self) -> int:
-        return sum(map(len, self.shards))
 
-    def free(self) -> Iterator[None]:
-        """Free every entry, in steps. The dict cannot be used any more."""
-        yield from _free(self.shards)
-
-
-class ShardedSet(AbstractSet[bytes]):
+class ShardedSet(_Sharded, AbstractSet[bytes]):
     """A set of bytes, as many small ones."""
 
-    __slots__ = ("shards",)
+    __slots__ = ()
 
     def __init__(self, keys: Iterable[bytes] = ()) -> None:
         self.shards: list[set[bytes]] = [set() for _ in range(SHARDS)]
@@ -58,19 +66,6 @@ class ShardedSet(AbstractSet[bytes]):
 
     def __iter__(self) -> Iterator[bytes]:
         return chain.from_iterable(self.shards)
-
-    def __len__(self) -> int:
-        return sum(map(len, self.shards))
-
-    def free(self) -> Iterator[None]:
-        """Free every key, in steps. The set cannot be used any more."""
-        yield from _free(self.shards)
-
-
-def _free(shards: list[Any]) -> Iterator[None]:
-    while shards:
-        del shards[-FREED_SHARDS:]
-        yield
 
 
 T = TypeVar("T")

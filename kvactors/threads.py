@@ -144,9 +144,7 @@ async def in_thread(
     call: Callable[[], T], name: str, cancelled: Callable[[], None] | None = None
 ) -> T:
     """Run one blocking call in a separate daemon thread and wait for its end, even if cancelled."""
-    workers = Workers(1, name)
-    future = asyncio.wrap_future(workers.submit(call))
-    workers.close()
+    future = asyncio.wrap_future(DaemonExecutor(name).submit(call))
     return await wait_uncancelled(future, cancelled)
 
 

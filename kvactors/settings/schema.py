@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from typing import Any
 
+import docstring_parser
 import msgspec
 
 from kvactors.settings import Config
@@ -14,12 +13,6 @@ from kvactors.settings.sinks import ClassSinkConfig
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
-SECTIONS = r"\n(?:Attributes|Args|Returns|Raises):\n"
-
-ENTRY = re.compile(r"    ([a-z_][a-z_, ]*): (.*)")
-"""The first line of an entry of a docstring's section, as `inspect.cleandoc` gives it."""
-
-
 CLASS_PATTERN = "^[^:]+:[^:]+$"  # a class of another package, as `kind` of a sink
 
 
@@ -27,15 +20,21 @@ def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
     """The description of each field of a table, from its docstring and those of its bases."""
     found: dict[str, str] = {}
     for owner in reversed(struct.__mro__):
-        if issubclass(owner, msgspec.Struct) and owner.__doc__:
-            found |= entries_of(owner.__doc__)
+        if issubclass(owner, msgspec.Struct):
+            for entry in _parsed(owner).params:
+                text = " ".join((entry.description or "").split())
+                found |= dict.fromkeys(entry.arg_name.split(", "), text)
     return {name: found.get(name, "") for name in struct.__struct_fields__}
 
 
 def summary(struct: type) -> str:
     """The paragraphs of a docstring before its sections, each on one line."""
-    text = re.split(SECTIONS, inspect.cleandoc(struct.__doc__ or ""))
-    return "\n\n".join(" ".join(part.split()) for part in text[0].strip().split("\n\n"))
+    text = _parsed(struct).description or ""
+    return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+def _parsed(struct: type) -> docstring_parser.Docstring:
+    return docstring_parser.parse(struct.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE)
 
 
 def json_schema() -> dict[str, Any]:
@@ -63,20 +62,3 @@ def _tables() -> list[type[msgspec.Struct]]:
                     found[struct] = None
                     waiting.append(struct)
     return list(found)
-
-
-def entries_of(docstring: str) -> dict[str, str]:
-    """The entries of the section Attributes of a docstring, by name."""
-    _, _, section = inspect.cleandoc(docstring).partition("\nAttributes:\n")
-    found: dict[str, str] = {}
-    names: list[str] = []
-    for line in section.splitlines():
-        if line and not line.startswith("    "):
-            break
-        if match := ENTRY.fullmatch(line):
-            names = [name.strip() for name in match[1].split(",")]
-            found |= dict.fromkeys(names, match[2])
-        else:
-            for name in names:
-                found[name] = f"{found[name]} {line.strip()}".strip()
-    return found
