@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 from cyclopts import App
 from rich.console import Console
+from rich.markup import escape
 
 from kvactors.capacity import BlockBytes, block_bytes, in_blocks
 from kvactors.errors import ConfigError, KVActorsError
@@ -65,25 +66,20 @@ def check_file(path: Path, environ: Mapping[str, str]) -> FileReport:
     except ConfigError as error:
         return FileReport(str(path), "settings", [str(error)], [])
     name, kind = kind_of(data)
-    return FileReport(str(path), name, *check_mapping(data, kind, environ))
-
-
-def check_mapping(
-    data: Mapping[str, Any], kind: type[Config], environ: Mapping[str, str]
-) -> tuple[list[str], list[str]]:
-    """Everything that is wrong with settings, and the sizes in blocks."""
-    config, found = read(data, kind)
-    if found := found or list(contradictions(config, data)):
-        return found, []
+    config, faults = read(data, kind)
+    report = FileReport(str(path), name, faults or list(contradictions(config, data)), [])
+    if report.faults:
+        return report
     try:
         own = kind is Config
         config = Config.from_env(environ, config) if own else kind.from_mapping(data)
         for sink in config.flush.sinks:
             if isinstance(sink, ClassSinkConfig):
                 class_of_sink(sink)
-        return [], list(sizes(config))
+        report.notes = list(sizes(config))
     except KVActorsError as error:
-        return [str(error)], []
+        report.faults = [str(error)]
+    return report
 
 
 def sizes(config: Config) -> Iterator[str]:
@@ -160,7 +156,7 @@ def as_toml(settings: list[Shown]) -> str:
         nested: list[str] = []
         for one in some:
             name = one.name.rpartition(".")[2]
-            if _is_tables(one.value):
+            if one.value and isinstance(one.value, list | tuple) and isinstance(one.value[0], dict):
                 for item in one.value:
                     nested += ["", f"[[{one.name}]]"]
                     nested += [f"{key} = {toml_value(value)}" for key, value in item.items()]
@@ -171,10 +167,6 @@ def as_toml(settings: list[Shown]) -> str:
                 lines.append(f"{name} = {toml_value(one.value)}  # {one.origin}")
         lines += nested
     return "\n".join(lines) + "\n"
-
-
-def _is_tables(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and isinstance(value[0], dict)
 
 
 def toml_value(value: Any) -> str:
@@ -356,11 +348,11 @@ def config_check(*files: Path, json: Output | None = None) -> int:
     console = Console(stderr=str(json) == "-", highlight=False, soft_wrap=True)
     for one in found:
         state = "[red]invalid[/red]" if one.faults else "[green]ok[/green]"
-        console.print(f"[bold]{_plain(one.file)}[/bold]: {one.kind}, {state}")
+        console.print(f"[bold]{escape(one.file)}[/bold]: {one.kind}, {state}")
         for text in one.faults:
-            console.print(f"  {_plain(text)}")
+            console.print(f"  {escape(text)}")
         for text in one.notes:
-            console.print(f"  {_plain(text)}", style="dim")
+            console.print(f"  {escape(text)}", style="dim")
     if json is not None:
         write_json(found, json)
     return 1 if any(one.faults for one in found) else 0
@@ -503,12 +495,7 @@ def print_size(report: SizeReport, console: Console) -> None:
             "tiers", ("tier", "blocks", "tokens", "bytes"), rows, console, numbers=range(1, 4)
         )
     for note in report.notes:
-        console.print(f"note: {_plain(note)}", highlight=False)
+        console.print(f"note: {escape(note)}", highlight=False)
     if report.tiers and report.settings:
         console.print()
         console.print(report.settings, end="", highlight=False, markup=False, soft_wrap=True)
-
-
-def _plain(text: str) -> str:
-    """A text without markup."""
-    return text.replace("[", "\\[")

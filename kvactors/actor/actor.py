@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar, overload
+from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, overload
 
 from kvactors.actor.channel import ChannelStatistics
 from kvactors.actor.context import JOB_LIMIT, Context, Job, State
@@ -23,40 +23,27 @@ Handler = Callable[..., None]
 S = TypeVar("S")
 M = TypeVar("M", bound=Message)
 A = TypeVar("A", bound=Ask[Any])
-X = TypeVar("X", bound=Message)
 Y = TypeVar("Y", bound=Message)
-M_co = TypeVar("M_co", bound=Message, covariant=True)
 
+Tells: TypeAlias = Callable[[S, M | Y], None]
+"""A handler of `M`. Its parameter may also be a union that contains the message."""
 
-class Mark(Generic[M_co]):
-    """Marks a method as the handler of one message type, `(self, message)`."""
-
-    def __init__(self, message: type[Message]) -> None:
-        self.message = message
-
-    def __call__(self: Mark[X], method: Callable[[S, X | Y], None]) -> Callable[[S, X | Y], None]:
-        """Mark a method. Its parameter may also be a union that contains the message."""
-        method.__dict__.setdefault("handles", []).append(self.message)
-        return method
-
-
-class AskMark(Generic[M_co]):
-    """Marks a method as the handler of one type of asks, `(self, message, envelope)`."""
-
-    def __call__(
-        self: AskMark[X], method: Callable[[S, X, Envelope[Any]], None]
-    ) -> Callable[[S, X, Envelope[Any]], None]:
-        raise NotImplementedError  # `on` returns a Mark: this class exists for the type checker
+Asks: TypeAlias = Callable[[S, A, Envelope[Any]], None]
 
 
 @overload
-def on(message: type[A]) -> AskMark[A]: ...  # type: ignore[overload-overlap]
+def on(message: type[A]) -> Callable[[Asks[S, A]], Asks[S, A]]: ...  # type: ignore[overload-overlap]
 @overload
-def on(message: type[M]) -> Mark[M]: ...
+def on(message: type[M]) -> Callable[[Tells[S, M, Y]], Tells[S, M, Y]]: ...
 def on(message: type[Any]) -> Any:
     """Mark a method as the handler of one message type: `(self, message)`, for an ask `(self,
     message, envelope)`."""
-    return Mark(message)
+
+    def mark(method: Any) -> Any:
+        method.__dict__.setdefault("handles", []).append(message)
+        return method
+
+    return mark
 
 
 class ActorStatistics(NamedTuple):

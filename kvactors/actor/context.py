@@ -145,17 +145,18 @@ class Outbox:
         waiting: the messages. The actor takes no turn before this is empty.
     """
 
-    __slots__ = ("_channel", "_in_flight", "_instruments", "_waiters", "waiting")
+    __slots__ = ("_channel", "_empty", "_in_flight", "_instruments", "waiting")
 
     def __init__(self, sender: ActorRef) -> None:
         self.waiting: deque[tuple[ActorRef, Envelope[Any], Turn | None]] = deque()
         self._in_flight, self._channel = sender.in_flight, sender.channel
         self._instruments = sender.instruments
-        self._waiters: list[asyncio.Future[None]] = []
+        self._empty = asyncio.Event()
 
     def add(self, to: ActorRef, envelope: Envelope[Any]) -> None:
         """Keep a message until the channel of `to` has a place."""
         self.waiting.append((to, envelope, self._instruments.turn))
+        self._empty.clear()
         self._in_flight.begin()
         self._channel.wake()  # after an inline turn the actor's task sends it
 
@@ -167,24 +168,16 @@ class Outbox:
             if to.instruments.active:
                 to.instruments.notify("sent", to, envelope, turn)
             waiting.popleft()
-        self._wake()
+        self._empty.set()
 
     def clear(self) -> None:
         self._in_flight.end(len(self.waiting))
         self.waiting.clear()
-        self._wake()
+        self._empty.set()
 
     async def wait_empty(self) -> None:
         while self.waiting:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
-
-    def _wake(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            await self._empty.wait()
 
 
 class Timer:

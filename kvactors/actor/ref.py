@@ -21,12 +21,12 @@ from kvactors.errors import ActorFailed, DeadlineExceeded
 class InFlight:
     """A plain count with a way to wait for zero. Every message and job of one system shares one."""
 
-    __slots__ = ("_waiters", "begun", "count")
+    __slots__ = ("_idle", "begun", "count")
 
     def __init__(self) -> None:
         self.count = 0
         self.begun = 0  # in all: unchanged between two looks, nothing has happened in between
-        self._waiters: list[asyncio.Future[None]] = []
+        self._idle: asyncio.Event | None = None  # while a task waits
 
     def begin(self, n: int = 1) -> None:
         self.count += n
@@ -37,18 +37,15 @@ class InFlight:
         self.count -= n
         if self.count < 0:
             raise AssertionError("more endings than beginnings")
-        if not self.count and self._waiters:
-            waiters, self._waiters = self._waiters, []
-            for waiter in waiters:
-                if not waiter.done():
-                    waiter.set_result(None)
+        if not self.count and self._idle is not None:
+            self._idle.set()
+            self._idle = None
 
     async def wait_idle(self) -> None:
         """Return when nothing is in flight. The caller sets the deadline (`anyio.fail_after`)."""
         while self.count:
-            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiters.append(waiter)
-            await waiter
+            self._idle = self._idle or asyncio.Event()
+            await self._idle.wait()
 
 
 if TYPE_CHECKING:

@@ -53,7 +53,9 @@ _waits: ContextVar[ThreadWaits | None] = ContextVar("kvactors_thread_waits", def
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
     """Run `work` in a new task to its end and return its result. A cancellation of the caller is
     raised afterwards."""
-    return await _ended(asyncio.get_running_loop().create_task(work), None, None)
+    task = asyncio.get_running_loop().create_task(work)
+    await ended(task)
+    return task.result()
 
 
 async def wait_uncancelled(
@@ -65,25 +67,17 @@ async def wait_uncancelled(
     cancelled: called at the first cancellation, to make the thread's work shorter. CancelledError
     if the system abandons the wait at its shutdown.
     """
-    return await _ended(future, cancelled, _waits.get())
-
-
-async def ended(task: asyncio.Future[Any]) -> None:
-    """Return when a task is done, with a result or an exception. A cancellation of the caller is
-    raised afterwards."""
-    await _wait(task, None, None)
-
-
-async def _ended(
-    future: asyncio.Future[T], notify: Callable[[], None] | None, waits: ThreadWaits | None
-) -> T:
-    await _wait(future, notify, waits)
+    await ended(future, cancelled, _waits.get())
     return future.result()
 
 
-async def _wait(
-    future: asyncio.Future[Any], notify: Callable[[], None] | None, waits: ThreadWaits | None
+async def ended(
+    future: asyncio.Future[Any],
+    notify: Callable[[], None] | None = None,
+    waits: ThreadWaits | None = None,
 ) -> None:
+    """Return when a task is done, with a result or an exception. A cancellation of the caller is
+    raised afterwards."""
     if future.done():
         return
     cancelled: BaseException | None = None

@@ -21,9 +21,7 @@ def field_docs(struct: type[msgspec.Struct]) -> dict[str, str]:
     found: dict[str, str] = {}
     for owner in reversed(struct.__mro__):
         if issubclass(owner, msgspec.Struct):
-            for entry in _parsed(owner).params:
-                text = " ".join((entry.description or "").split())
-                found |= dict.fromkeys(entry.arg_name.split(", "), text)
+            found |= entries_of(owner)
     return {name: found.get(name, "") for name in struct.__struct_fields__}
 
 
@@ -31,6 +29,15 @@ def summary(struct: type) -> str:
     """The paragraphs of a docstring before its sections, each on one line."""
     text = _parsed(struct).description or ""
     return "\n\n".join(" ".join(part.split()) for part in text.split("\n\n"))
+
+
+def entries_of(struct: type) -> dict[str, str]:
+    """The entries of the section Attributes of a docstring, by name."""
+    return {
+        name: " ".join((entry.description or "").split())
+        for entry in _parsed(struct).params
+        for name in entry.arg_name.split(", ")
+    }
 
 
 def _parsed(struct: type) -> docstring_parser.Docstring:

@@ -126,7 +126,7 @@ def statistics(record: type[Any]) -> Iterator[str]:
         yield ""
         yield "| field | type |  | meaning |"
         yield "|---|---|---|---|"
-        meanings = NAMED_EARLIER | entries_of(record.__doc__ or "")
+        meanings = NAMED_EARLIER | entries_of(record)
         hints = typing.get_type_hints(record, localns={"CudaStatistics": CudaStatistics})
         for name, hint in hints.items():
             inner = records_in(hint)
