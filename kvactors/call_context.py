@@ -47,10 +47,7 @@ class _NoRunner:
 
 class CallContext:
     """Loop-side state of an open cache: checks the calling loop and thread, and asks the index.
-
-    Attributes:
-        on_forgotten: called with each lease that is garbage-collected before its end, for tests.
-    """
+    on_forgotten: called with each lease that is garbage-collected before its end, for tests."""
 
     def __init__(self, system: System) -> None:
         block_size = system.config.cache.block_size
@@ -107,11 +104,8 @@ class CallContext:
             )
 
     def begin_call(self, deadline: float | None) -> float:
-        """The absolute deadline of a call, once `check` has passed.
-
-        Args:
-            deadline: seconds, those of the settings if None.
-        """
+        """The absolute deadline of a call, once `check` has passed. deadline: seconds, those of the
+        settings if None."""
         if (
             self.system.forked
             or self._runner._thread_id != get_ident()  # the shortest test, see `check_loop`

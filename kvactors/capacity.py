@@ -39,11 +39,8 @@ class BlockBytes(NamedTuple):
 def block_bytes(
     layout: Layout, storage: StorageConfig, backend: Backend | None = None
 ) -> BlockBytes:
-    """The bytes that a block of a layout takes.
-
-    Args:
-        backend: the store, in place of the one that the settings name.
-    """
+    """The bytes that a block of a layout takes. backend: the store, in place of the one that the
+    settings name."""
     trailer = slot_trailer_bytes(storage) if backend is None else backend.slot_trailer_bytes
     blocks = 1 << 20  # so many that the share of extra layers is not rounded away
     return BlockBytes(

@@ -136,12 +136,9 @@ def _prepared(method: Callable[..., Any]) -> Callable[..., tuple[Work[Any], floa
 def blocking(
     method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *, ends_lease: bool = False
 ) -> Callable[Concatenate[Any, P], T]:
-    """An awaited method as one that blocks its thread until the loop has answered.
-
-    Args:
-        ends_lease: whether an answer that comes too late for the thread ends the lease, because
-            the call has changed it.
-    """
+    """An awaited method as one that blocks its thread until the loop has answered. ends_lease:
+    whether an answer that comes too late for the thread ends the lease, because the call has
+    changed it."""
     prepare = _prepared(method)
 
     @functools.wraps(method)

@@ -32,11 +32,8 @@ def field(tag: int, value: bytes) -> bytes:
 
 
 def hash_of_block(parent: bytes, tokens: bytes) -> bytes:
-    """The hash of a full block without an extra key.
-
-    Args:
-        tokens: the block's tokens, little-endian uint32.
-    """
+    """The hash of a full block without an extra key. tokens: the block's tokens, little-endian
+    uint32."""
     return hashlib.sha256(parent + bytes(4) + tokens).digest()
 
 
@@ -64,11 +61,7 @@ class CacheScope(NamedTuple):
         """The 32-byte root hash above the first block.
 
         The hash is SHA-256 over the domain and the fields that are not None, in the order of their
-        tags.
-
-        Args:
-            fingerprint: of the blocks' layout, 32 bytes.
-        """
+        tags. fingerprint: of the blocks' layout, 32 bytes."""
         message = ROOT_DOMAIN + field(TAG_FINGERPRINT, fingerprint)
         message += field(TAG_MODEL, self.model.encode()) + field(
             TAG_NAMESPACE, self.namespace.encode()

@@ -32,10 +32,7 @@ class Quota(NamedTuple):
 
 class StorageQuotas:
     """The most objects of each salt in the store. Read by the store, which is on the same loop.
-
-    Attributes:
-        changed: called with the number of a salt whose quota has changed.
-    """
+    changed: called with the number of a salt whose quota has changed."""
 
     def __init__(self, default: int | None = None) -> None:
         self.changed: Callable[[int], None] | None = None
@@ -63,12 +60,9 @@ class StorageQuotas:
 
 
 class SaltCount(msgspec.Struct, eq=False):
-    """Counters of one salt, over all incarnations of the actors.
-
-    Attributes:
-        device_evicted, host_evicted: blocks evicted because of the quota, without those that the
-            present block tree and the present host tier count.
-    """
+    """Counters of one salt, over all incarnations of the actors. device_evicted, host_evicted:
+    blocks evicted because of the quota, without those that the present block tree and the present
+    host tier count."""
 
     salt: str
     named: bool
@@ -83,10 +77,7 @@ class SaltCount(msgspec.Struct, eq=False):
 
 class SaltCounts:
     """Counters by salt: of every salt with a named quota, and of the first UNNAMED_SALTS others.
-
-    Attributes:
-        rows: by the number of the salt. Empty without salts and named quotas.
-    """
+    rows: by the number of the salt. Empty without salts and named quotas."""
 
     def __init__(self) -> None:
         self.rows: dict[int, SaltCount] = {}
@@ -121,11 +112,8 @@ class SaltCounts:
 
 class Quotas:
     """Quotas by salt. Owned by the system, so that a restarted actor continues with them, and
-    changed by PrefixIndex alone.
-
-    Attributes:
-        default: of salts that are not named, and of requests without a salt.
-    """
+    changed by PrefixIndex alone. default: of salts that are not named, and of requests without a
+    salt."""
 
     def __init__(self, default: Quota = Quota(), named: dict[str, Quota] | None = None) -> None:  # noqa: B008
         self.default = default

@@ -97,11 +97,8 @@ def sizes(config: Config) -> Iterator[str]:
 
 
 class Shown(msgspec.Struct):
-    """An effective setting.
-
-    Attributes:
-        origin: default, file, or a variable. Empty for a setting without use beside the others.
-    """
+    """An effective setting. origin: default, file, or a variable. Empty for a setting without use
+    beside the others."""
 
     name: str
     value: Any

@@ -43,11 +43,8 @@ OFF = "the flush notifier is switched off after too many failures: see cache.hea
 
 
 class NoNotifier(Actor):
-    """Drops every fact. All of them are sent to its successor again.
-
-    Attributes:
-        ledger, sinks: empty, for the inspection of the notifier.
-    """
+    """Drops every fact. All of them are sent to its successor again. ledger, sinks: empty, for the
+    inspection of the notifier."""
 
     ROLE: ClassVar[str] = "flush_notifier"
 

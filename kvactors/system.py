@@ -409,12 +409,8 @@ class System:
             await step(f"sink {sink.name!r}", opens, SinkError, sink.ready_timeout)
 
     async def _drain(self, clean: bool) -> None:
-        """Wait until nothing is in flight.
-
-        Args:
-            clean: whether the block ended without an error. Then this also waits until the sinks
-                that respond have received the pending events.
-        """
+        """Wait until nothing is in flight. clean: whether the block ended without an error. Then
+        this also waits until the sinks that respond have received the pending events."""
         self.shutdown.begin()
         if self.supervisor.failed is not None:
             return

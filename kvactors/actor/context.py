@@ -139,11 +139,8 @@ class State(IntEnum):
 
 class Outbox:
     """Messages of an actor that wait for a place in their receivers' channels, in order. Each
-    counts as in flight until it is sent or dropped.
-
-    Attributes:
-        waiting: the messages. The actor takes no turn before this is empty.
-    """
+    counts as in flight until it is sent or dropped. waiting: the messages. The actor takes no turn
+    before this is empty."""
 
     __slots__ = ("_channel", "_empty", "_in_flight", "_instruments", "waiting")
 
@@ -204,12 +201,8 @@ class Timer:
 
 class Context:
     """The record of one incarnation of an actor: messages sent, jobs and timers started, asks
-    accepted.
-
-    Attributes:
-        peer_incarnations: the incarnations of the other actors that this one has been notified of.
-            A message carries the receiver's, so that a later incarnation drops it.
-    """
+    accepted. peer_incarnations: the incarnations of the other actors that this one has been
+    notified of. A message carries the receiver's, so that a later incarnation drops it."""
 
     def __init__(
         self, ref: ActorRef, role: str, sends: Mapping[str, tuple[type[Message], ...]]
@@ -227,11 +220,8 @@ class Context:
         self._allowed = {role: frozenset(types) for role, types in sends.items()}
 
     def tell(self, to: ActorRef[M], message: M) -> None:
-        """Send a message from within a turn. Messages are sent in order.
-
-        Raises:
-            WiringError: SENDS of this actor's class does not declare the message for `to`.
-        """
+        """Send a message from within a turn. Messages are sent in order. Raises WiringError: SENDS
+        of this actor's class does not declare the message for `to`."""
         if type(message) not in self._allowed.get(to.role, ()):
             raise self.undeclared(to, message)
         self.sent += 1
@@ -278,11 +268,8 @@ class Context:
         """Run slow work beside the turns. Its result, or its error, comes back as a message.
 
         Jobs are cancelled when the actor fails or stops, and waited for within `Actor.job_limit`.
-        The result of a job that ends later is dropped.
-
-        Args:
-            counted: whether the system counts as busy until the job ends.
-        """
+        The result of a job that ends later is dropped. counted: whether the system counts as busy
+        until the job ends."""
         self.jobs.start(job, done, failed, Job(counted, slots, keys))
 
     def after(self, delay: float, message: Control) -> Timer:

@@ -23,11 +23,7 @@ class InjectedFailure(Exception):
 
 
 class Turn(NamedTuple):
-    """A turn in progress.
-
-    Attributes:
-        envelope: of the message it handles, None in `Actor.started`.
-    """
+    """A turn in progress. envelope: of the message it handles, None in `Actor.started`."""
 
     actor: ActorRef
     envelope: Envelope[Any] | None

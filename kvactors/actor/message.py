@@ -41,10 +41,7 @@ class Stop(Control, frozen=True, eq=False):
 
 class PeerRestarted(Control, frozen=True, eq=False):
     """An actor lost its state and restarted: its operations in flight will never be answered.
-
-    Attributes:
-        incarnation: the new one. When this arrives none of its child jobs runs any more.
-    """
+    incarnation: the new one. When this arrives none of its child jobs runs any more."""
 
     name: str
     incarnation: int = -1

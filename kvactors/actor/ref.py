@@ -70,11 +70,8 @@ an ask."""
 
 
 class OpenAsks(Generic[R]):
-    """The unanswered asks of one ref, ended at their deadlines (to within two sweeps).
-
-    Attributes:
-        timer: of the next sweep.
-    """
+    """The unanswered asks of one ref, ended at their deadlines (to within two sweeps). timer: of
+    the next sweep."""
 
     __slots__ = ("_actor", "_overdue", "open", "timer")
 
@@ -185,11 +182,8 @@ class ActorRef(Generic[M_contra]):
         self, message: Ask[R], deadline: float, lost: Lost[R] = None, *, queued: bool = False
     ) -> R | CoroutineType[Any, Any, R]:
         """`ask` up to its first wait, through the channel. By `entrance.begin_ask` an ask may be
-        answered at once.
-
-        Returns:
-            A coroutine to be awaited in the same step, or of `entrance` the answer.
-        """
+        answered at once. Returns a coroutine to be awaited in the same step, or of `entrance` the
+        answer."""
         reply: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         envelope = Envelope(message, reply, deadline, self.incarnation)
         return self.wait_answer(envelope, lost, taken=False)

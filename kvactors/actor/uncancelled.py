@@ -24,11 +24,7 @@ CANCELLED = (asyncio.CancelledError, GeneratorExit)
 
 class ThreadWaits:
     """The waits of one system for its threads. `abandon` ends those that remain when the time of a
-    shutdown is over.
-
-    Attributes:
-        abandoned: how many were. Memory that their threads use must stay mapped.
-    """
+    shutdown is over. abandoned: how many were. Memory that their threads use must stay mapped."""
 
     def __init__(self) -> None:
         self.abandoned = 0

@@ -90,22 +90,16 @@ class InPlaceOf(NamedTuple):
 
 
 class Variable(NamedTuple):
-    """An environment variable that fills a setting which the config leaves unset.
-
-    Attributes:
-        switch: the values that 0 and 1 stand for. None: the text or the number is the value.
-    """
+    """An environment variable that fills a setting which the config leaves unset. switch: the
+    values that 0 and 1 stand for. None: the text or the number is the value."""
 
     name: str
     switch: tuple[Any, Any] | None = None
 
 
 class Setting(NamedTuple):
-    """A field of a table.
-
-    Attributes:
-        default: its default value, `msgspec.NODEFAULT` without one or with a factory.
-    """
+    """A field of a table. default: its default value, `msgspec.NODEFAULT` without one or with a
+    factory."""
 
     hint: Any
     marks: tuple[Any, ...]
@@ -159,14 +153,9 @@ def in_bytes(size: int | str, name: str) -> int:
 
 
 def in_blocks(size: int | str, name: str, block_bytes: int | None) -> int:
-    """A size in blocks: a number is one of blocks, a text with a unit one of bytes.
-
-    Args:
-        size: blocks such as 4096 or "4096", or bytes such as "8 GiB".
-
-    Raises:
-        ConfigError: it is neither, holds no block, or is in bytes and `block_bytes` is None.
-    """
+    """A size in blocks: a number is one of blocks, a text with a unit one of bytes. size: blocks
+    such as 4096 or "4096", or bytes such as "8 GiB". Raises ConfigError: it is neither, holds no
+    block, or is in bytes and `block_bytes` is None."""
     if isinstance(size, int) or (re.fullmatch(r"\s*-?[0-9]{1,18}\s*", size)):
         blocks = int(size)
         if blocks < 1:
@@ -229,11 +218,8 @@ CLASS_KIND = "class"  # tag of the struct whose `class_path` names a class of an
 
 
 def convert(data: Any, kind: type[S], where: str = "") -> S:
-    """Settings as `read` builds them.
-
-    Raises:
-        ConfigError: names the first fault, with the choices or the range, or the nearest name.
-    """
+    """Settings as `read` builds them. Raises ConfigError: names the first fault, with the choices
+    or the range, or the nearest name."""
     built, faults = read(data, kind, where)
     if faults:
         raise ConfigError(faults[0])
@@ -463,11 +449,8 @@ LAST_PORT = 65_535
 
 
 def host_and_port(endpoint: str) -> tuple[str, int]:
-    """The host, without brackets, and the port of tcp://host:port.
-
-    Raises:
-        ValueError: with the reason, which continues the name of the setting.
-    """
+    """The host, without brackets, and the port of tcp://host:port. Raises ValueError: with the
+    reason, which continues the name of the setting."""
     host, _, port = endpoint.partition("://")[2].rpartition(":")
     if not host or not (port.isascii() and port.isdigit()):
         raise ValueError(f"must be tcp://host:port with a number for the port, not {endpoint!r}")

@@ -139,12 +139,8 @@ class Config(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
 
 def contradictions(config: Config, data: Mapping[str, Any] | None = None) -> Iterator[str]:
-    """Settings of a config that must not be given together.
-
-    Args:
-        data: the mapping that the config was made from. A setting counts as given if it is in the
-            mapping or differs from its default.
-    """
+    """Settings of a config that must not be given together. data: the mapping that the config was
+    made from. A setting counts as given if it is in the mapping or differs from its default."""
     yield from _without_use(config, data or {})
     yield from _disagreements(config)
 

@@ -34,11 +34,7 @@ STATE_FIELDS = ("ssm_cfg", "mamba_d_state", "mamba_num_heads", "ssm_state_size",
 
 
 class ModelLayout(NamedTuple):
-    """A model's layout.
-
-    Attributes:
-        layout: for all ranks (`tensor_parallel` as asked for).
-    """
+    """A model's layout. layout: for all ranks (`tensor_parallel` as asked for)."""
 
     name: str
     layout: LayoutConfig
@@ -48,11 +44,8 @@ class ModelLayout(NamedTuple):
 def read_model(
     path: Path, *, dtype: str | None = None, tensor_parallel: int = 1, extra_layers: int = 0
 ) -> ModelLayout:
-    """The layout of the model that a config.json describes.
-
-    Args:
-        dtype: of the cache, the model's if None.
-    """
+    """The layout of the model that a config.json describes. dtype: of the cache, the model's if
+    None."""
     file = path / "config.json" if path.is_dir() else path
     try:
         data = msgspec.json.decode(read_settings(file))

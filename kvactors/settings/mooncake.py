@@ -99,12 +99,9 @@ def largest_registration(environ: Mapping[str, str]) -> int | None:
 
 
 def resolve(config: MooncakeConfig, environ: Mapping[str, str]) -> MooncakeConfig:
-    """The settings, with values of the file and the variables in place of defaults.
-
-    Raises:
-        ConfigError: a value cannot be, or the client's own buffer, which it registers in one piece
-            over RDMA, is larger than a registration may be.
-    """
+    """The settings, with values of the file and the variables in place of defaults. Raises
+    ConfigError: a value cannot be, or the client's own buffer, which it registers in one piece over
+    RDMA, is larger than a registration may be."""
     found: dict[str, Any] = {
         field: environ[variable.name]
         for field, setting in settings_of(MooncakeConfig).items()
@@ -169,11 +166,8 @@ def metadata_endpoints(server: str) -> Sequence[PoolServer]:
     """The metadata servers of a pool. Empty if its clients ask each other.
 
     Mooncake's client aborts the process for a scheme that it was built without (its packages have
-    no Redis), and blocks it for minutes if etcd does not answer.
-
-    Raises:
-        ConfigError: the client would abort the process, or wait for a server that cannot be.
-    """
+    no Redis), and blocks it for minutes if etcd does not answer. Raises ConfigError: the client
+    would abort the process, or wait for a server that cannot be."""
     if server == HANDSHAKE:
         return ()
     scheme, separator, rest = server.rpartition("://")
