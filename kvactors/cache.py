@@ -797,14 +797,8 @@ class KVCache:
     async def _open_device(
         self, plane: LocalPlane, config: Config, device: Device | None, *, arena: bool = False
     ) -> None:
-        """Open a device, one of the settings if None is given, and its copy engine.
-
-        Args:
-            plane: gets both.
-            config: the settings of the device.
-            device: the device.
-            arena: whether host memory is taken first.
-        """
+        """Open a device, one of the settings if None is given, and its copy engine. arena: whether
+        host memory is taken first."""
         made = make_device(config.device, self.system.layout) if device is None else device
         try:
             if arena:
@@ -828,20 +822,9 @@ class KVCache:
         plane.set_device(made, engine, owned=device is None)
 
     async def _change_memory(self, work: Coroutine[Any, Any, None], at: float, late: str) -> None:
-        """Run a change of the memory, the only one at this moment.
-
-        If the deadline passes or the caller is cancelled, the change is cancelled, and this returns
-        when the state is defined.
-
-        Args:
-            work: the change.
-            at: the deadline, on the loop's clock.
-            late: text of the error after the deadline.
-
-        Raises:
-            DeadlineExceeded: the deadline has passed.
-            CacheClosed: the cache was closed.
-        """
+        """Run a change of the memory, the only one at this moment. If the deadline passes or the
+        caller is cancelled, the change is cancelled, and this returns when the state is defined.
+        late: text of the error after the deadline."""
         loop = asyncio.get_running_loop()
         task = self.system.sizing = loop.create_task(work, name="kvactors memory")
         task.add_done_callback(retrieve)

@@ -83,11 +83,9 @@ class CallContext:
         """WrongLoop outside the cache's own event loop, CacheClosed in a forked process."""
         if self.system.forked:
             self.system.check_usable()
-        try:
+        with suppress(RuntimeError):  # no loop runs
             if asyncio.get_running_loop() is self.loop:
                 return
-        except RuntimeError:
-            pass
         raise WrongLoop(
             "this cache belongs to another asyncio event loop: use cache.from_thread in other "
             "threads"
@@ -188,9 +186,8 @@ class CallContext:
         are over."""
         if threading.get_ident() == self._thread:
             self._give_back(lease)
-        elif self.system.is_open and not self.loop.is_closed() and not self.system.forked:
-            with suppress(RuntimeError):  # the loop was closed by its own thread since
-                self.loop.call_soon_threadsafe(self._give_back, lease)
+        else:
+            self._call_on_loop(self._give_back, lease)
 
     def _give_back(self, lease: int) -> None:
         if not (self.system.is_open and self.events.passes_of(lease)):
@@ -221,10 +218,13 @@ class CallContext:
         if the cache is closed."""
         if self.on_forgotten is not None:
             self.on_forgotten(lease)
+        return self._call_on_loop(self._leaked, lease)
+
+    def _call_on_loop(self, call: Callable[[int], None], lease: int) -> bool:
         if not self.system.is_open or self.loop.is_closed() or self.system.forked:
             return False
         try:
-            self.loop.call_soon_threadsafe(self._leaked, lease)
+            self.loop.call_soon_threadsafe(call, lease)
         except RuntimeError:  # the loop was closed by its own thread since
             return False
         return True

@@ -75,8 +75,7 @@ def open_folder(path: str | Path) -> int:
 
 
 def locked(fd: int) -> bool:
-    """Take a lock, if no process has it. Retried for a moment, since 'kvactors store list' holds it
-    briefly."""
+    """Take a lock, if no process has it. 'kvactors store list' holds it for a moment: retried."""
     for _ in range(3):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,8 +87,7 @@ def locked(fd: int) -> bool:
 
 
 def read_all(fd: int, size: int, at: int) -> bytes:
-    """`size` bytes from `at` on, fewer at the end of the file. One system call reads 2 GiB at
-    most."""
+    """`size` bytes from `at` on, fewer at the file's end. A system call reads 2 GiB at most."""
     parts = []
     while size > 0:
         part = os.pread(fd, min(size, 1 << 28), at)

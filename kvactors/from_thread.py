@@ -152,8 +152,7 @@ def blocking(
 
 
 def leasing(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Any, P], Any]:
-    """An awaited method that makes leases: one, or a tuple. Those that are made too late for the
-    thread are released."""
+    """An awaited method that makes leases. Those made too late for the thread are released."""
     prepare = _prepared(method)
 
     def abandon(made: Lease | tuple[Lease, ...]) -> None:
@@ -191,13 +190,8 @@ class ThreadLease:
     """`Lease` for threads other than the loop's, with the same methods. A context manager."""
 
     def __init__(self, owner: LoopCaller, lease: Lease) -> None:
-        self._owner = owner
+        self._owner, self._call = owner, owner._call
         self._target = lease
-
-    def _call(
-        self, work: Work[T], deadline: float | None, lost: Callable[[T], object] | None = None
-    ) -> T:
-        return self._owner._call(work, deadline, lost)
 
     request_id: str = mirrored("request_id")
     block_table: tuple[int, ...] = mirrored("block_table")

@@ -32,8 +32,7 @@ def field(tag: int, value: bytes) -> bytes:
 
 
 def hash_of_block(parent: bytes, tokens: bytes) -> bytes:
-    """The hash of a full block without an extra key. tokens: the block's tokens, little-endian
-    uint32."""
+    """The hash of a full block without an extra key. tokens: little-endian uint32."""
     return hashlib.sha256(parent + bytes(4) + tokens).digest()
 
 

@@ -348,8 +348,7 @@ class Lease:
         return number
 
     def _after_loads(self, at: float) -> float:
-        """The default deadline of a wait for loads: `at` or later, when each of them has completed
-        or was given up."""
+        """The default deadline of a wait for loads: until each has completed or was given up."""
         return max(at, self._handle.loads_end + AFTER_LOADS_S)
 
     async def _ready_before(self, waits: asyncio.Future[None], at: float) -> Any:

@@ -106,9 +106,7 @@ class Shutdown:
 
 
 class Opening:
-    """Opens the parts of a cache or a rank one after another, each within `actors.open_timeout_s`
-    seconds, even if foreign code does not return.
-    """
+    """Opens parts one after another, each in `limit` seconds, even if foreign code hangs."""
 
     def __init__(self, limit: float, shutdown: Shutdown, *, ends_cache: bool = True) -> None:
         self.limit = limit

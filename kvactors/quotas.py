@@ -15,8 +15,7 @@ UNNAMED_SALTS = 1000
 
 @lru_cache(4096)
 def salt_id(salt: str | None) -> int:
-    """The number that stands for a salt within the process: 64 bits of its SHA-256, 0 for no
-    salt."""
+    """The number of a salt within the process: 64 bits of its SHA-256, 0 for no salt."""
     if salt is None:
         return 0
     return int.from_bytes(hashlib.sha256(salt.encode()).digest()[:8], "little") or 1

@@ -97,8 +97,7 @@ def sizes(config: Config) -> Iterator[str]:
 
 
 class Shown(msgspec.Struct):
-    """An effective setting. origin: default, file, or a variable. Empty for a setting without use
-    beside the others."""
+    """An effective setting. origin: default, file, or a variable. Empty for one without use."""
 
     name: str
     value: Any

@@ -43,8 +43,7 @@ OFF = "the flush notifier is switched off after too many failures: see cache.hea
 
 
 class NoNotifier(Actor):
-    """Drops every fact. All of them are sent to its successor again. ledger, sinks: empty, for the
-    inspection of the notifier."""
+    """Drops every fact: its successor is sent all of them. The ledger has none, for inspection."""
 
     ROLE: ClassVar[str] = "flush_notifier"
 

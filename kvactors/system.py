@@ -146,9 +146,7 @@ present."""
 
 
 class ReplacedCounters:
-    """Sums of the counters of replaced incarnations, over which totals never go down: an
-    incarnation counts from zero.
-    """
+    """Sums of the counters of replaced incarnations, each of which counts from zero."""
 
     def __init__(self, salts: SaltCounts | None = None) -> None:
         self._salts = salts
@@ -177,9 +175,7 @@ class ReplacedCounters:
     def of_sinks(
         self, present: Iterable[SinkStatistics], names: Iterable[str]
     ) -> tuple[SinkStatistics, ...]:
-        """The statistics of every sink. While the notifier is switched off, they are the counters
-        up to then.
-        """
+        """The statistics of every sink, up to now or up to the switching off of the notifier."""
         found = {sink.name: sink for sink in present}
         return tuple(
             self.over_incarnations(found.get(name) or silent_sink(name), name) for name in names
@@ -450,8 +446,7 @@ class System:
         return self.plane.device.num_blocks + self.plane.slots.num_slots + FORGOTTEN_BLOCKS
 
     def blocks_set(self) -> None:
-        """The plane's number of device blocks has been set. An actor that is
-        restarting is made with the number."""
+        """The plane has its number of device blocks. A restarting actor is made with it."""
         blocks = self.plane.device.num_blocks
         self.index.try_tell(SetNumBlocks(blocks, *self.config.device.free_blocks(blocks)))
         self.notifier.try_tell(SetIdleLimit(self.idle_limit))

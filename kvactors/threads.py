@@ -32,8 +32,7 @@ At equal priority, with more runnable threads than cores, the loop's lag would g
 
 
 def lower_priority() -> None:
-    """Lower the calling thread's priority, and let the loop's thread run between pieces of its
-    native work. No effect on a system without thread priorities."""
+    """Lower the calling thread's priority, and let the loop run between its native pieces."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
     work_in_background()

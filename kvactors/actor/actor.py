@@ -6,7 +6,7 @@ back as a message."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeAlias, TypeVar, overload
 
 from kvactors.actor.channel import ChannelStatistics
@@ -36,8 +36,7 @@ def on(message: type[A]) -> Callable[[Asks[S, A]], Asks[S, A]]: ...  # type: ign
 @overload
 def on(message: type[M]) -> Callable[[Tells[S, M, Y]], Tells[S, M, Y]]: ...
 def on(message: type[Any]) -> Any:
-    """Mark a method as the handler of one message type: `(self, message)`, for an ask `(self,
-    message, envelope)`."""
+    """Mark a method as the handler of a message, `(self, message)`, or ask, `(.., envelope)`."""
 
     def mark(method: Any) -> Any:
         method.__dict__.setdefault("handles", []).append(message)
@@ -117,8 +116,7 @@ class Actor:
         """First turn of an incarnation, before any message. May send messages and start jobs."""
 
     async def stopped(self) -> None:
-        """Last step of an incarnation, after its jobs ended: close the actor's resources. Must be
-        brief."""
+        """Last step of an incarnation, after its jobs: close the actor's resources, briefly."""
 
     def job_limit(self, *, failed: bool) -> float | None:
         """Seconds in which the jobs must end after the actor, None for no limit. failed: whether
@@ -139,14 +137,10 @@ class Actor:
         yield
 
     async def sent(self) -> None:
-        """Return when every message sent so far is in its receiver's channel, or the incarnation
-        has ended."""
+        """Return when every message sent so far is in a channel, or the incarnation has ended."""
         await self.context.outbox.wait_empty()
 
     # -- for the supervisor, and for inspection of a running system
-
-    def run(self) -> Coroutine[Any, Any, None]:
-        return self.mailbox.run()
 
     @property
     def incarnation(self) -> int:

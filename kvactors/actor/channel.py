@@ -80,15 +80,13 @@ class Channel(Generic[T]):
         self.wake()
 
     def put_later(self, item: T) -> None:
-        """Put into the lane that alternates with the data lane. Never waits. Raises ChannelClosed
-        if the channel is closed."""
+        """Put into the lane that alternates with the data lane. Never waits. ChannelClosed."""
         self._check_open()
         self._later.append(item)
         self.wake()
 
     def try_put(self, item: T) -> bool:
-        """Put into the data lane if it has a place. Otherwise change nothing and return False.
-        Raises ChannelClosed."""
+        """Put into the data lane if it has a place, else return False. ChannelClosed."""
         if self._closed is not None:
             raise self._closed()
         if self._senders or self._granted or len(self._data) >= self.bound:
@@ -97,11 +95,7 @@ class Channel(Generic[T]):
         return True
 
     async def put(self, item: T) -> None:
-        """Put into the data lane, waiting for a place if the lane is full. Does not yield
-        otherwise.
-
-        Raises ChannelClosed if the channel is closed. If cancelled, the item was not put.
-        """
+        """Put into the data lane, waiting while it is full. If cancelled, it was not put."""
         if self.try_put(item):
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -139,8 +133,7 @@ class Channel(Generic[T]):
         return item
 
     async def get(self) -> T:
-        """Wait for the next item. Only one task may wait. ChannelClosed once closed and empty. If
-        cancelled, nothing was taken."""
+        """Wait for the next item. ChannelClosed once empty. If cancelled, nothing was taken."""
         while (item := self.get_nowait()) is None:
             await self.wait_for_item()
         return item

@@ -24,8 +24,7 @@ which cannot be withheld from reuse."""
 
 
 class Job(NamedTuple):
-    """counted: whether it counts as in flight. slots, keys: host slots that it accesses, and blocks
-    that it is about."""
+    """counted: whether it is in flight. slots, keys: host slots and blocks that it is about."""
 
     counted: bool
     slots: Sequence[int]
@@ -39,8 +38,7 @@ class JobBroken(Control, frozen=True, eq=False):
 
 
 class JobsRunOn(RuntimeError):
-    """Jobs of a failed actor access memory and do not end: no actor may hand out that memory
-    again."""
+    """Jobs of a failed actor access memory and do not end: it may not be handed out again."""
 
 
 class Jobs:
@@ -71,8 +69,7 @@ class Jobs:
         task.add_done_callback(lambda _: work.close())
 
     async def end(self, limit: float | None) -> None:
-        """Cancel every job and wait until all have ended, for at most `limit` seconds. Jobs that
-        have not ended are still in `running` afterwards."""
+        """Cancel every job and wait for at most `limit` seconds. `running` has those that go on."""
         for task in list(self.running):
             task.cancel()
         if self.running:
@@ -278,7 +275,6 @@ class Context:
         return Timer(self.timers, delay, self.to_self, message)
 
     def to_self(self, message: Control) -> None:
-        """Send this actor a message, from a turn or from a callback on the loop. Dropped if this
-        incarnation has ended."""
+        """Send this actor a message, on the loop. Dropped once the incarnation has ended."""
         if self.state <= State.RUNNING and self.incarnation == self.ref.incarnation:
             self.ref.try_send(Envelope(message, None, None, self.incarnation))

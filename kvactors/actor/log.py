@@ -48,8 +48,7 @@ class RateLimit:
         self._events.clear()
 
     def admit(self, event: str, fields: dict[str, Any]) -> int | None:
-        """Count a line. Returns lines left out since the last one, None if this line is left
-        out."""
+        """Count a line. Returns the lines left out since the last one, None to leave it out."""
         key = (event, *(str(fields[name]) for name in PARTS if name in fields))
         at = time.monotonic()
         since, count = self._events.get(key, (at, 0))

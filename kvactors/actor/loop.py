@@ -211,8 +211,7 @@ class InlineTurns:
             raise error
 
     def pop_error(self) -> BaseException | None:
-        """The exception of an inline turn, for the actor's task, which handles no message after
-        it."""
+        """The exception of an inline turn, after which the actor's task handles no message."""
         error, self._error = self._error, None
         if error is not None:
             self._in_flight.end()
@@ -220,8 +219,7 @@ class InlineTurns:
 
 
 def choice_of(loop: asyncio.AbstractEventLoop) -> Callable[[], bool] | None:
-    """Which asks a loop lets be inline turns: a loop of virtual time draws it from its seed. None:
-    all."""
+    """Draws which asks are inline turns on a loop of virtual time. None on any other: all are."""
     return getattr(loop, "takes_directly", None)
 
 

@@ -14,16 +14,14 @@ R = TypeVar("R")
 
 
 class Message(msgspec.Struct, frozen=True, eq=False):
-    """A tell that flows forward: it takes a place in the receiver's bounded data lane. Its text has
-    sizes in place of tokens and salts."""
+    """A tell through the bounded data lane. Its text has sizes in place of tokens and salts."""
 
     __repr__ = redacted_repr
     __rich_repr__ = redacted_rich_repr
 
 
 class Control(Message, frozen=True, eq=False):
-    """A completion or an order: it overtakes the data lane, and its number is bounded by the work
-    in flight."""
+    """A completion or an order: it overtakes the data lane. Work in flight bounds their number."""
 
 
 class Later(Control, frozen=True, eq=False):
@@ -48,9 +46,7 @@ class PeerRestarted(Control, frozen=True, eq=False):
 
 
 class InlineReply(msgspec.Struct, eq=False, gc=False):
-    """The port of an ask's answer during its inline turn: what is used of a future, at a third of
-    its cost.
-    """
+    """The port of an ask's answer in its inline turn: as a future, at a third of its cost."""
 
     is_done: bool = False
     value: Any = None

@@ -70,8 +70,7 @@ an ask."""
 
 
 class OpenAsks(Generic[R]):
-    """The unanswered asks of one ref, ended at their deadlines (to within two sweeps). timer: of
-    the next sweep."""
+    """The unanswered asks of one ref, ended at their deadlines (to within two sweeps)."""
 
     __slots__ = ("_actor", "_overdue", "open", "timer")
 
@@ -141,8 +140,7 @@ class ActorRef(Generic[M_contra]):
         self.failure_pending = False  # and the other actors are not notified yet
 
     def begin_restart(self) -> None:
-        """The actor has failed, or is restarted: until its next incarnation has begun, the system
-        is not idle."""
+        """The actor has failed or restarts: the system is not idle before its next incarnation."""
         self._restarting += 1
         self.in_flight.begin()
 
@@ -151,8 +149,7 @@ class ActorRef(Generic[M_contra]):
         self.in_flight.end(count)
 
     def try_tell(self, message: M_contra) -> bool:
-        """Put a message without waiting; False if the data lane is full. Control messages always
-        fit. ChannelClosed."""
+        """Put a message; False if the data lane is full. Control messages fit. ChannelClosed."""
         return self.try_send(Envelope(message, None, None, self.incarnation))
 
     async def tell(self, message: M_contra) -> None:
@@ -191,8 +188,7 @@ class ActorRef(Generic[M_contra]):
     def wait_answer(
         self, envelope: Envelope[R], lost: Lost[R], *, taken: bool
     ) -> CoroutineType[Any, Any, R]:
-        """Wait for the answer of an ask. taken: the actor has begun with it, else it goes through
-        the channel."""
+        """Wait for the answer of an ask. taken: it does not go through the channel."""
         return cast("CoroutineType[Any, Any, R]", self._answer(envelope, lost, taken=taken))
 
     async def _answer(self, envelope: Envelope[R], lost: Lost[R], *, taken: bool) -> R:
@@ -262,8 +258,7 @@ class ActorRef(Generic[M_contra]):
         return True
 
     def reply_error(self, envelope: Envelope[Any], error: Exception) -> bool:
-        """Answer an ask that was sent to this actor with an error. False if its asker no longer
-        waits."""
+        """Answer an ask with an error. False if its asker no longer waits."""
         if envelope.reply is None or envelope.reply.done():
             return False
         envelope.reply.set_exception(error)

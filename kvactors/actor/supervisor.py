@@ -76,8 +76,7 @@ again soon."""
 
 
 class SwitchedOff(NamedTuple):
-    """An optional actor that failed more often than its budget allows. Times of the loop's
-    clock."""
+    """An optional actor that failed more often than its budget allows. Times of the loop."""
 
     name: str
     cause: str
@@ -86,9 +85,7 @@ class SwitchedOff(NamedTuple):
 
 
 class Switch:
-    """Whether the optional actor of a group runs, or its substitute. Does nothing for any other
-    group.
-    """
+    """Whether a group's optional actor runs, or its substitute. Has no effect on other groups."""
 
     def __init__(self, group: Group, supervisor: Supervisor) -> None:
         first = group.members[0]
@@ -104,8 +101,7 @@ class Switch:
         return None if self._ref is None else self._supervisor.switched_off.get(self._ref.name)
 
     def factory(self, spec: ActorSpec) -> Callable[[ActorRef], Actor]:
-        """The factory of the next incarnation. For a substitute, also starts the timer that ends
-        it."""
+        """The factory of the next incarnation. Starts the timer that ends a substitute."""
         record = self._record
         spec.ref.switched_off = record is not None
         if record is None or spec.substitute is None:
@@ -123,8 +119,7 @@ class Switch:
             self._timer = None
 
     def relapse(self, budget: RestartBudget) -> bool:
-        """Whether it failed soon after it was switched on again: it is switched off at once, for
-        longer."""
+        """Whether it failed soon after it was switched on again: off at once, for longer."""
         if self._record is not None or self._on_since is None:
             return False
         again = now() - self._on_since < budget.within
@@ -265,13 +260,11 @@ class Supervisor:
             await asyncio.sleep(0)
 
     def failure(self) -> CacheFailed | None:
-        """The exception that a call raises after the system has failed, a new object for each call.
-        None if it has not failed."""
+        """A new exception for a call after the system has failed, None if it has not."""
         return None if self.failed is None else CacheFailed(self.failed_actor, self.failed)
 
     async def drain(self, limit: float) -> bool:
-        """Wait for at most `limit` seconds until nothing is in flight. Returns whether that was
-        reached."""
+        """Wait at most `limit` seconds until nothing is in flight. Returns whether that is so."""
         with anyio.move_on_after(limit) as scope:
             await self.in_flight.wait_idle()
         return not scope.cancelled_caught
@@ -355,7 +348,7 @@ class Supervisor:
     async def _run_actor(self, spec: ActorSpec) -> None:
         actor = self._actors[spec.ref.name]
         try:
-            await actor.run()
+            await actor.mailbox.run()
         except Exception as error:
             if self.stopping and isinstance(error, JobsRunOn):
                 return  # no memory is reused after a stop
@@ -368,8 +361,7 @@ class Supervisor:
             raise
 
     def _fail_queues(self, group: Group, cause: BaseException) -> None:
-        """Drop every message queued for the failed actors: asks fail at once, tells concern state
-        that is gone."""
+        """Drop the messages of the failed actors: asks fail, tells concern state that is gone."""
         for spec in group.specs():
             actor = self._actors.get(spec.ref.name)
             if actor is not None and actor.incarnation == spec.ref.incarnation:
@@ -404,8 +396,7 @@ class Supervisor:
             spec.ref.end_restart()
 
     def _refused(self) -> Exception:
-        """The exception for a message to a system that has failed or ended, a new object for
-        each."""
+        """A new exception for a message to a system that has failed or ended."""
         return self.failure() or (
             ChannelClosed("the system has stopped") if self._closed is None else self._closed()
         )

@@ -47,8 +47,7 @@ _waits: ContextVar[ThreadWaits | None] = ContextVar("kvactors_thread_waits", def
 
 
 async def uncancelled(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in a new task to its end and return its result. A cancellation of the caller is
-    raised afterwards."""
+    """Run `work` in a task to its end for its result. A cancellation is raised afterwards."""
     task = asyncio.get_running_loop().create_task(work)
     await ended(task)
     return task.result()
@@ -72,8 +71,7 @@ async def ended(
     notify: Callable[[], None] | None = None,
     waits: ThreadWaits | None = None,
 ) -> None:
-    """Return when a task is done, with a result or an exception. A cancellation of the caller is
-    raised afterwards."""
+    """Return when a task is done, however. A cancellation of the caller is raised afterwards."""
     if future.done():
         return
     cancelled: BaseException | None = None
@@ -101,8 +99,7 @@ async def ended(
 
 
 async def _wake(future: asyncio.Future[Any], waits: ThreadWaits | None) -> None:
-    """Return when the future is done or the wait is abandoned. The future itself is never
-    cancelled."""
+    """Return when the future is done or the wait is abandoned, and never cancel the future."""
     waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def wake(_: asyncio.Future[Any]) -> None:

@@ -98,8 +98,7 @@ class Variable(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A field of a table. default: its default value, `msgspec.NODEFAULT` without one or with a
-    factory."""
+    """A field of a table. default: `msgspec.NODEFAULT` without one or with a factory."""
 
     hint: Any
     marks: tuple[Any, ...]

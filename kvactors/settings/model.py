@@ -44,8 +44,7 @@ class ModelLayout(NamedTuple):
 def read_model(
     path: Path, *, dtype: str | None = None, tensor_parallel: int = 1, extra_layers: int = 0
 ) -> ModelLayout:
-    """The layout of the model that a config.json describes. dtype: of the cache, the model's if
-    None."""
+    """The layout of the model of a config.json. dtype: of the cache, None for the model's."""
     file = path / "config.json" if path.is_dir() else path
     try:
         data = msgspec.json.decode(read_settings(file))

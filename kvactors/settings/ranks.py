@@ -67,11 +67,7 @@ class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         return list((msgspec.structs.asdict(self) | hidden).items())
 
     def faults(self, tensor_parallel: int) -> Iterator[str]:
-        """Settings that cannot be.
-
-        Args:
-            tensor_parallel: of the layout.
-        """
+        """Settings that cannot be, with `tensor_parallel` of the layout."""
         try:
             if self.secret:
                 _check_secret("ranks.secret", self.secret)
