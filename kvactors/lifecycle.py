@@ -40,7 +40,6 @@ class Shutdown:
         self.limit = limit
         self.arena = arena
         self.waits = ThreadWaits()
-        self.unfinished: list[str] = []
         self.forked = False
         self._began: float | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -88,7 +87,6 @@ class Shutdown:
             self.arena.keep()
             task.cancel()
         if not task.done() or task.cancelled():
-            self.unfinished.append(name)
             log.error("closing did not end in time", part=name)
         elif (failure := task.exception()) is not None:
             log.error("closing failed", part=name, error=brief(failure))
@@ -153,7 +151,6 @@ class Opening:
         limit = self.shutdown.left(STOP) + LEAST_STEP if self.ends_cache else self.limit
         await asyncio.wait((task,), timeout=limit)
         if not task.done():
-            self.shutdown.unfinished.append(part)
             self.shutdown.arena.keep()
             log.error("opening did not end in time", part=part)
 

@@ -3,10 +3,9 @@ look-ups are misses, and nothing is written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
-from kvactors.actor import Actor, ActorRef, Envelope, Message, on
+from kvactors.actor import Actor, ActorRef, Envelope, on
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.deliver import SinkSet
 from kvactors.flush_notifier.ledger import Ledger
@@ -23,8 +22,8 @@ from kvactors.flush_notifier.messages import (
     WaitFlushed,
 )
 from kvactors.settings import FlushConfig
-from kvactors.storage.actors import StorageReader, StorageWorker, StoreOwner, unwritten
-from kvactors.storage.device_store import DeviceStore, DeviceStoreActor, DeviceStorePlane
+from kvactors.storage.actors import StorageReader, StoreOwner, unwritten
+from kvactors.storage.device_store import DeviceStoreActor
 from kvactors.storage.messages import (
     DeviceFetched,
     DeviceSaved,
@@ -78,11 +77,8 @@ class NoNotifier(Actor):
         self.refuse(envelope, SinkError(OFF))
 
 
-class NoReader(StorageWorker):
+class NoReader(StorageReader):
     """Every look-up and every read is a miss. The contents of the store are still reported."""
-
-    ROLE: ClassVar[str] = StorageReader.ROLE
-    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = StorageReader.SENDS
 
     @on(ProbeStore)
     def probe(self, message: ProbeStore) -> None:
@@ -107,18 +103,8 @@ class NoWriter(StoreOwner):
         """Ignored: the successor recounts."""
 
 
-class NoDeviceStore(Actor):
+class NoDeviceStore(DeviceStoreActor):
     """Every fetch is a miss, and no block is saved."""
-
-    ROLE: ClassVar[str] = DeviceStoreActor.ROLE
-    SENDS: ClassVar[Mapping[str, tuple[type[Message], ...]]] = DeviceStoreActor.SENDS
-
-    def __init__(
-        self, ref: ActorRef, *, backend: DeviceStore, plane: DeviceStorePlane, evictor: ActorRef
-    ) -> None:
-        super().__init__(ref)
-        self.evictor = evictor
-        backend.late_since = None
 
     @on(FetchDevice)
     def fetch(self, message: FetchDevice) -> None:

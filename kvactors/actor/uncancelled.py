@@ -29,18 +29,18 @@ class ThreadWaits:
     def __init__(self) -> None:
         self.abandoned = 0
         self.over = False
-        self.waiting: dict[asyncio.Future[None], None] = {}
+        self.end: asyncio.Future[None] | None = None
 
     def enter(self) -> None:
         """The waits of this task, and of the tasks that it starts, belong to this system."""
+        self.end = self.end or asyncio.get_running_loop().create_future()
         _waits.set(self)
 
     def abandon(self) -> None:
         """End every wait, present and future, with CancelledError."""
         self.over = True
-        for waiter in list(self.waiting):
-            if not waiter.done():
-                waiter.set_result(None)
+        if self.end is not None and not self.end.done():
+            self.end.set_result(None)
 
 
 _waits: ContextVar[ThreadWaits | None] = ContextVar("kvactors_thread_waits", default=None)
@@ -75,11 +75,12 @@ async def ended(
     if future.done():
         return
     cancelled: BaseException | None = None
+    either = [future] if waits is None or waits.end is None else [future, waits.end]
     # Without the shield, a cancelled scope would cancel this task at every step of the loop.
     with anyio.CancelScope(shield=True):
         while not (future.done() or (waits is not None and waits.over)):
             try:
-                await _wake(future, waits)
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             except asyncio.CancelledError as error:
                 if cancelled is None and notify is not None:
                     notify()
@@ -96,25 +97,6 @@ async def ended(
     if cancelled is not None:
         future.add_done_callback(retrieve)
         raise cancelled
-
-
-async def _wake(future: asyncio.Future[Any], waits: ThreadWaits | None) -> None:
-    """Return when the future is done or the wait is abandoned, and never cancel the future."""
-    waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    def wake(_: asyncio.Future[Any]) -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    future.add_done_callback(wake)
-    if waits is not None:
-        waits.waiting[waiter] = None
-    try:
-        await waiter
-    finally:
-        future.remove_done_callback(wake)
-        if waits is not None:
-            waits.waiting.pop(waiter, None)
 
 
 def retrieve(future: asyncio.Future[Any]) -> None:
