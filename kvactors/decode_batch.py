@@ -86,9 +86,10 @@ async def step_batch(
     at: float,
 ) -> list[Stepped]:
     """`KVCache.step`. at: the absolute deadline."""
-    if isinstance(steps, (str, bytes)) or not isinstance(steps, Sequence):
-        raise TypeError(f"steps must be a list or tuple of Step, not {kind(steps)}")
-    call = _Call(context, list(steps))
+    given: Any = steps
+    if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
+        raise TypeError(f"steps must be a list or tuple of Step, not {kind(given)}")
+    call = _Call(context, list(given))
     if event is not None or stream is not None:
         await call.wait(event, stream, at)
     try:

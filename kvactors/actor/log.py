@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import structlog
+from structlog.typing import EventDict
 
 LONGEST_TEXT = 300
 """Characters of an error's text that are logged at most."""
@@ -47,7 +48,7 @@ class RateLimit:
     def reset(self) -> None:
         self._events.clear()
 
-    def admit(self, event: str, fields: dict[str, Any]) -> int | None:
+    def admit(self, event: str, fields: Mapping[str, Any]) -> int | None:
         """Count a line. Returns the lines left out since the last one, None to leave it out."""
         key = (event, *(str(fields[name]) for name in PARTS if name in fields))
         at = time.monotonic()
@@ -64,62 +65,48 @@ class RateLimit:
 limit = RateLimit()
 
 
-class Logger:
-    """Events as short phrases with fields. context: fields of every event."""
-
-    __slots__ = ("_context",)
-
-    def __init__(self, **context: Any) -> None:
-        self._context = context
-
-    def bind(self, **context: Any) -> Logger:
-        return Logger(**{**self._context, **context})
-
-    def debug(self, event: str, **fields: Any) -> None:
-        """For developers."""
-        self._write("debug", logging.DEBUG, event, fields)
-
-    def info(self, event: str, **fields: Any) -> None:
-        """A change that is part of normal work."""
-        self._write("info", logging.INFO, event, fields)
-
-    def warning(self, event: str, **fields: Any) -> None:
-        """A fault outside the cache, which continues."""
-        self._write("warning", logging.WARNING, event, fields)
-
-    def error(self, event: str, **fields: Any) -> None:
-        """A fault inside, or a loss."""
-        self._write("error", logging.ERROR, event, fields)
-
-    def _write(self, method: str, level: int, event: str, fields: dict[str, Any]) -> None:
-        # A handler or a stream of the application that fails must not fail an actor.
+def _emit(method: str, level: int, event: str, fields: EventDict) -> None:
+    left_out = limit.admit(event, fields)
+    if left_out is None:
+        return
+    if left_out:
+        fields["suppressed"] = left_out
+    if structlog.is_configured():
+        # A structlog that writes to the standard library's loggers brings the event there.
+        over_standard = isinstance(
+            structlog.get_config()["logger_factory"], structlog.stdlib.LoggerFactory
+        )
         with suppress(Exception):
-            if structlog.is_configured() or STANDARD.isEnabledFor(level):
-                self._emit(method, level, event, {**self._context, **fields})
-
-    def _emit(self, method: str, level: int, event: str, fields: dict[str, Any]) -> None:
-        left_out = limit.admit(event, fields)
-        if left_out is None:
+            getattr(structlog.get_logger("kvactors"), method)(event, **fields)
+        if over_standard:
             return
-        if left_out:
-            fields["suppressed"] = left_out
-        if structlog.is_configured():
-            # A structlog that writes to the standard library's loggers brings the event there.
-            over_standard = isinstance(
-                structlog.get_config()["logger_factory"], structlog.stdlib.LoggerFactory
-            )
-            with suppress(Exception):
-                getattr(structlog.get_logger("kvactors"), method)(event, **fields)
-            if over_standard:
-                return
-        if STANDARD.isEnabledFor(level):
-            text = " ".join(f"{name}={value!r}" for name, value in fields.items())
-            STANDARD.log(
-                level,
-                "%s",
-                f"{event} {text}".rstrip(),
-                extra={"kvactors_event": event, "kvactors_fields": fields},
-            )
+    if STANDARD.isEnabledFor(level):
+        text = " ".join(f"{name}={value!r}" for name, value in fields.items())
+        STANDARD.log(
+            level,
+            "%s",
+            f"{event} {text}".rstrip(),
+            extra={"kvactors_event": event, "kvactors_fields": fields},
+        )
+
+
+def _write(_: object, method: str, fields: EventDict) -> NoReturn:
+    # A handler or a stream of the application that fails must not fail an actor.
+    with suppress(Exception):
+        level = getattr(logging, method.upper())
+        if structlog.is_configured() or STANDARD.isEnabledFor(level):
+            _emit(method, level, fields.pop("event"), fields)
+    raise structlog.DropEvent
+
+
+def get_logger(**context: Any) -> structlog.BoundLogger:
+    """A logger that adds fields to every event.
+
+    `debug` is for developers, `info` for a change that is part of normal work, `warning` for a
+    fault outside the cache, which continues, and `error` for a fault inside, or a loss.
+    """
+    wrapped = structlog.wrap_logger(STANDARD, [_write], structlog.BoundLogger, dict)
+    return cast("structlog.BoundLogger", wrapped.bind(**context))
 
 
 class JsonFormatter(logging.Formatter):
@@ -137,11 +124,6 @@ class JsonFormatter(logging.Formatter):
             "event": getattr(record, "kvactors_event", None) or record.getMessage(),
         }
         return json.dumps(line, default=str)
-
-
-def get_logger(**context: Any) -> Logger:
-    """A logger that adds fields to every event."""
-    return Logger(**context)
 
 
 @contextmanager

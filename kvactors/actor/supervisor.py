@@ -89,8 +89,9 @@ class Switch:
 
     def __init__(self, group: Group, supervisor: Supervisor) -> None:
         first = group.members[0]
-        optional = isinstance(first, ActorSpec) and first.substitute is not None
-        self._ref = first.ref if optional else None
+        self._ref: ActorRef | None = None
+        if isinstance(first, ActorSpec) and first.substitute is not None:
+            self._ref = first.ref
         self._supervisor = supervisor
         self._delay = SWITCHED_OFF
         self._on_since: float | None = None  # on trial after it was switched off
