@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from kvactors.actor.instrument import Turn
 from kvactors.actor.message import Control, Envelope, InlineReply, Message
-from kvactors.actor.ref import ActorRef, InFlight
+from kvactors.actor.ref import ActorRef, InFlight, Waiters
 from kvactors.errors import WiringError, as_exception
 
 T = TypeVar("T")
@@ -145,12 +145,11 @@ class Outbox:
         self.waiting: deque[tuple[ActorRef, Envelope[Any], Turn | None]] = deque()
         self._in_flight, self._channel = sender.in_flight, sender.channel
         self._instruments = sender.instruments
-        self._empty = asyncio.Event()
+        self._empty = Waiters()
 
     def add(self, to: ActorRef, envelope: Envelope[Any]) -> None:
         """Keep a message until the channel of `to` has a place."""
         self.waiting.append((to, envelope, self._instruments.turn))
-        self._empty.clear()
         self._in_flight.begin()
         self._channel.wake()  # after an inline turn the actor's task sends it
 
@@ -162,12 +161,12 @@ class Outbox:
             if to.instruments.active:
                 to.instruments.notify("sent", to, envelope, turn)
             waiting.popleft()
-        self._empty.set()
+        self._empty.wake()
 
     def clear(self) -> None:
         self._in_flight.end(len(self.waiting))
         self.waiting.clear()
-        self._empty.set()
+        self._empty.wake()
 
     async def wait_empty(self) -> None:
         while self.waiting:

@@ -18,6 +18,23 @@ from kvactors.actor.uncancelled import CANCELLED
 from kvactors.errors import ActorFailed, DeadlineExceeded
 
 
+class Waiters(list[asyncio.Future[None]]):
+    """Tasks that wait for a condition, and look again when they are woken."""
+
+    __slots__ = ()
+
+    async def wait(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.append(waiter)
+        await waiter
+
+    def wake(self) -> None:
+        for waiter in self:
+            if not waiter.done():
+                waiter.set_result(None)
+        self.clear()
+
+
 class InFlight:
     """A plain count with a way to wait for zero. Every message and job of one system shares one."""
 
@@ -26,7 +43,7 @@ class InFlight:
     def __init__(self) -> None:
         self.count = 0
         self.begun = 0  # in all: unchanged between two looks, nothing has happened in between
-        self._idle: asyncio.Event | None = None  # while a task waits
+        self._idle = Waiters()
 
     def begin(self, n: int = 1) -> None:
         self.count += n
@@ -37,14 +54,12 @@ class InFlight:
         self.count -= n
         if self.count < 0:
             raise AssertionError("more endings than beginnings")
-        if not self.count and self._idle is not None:
-            self._idle.set()
-            self._idle = None
+        if not self.count and self._idle:
+            self._idle.wake()
 
     async def wait_idle(self) -> None:
         """Return when nothing is in flight. The caller sets the deadline (`anyio.fail_after`)."""
         while self.count:
-            self._idle = self._idle or asyncio.Event()
             await self._idle.wait()
 
 
