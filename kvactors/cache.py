@@ -439,11 +439,9 @@ class KVCache:
             raise CacheAsleep
         core = self.system.index_actor
         index = core.index
-        being_freed = max(0, index.room.unpromised)
+        being_freed = max(0, index.unpromised)
         waiting = len(core.queue.waiting) + len(core.queue.acquires)
-        return FreeBlocks(
-            index.pool.total, index.room.free, index.evictable(), being_freed, waiting
-        )
+        return FreeBlocks(index.pool.total, index.free, index.evictable(), being_freed, waiting)
 
     async def prefetch(
         self,

@@ -47,13 +47,7 @@ from kvactors.flush_notifier.messages import (
 from kvactors.gpu_swapper.messages import CopiedWithin, CopyWithin, DataPlaneStatus
 from kvactors.identity import PLAIN, RequestScope, leading_items
 from kvactors.native import HOST, BlockTree, Path
-from kvactors.prefix_index.host import (
-    NO_HINT,
-    Evictions,
-    SavedPath,
-    SaveTable,
-    TreeClears,
-)
+from kvactors.prefix_index.host import Evictions, SavedPath, SaveTable, TreeClears
 from kvactors.prefix_index.leases import LeaseState, LeaseTable
 from kvactors.prefix_index.loads import LoadTable
 from kvactors.prefix_index.messages import (
@@ -71,7 +65,6 @@ from kvactors.prefix_index.messages import (
     ForkedLease,
     ForkResult,
     LayerReady,
-    LayerResult,
     LoadDeadline,
     Pause,
     PinExpired,
@@ -79,7 +72,6 @@ from kvactors.prefix_index.messages import (
     Prefetch,
     Proceed,
     Ready,
-    ReadyResult,
     Reserve,
     Resume,
     SetNamespace,
@@ -182,7 +174,7 @@ class PrefixIndex(Actor):
                 fetch = min(limit, self.settings.fetchable(path, message.stored))
             if 0 < needed <= index.turn_blocks:
                 # Every cached block is on the device, and enough others are free.
-                free = pool.free - index.room.reserved - queue.free_low
+                free = pool.free - index.reserved - queue.free_low
                 root = self.announcements.latest
                 now = 0.0 if policy.tables is None else policy.now()
                 run = tree.pin_resident(path, root, limit, fetch, needed, free, now)
@@ -238,7 +230,7 @@ class PrefixIndex(Actor):
     def _fits(self, message: Acquire | Fork) -> bool:
         """Whether a request that holds nothing, or the copies of a fork, can have blocks now."""
         if isinstance(message, Fork):
-            return self.index.room.available >= len(message.leases)
+            return self.index.available >= len(message.leases)
         path, index, media = message.path, self.index, message.media
         self.set_root(path, message.scope)
         fetch = self.settings.fetchable(path, message.stored)
@@ -248,7 +240,7 @@ class PrefixIndex(Actor):
     def _match(self, envelope: Envelope[AcquireResult]) -> Work:
         """Match a request and give it its blocks, or let it wait."""
         message: Any = envelope.message
-        path, index, room, queue = message.path, self.index, self.index.room, self.queue
+        path, index, queue = message.path, self.index, self.queue
         tree, settings = index.tree, self.settings
         fetch = settings.fetchable(path, message.stored)
         media, chunk = message.media, message.chunk_tokens
@@ -256,7 +248,7 @@ class PrefixIndex(Actor):
         long = needed > index.turn_blocks
         if not long:
             needed = index.needed_blocks(path, chunk, fetch=fetch, media=media)
-            if room.free < needed and not (queue.releasing or index.can_fit(path, needed)):
+            if index.free < needed and not (queue.releasing or index.can_fit(path, needed)):
                 queue.lacks_room(envelope, needed)
                 return
         index.policy.advance(tree)
@@ -268,13 +260,13 @@ class PrefixIndex(Actor):
             states = pinned
         # A request that is refused in the end must not count hits or keep blocks that leave for
         # others: requests that try again would keep each other's victims and never be granted.
-        used = long or (not queue.waiting and room.free >= needed)
+        used = long or (not queue.waiting and index.free >= needed)
         match = index.match(path, fetch=fetch, media=media, chunk=chunk, used=used, states=states)
         lease = self._new_lease(message, match.num_device_blocks, match.expected_blocks)
-        if not queue.waiting and room.free >= match.new_blocks:
+        if not queue.waiting and index.free >= match.new_blocks:
             if not used:
                 tree.keep(path)
-            room.reserved += match.new_blocks
+            index.reserved += match.new_blocks
             yield from self._grant(lease, match, envelope)
             return
         # Without an offload no copy has to be waited for: a long request waits for later turns.
@@ -338,7 +330,7 @@ class PrefixIndex(Actor):
         long = left > index.turn_blocks and not match.segments
         while long:
             if not self._is_current(lease.tree, envelope):
-                index.room.reserved -= left
+                index.reserved -= left
                 self.queue.serve()
                 yield from self._match_again(lease.tree, envelope)
                 return
@@ -363,7 +355,7 @@ class PrefixIndex(Actor):
         namespace may have changed: match a short one again, and continue with the loads sent ahead
         only if nothing has."""
         message: Any = envelope.message
-        before, index, path, room = lease.tree, self.index, lease.path, self.index.room
+        before, index, path = lease.tree, self.index, lease.path
         if match.new_blocks > index.turn_blocks and not match.segments:
             yield from self._grant(lease, match, envelope)
             return
@@ -386,15 +378,15 @@ class PrefixIndex(Actor):
         # Blocks whose loads have completed since are on the device now.
         lease.device_hits, lease.host_hits, lease.storage_hits = again.num_device_blocks, 0, 0
         lease.expected_blocks = again.expected_blocks
-        room.reserved -= match.new_blocks
-        lacking = again.new_blocks - room.free  # a clear may have removed hits
+        index.reserved -= match.new_blocks
+        lacking = again.new_blocks - index.free  # a clear may have removed hits
         if lacking > 0:
             self.evictions.drop(lacking, path.salt)
-        if again.new_blocks > room.free:
+        if again.new_blocks > index.free:
             self._drop(lease)
             self.queue.lacks_room(envelope, again.new_blocks - match.new_blocks)
             return
-        room.reserved += again.new_blocks
+        index.reserved += again.new_blocks
         yield from self._grant(lease, again, envelope)
 
     def _granted(self, lease: LeaseState, envelope: Envelope[AcquireResult]) -> None:
@@ -506,7 +498,11 @@ class PrefixIndex(Actor):
 
     @on(Withdrawn)
     def withdrawn(self, message: Withdrawn) -> None:
-        self.queue.withdraw(message.lease)
+        """The call may have been answered before it was cancelled."""
+        call = self.queue.call_of(message.lease)
+        if call is not None and call.abandoned:
+            self.queue.cancel(message.lease, "this call was cancelled")
+            self.queue.serve()
 
     @on(AdmissionDeadline)
     def admission_deadline(self, message: AdmissionDeadline) -> None:
@@ -536,7 +532,7 @@ class PrefixIndex(Actor):
         total = -(-message.num_tokens // index.block_size)
         needed = max(0, total - path.num_blocks)
         idle = not queue.contended and lease.fault is None and message.position == path.num_tokens
-        if idle and (not needed or needed <= index.room.free):
+        if idle and (not needed or needed <= index.free):
             self._grow(path, message, envelope, index.take(needed) if needed else [])
             return
         error = self._busy(lease, message.position)
@@ -672,7 +668,7 @@ class PrefixIndex(Actor):
         first = queue.forks.first
         if needed and first is not None and first.lease != lease.id:
             claims = queue.forks.claims + claim
-            if claims > queue.spare([first]) or self.index.room.available < needed:
+            if claims > queue.spare([first]) or self.index.available < needed:
                 queue.lacks_room(envelope, needed)
                 return
             queue.overtakings += 1
@@ -691,7 +687,7 @@ class PrefixIndex(Actor):
         """The blocks for the copies are reserved."""
         index = self.index
         if lease.fault is not None:  # since it began to wait
-            index.room.reserved -= needed
+            index.reserved -= needed
             self.out.refuse(envelope, lease.fault())
             return
         index.policy.advance(lease.tree)
@@ -708,7 +704,7 @@ class PrefixIndex(Actor):
         copy = TailCopy(tail_of(lease.path), tuple(blocks), forks, envelope)
         index.pool.share((copy.source, *copy.targets))
         self.tails += needed
-        index.room.closing += 1
+        index.closing += 1
         op = next(self._ops)
         self.copies[op] = copy
         sources = (copy.source,) * needed
@@ -716,17 +712,10 @@ class PrefixIndex(Actor):
 
     def _make_fork(self, lease: LeaseState, number: int, request_id: str) -> LeaseState:
         """A lease of the same tokens, without a block for a last one that is not full."""
-        path = Path(lease.path.block_size, lease.path.root)
+        path, loads = Path(lease.path.block_size, lease.path.root), list(lease.loads)
         self.index.pool.share(lease.tree.fork(lease.path, path))
-        fork = msgspec.structs.replace(
-            lease,
-            id=number,
-            request_id=request_id,
-            path=path,
-            loads=list(lease.loads),
-            waits=[],
-            counted=False,
-        )
+        new = {"id": number, "request_id": request_id, "path": path}
+        fork = msgspec.structs.replace(lease, **new, loads=loads, waits=[], counted=False)
         self.leases.add_fork(fork)
         return fork
 
@@ -736,7 +725,7 @@ class PrefixIndex(Actor):
         copy = self.copies.pop(message.op, None)
         if copy is None:
             return
-        self.index.room.closing -= 1
+        self.index.closing -= 1
         self.index.pool.give((copy.source, *copy.targets))
         if not message.failed:
             self._answer_fork(copy.forks, copy.envelope)
@@ -771,12 +760,10 @@ class PrefixIndex(Actor):
         """Extend and commit many leases, as far as blocks are free or can be evicted at once. A
         lease that needs more is left to a separate commit and extend, so that a step waits for
         nothing. Quotas are by lease: with them, blocks are evicted for such an extend alone."""
-        index, room, queue = self.index, self.index.room, self.queue
+        index, queue = self.index, self.queue
         leases = list(map(self.leases.get, message.leases))
         if queue.waiting or queue.forks.waits:
-            leases = [
-                None if lease is None or queue.call_of(lease.id) else lease for lease in leases
-            ]
+            leases = [None if one is None or queue.call_of(one.id) else one for one in leases]
         paths = [
             None if lease is None or lease.fault is not None or lease.loads else lease.path
             for lease in leases
@@ -784,12 +771,12 @@ class PrefixIndex(Actor):
         trees = [None if lease is None else lease.tree for lease in leases]
 
         def take(count: int) -> list[int]:
-            lacking = count - room.free - room.unpromised
+            lacking = count - index.free - index.unpromised
             if lacking > 0:
                 self.evictions.evict(lacking)
-            return index.take(min(count, room.free))
+            return index.take(min(count, index.free))
 
-        free = 0 if queue.waiting else room.free  # the requests that wait get them first
+        free = 0 if queue.waiting else index.free  # the requests that wait get them first
         if free < len(paths) and not (queue.waiting or index.tree.sharing):
             free += index.evictable()
         committed, grown, commits, unused = message.tokens.step(
@@ -938,15 +925,6 @@ class PrefixIndex(Actor):
         self._drop(lease)
         self.queue.serve()
 
-    def _end_policy(self, lease: LeaseState) -> tuple[int, float]:
-        """Returns priority and expiry of the lease's blocks."""
-        policy = self.index.policy
-        if policy.tables is not None:
-            policy.end(lease.tree, lease.path, lease.output(), lease.hints)
-        if lease.hints is None and not lease.tree.sharing:
-            return NO_HINT
-        return policy.hint(lease.tree, lease.path, lease.hints)
-
     def _close(self, lease: LeaseState, envelope: Envelope[Ack] | None, pinned: int = 0) -> None:
         """Announce, save and release the blocks of a lease. Without an envelope its caller has
         gone, and nothing is saved."""
@@ -975,8 +953,9 @@ class PrefixIndex(Actor):
     ) -> Work:
         path, tree, turn_blocks = lease.path, lease.tree, self.index.turn_blocks
         committed = 0 if was_cleared(tree, path) else path.num_committed
-        self.index.room.closing += 1
-        saved = SavedPath(tree, path, 1, *self._end_policy(lease))
+        self.index.closing += 1
+        hint = self.index.policy.end(tree, path, lease.output(), lease.hints)
+        saved = SavedPath(tree, path, 1, *hint)
         if self.announcements.enabled:
             for start, stop in slices(0, committed, turn_blocks):
                 if start:
@@ -993,7 +972,7 @@ class PrefixIndex(Actor):
             for _ in self.index.release_slices(tree, path):
                 yield
                 self.queue.serve()
-        self.index.room.closing -= 1
+        self.index.closing -= 1
         if envelope is not None:
             self.out.reply(envelope, Ack(committed, pinned))
         self.queue.serve()
@@ -1001,11 +980,8 @@ class PrefixIndex(Actor):
     # -- loads, evictions and saves
 
     @on(Ready)
-    def ready(self, message: Ready, envelope: Envelope[ReadyResult]) -> None:
-        self.leases.wait(message, envelope)
-
     @on(LayerReady)
-    def layer_ready(self, message: LayerReady, envelope: Envelope[LayerResult]) -> None:
+    def ready(self, message: Ready | LayerReady, envelope: Envelope[Any]) -> None:
         self.leases.wait(message, envelope)
 
     @on(Loaded)
@@ -1135,7 +1111,7 @@ class PrefixIndex(Actor):
                 path.forgotten = True
         op = self.clears.start(envelope, salt, storage=storage)
         count, over = 0, False
-        index.room.closing += 1
+        index.closing += 1
         while True:
             over, freed, hashes = tree.forget_step(index.turn_blocks, index.hashes)
             index.pool.give(freed)
@@ -1146,7 +1122,7 @@ class PrefixIndex(Actor):
                 break
             self.queue.serve()
             yield
-        index.room.closing -= 1
+        index.closing -= 1
         self.clears.device_cleared(op, envelope, count)
         self.queue.serve()
 
@@ -1156,7 +1132,7 @@ class PrefixIndex(Actor):
         scopes = self.announcements.scopes
         self.pins.end_all(lambda pin: scopes.get(pin.root, PLAIN).lora == lora)
         self.roots.renew(lora)
-        self.announcements.namespace_changed(self.roots.namespace)
+        self.announcements.report(NamespaceChanged(self.roots.namespace))
         self.out.reply(envelope, Ack())
         self.queue.serve()
 
@@ -1193,7 +1169,7 @@ class PrefixIndex(Actor):
         """Requests that wait are admitted under it. Blocks of the previous one age out."""
         if message.namespace != self.roots.namespace:
             self.roots.use(message.namespace)
-            self.announcements.namespace_changed(message.namespace)
+            self.announcements.report(NamespaceChanged(message.namespace))
         self.out.reply(envelope, Ack())
 
     @on(SetNumBlocks)
@@ -1242,7 +1218,7 @@ class PrefixIndex(Actor):
             self.queue.proceed_later()
             return
         tree = self.index.tree.statistics()
-        if tree["referenced"] or self.index.room.reserved or self._is_busy():  # it came before
+        if tree["referenced"] or self.index.reserved or self._is_busy():  # it came before
             self.queue.asleep = False
             self.out.refuse(envelope, LeasesOpen(len(self.leases)))
             return
@@ -1266,7 +1242,7 @@ class PrefixIndex(Actor):
             tree, pool = self.index.tree.statistics(), self.index.pool
             used = tree["referenced"] - self.index.tree.pinned
             ensure(used == 0, f"{used} nodes referenced, no lease")
-            used = pool.total - self.index.room.free
+            used = pool.total - self.index.free
             ensure(used == tree["device"], f"{used} blocks in use, {tree['device']} in the tree")
             shared = pool.num_shared
             ensure(not shared, f"{shared} blocks with several owners, no lease")
@@ -1290,7 +1266,7 @@ class PrefixIndex(Actor):
             leases=len(leases),
             waiting=len(queue.waiting) + len(queue.acquires) + len(queue.forks),
             blocks_total=index.pool.total,
-            blocks_free=index.room.free,
+            blocks_free=index.free,
             nodes=tree["nodes"],
             nodes_referenced=tree["referenced"],
             evictable=tree["evictable"],

@@ -39,9 +39,6 @@ RECENT_CLEARS = 64
 """Clears whose salt is known. With more than these on their way to the host tier, each prompt is
 taken for cleared."""
 
-NO_HINT = (0, inf)
-"""Priority and expiry of blocks without hints."""
-
 
 class Evictions:
     """Frees device blocks, in the order of the eviction policy, some of them after copies to the
@@ -78,10 +75,10 @@ class Evictions:
         if op.total and self._offload:
             self.evicted += op.total
             self._in_flight[op.op] = op
-            room, generation = self._index.room, self._index.memory_generation
-            room.coming += op.total
+            index, generation = self._index, self._index.memory_generation
+            index.coming += op.total
             lineages = self._announcements.lineages_of_eviction(op)
-            self.name_host_victims(room.coming)
+            self.name_host_victims(index.coming)
             self._out.to_evictor(
                 Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages, op.traits)
             )
@@ -102,8 +99,8 @@ class Evictions:
 
     def drop(self, wanted: int, salt: int = 0) -> None:
         """Free device blocks as `evict_for` does, without a copy."""
-        until = self._index.room.free + wanted
-        while (lacking := until - self._index.room.free) > 0:
+        until = self._index.free + wanted
+        while (lacking := until - self._index.free) > 0:
             op = self._index.evict(lacking, next(self._ops), salt, wanted)
             if not (op.total or op.freed):
                 break
@@ -141,7 +138,7 @@ class Evictions:
     def stall(self) -> None:
         """The copies in flight may never complete."""
         self._stalled = set(self._in_flight)
-        self._index.room.coming = 0
+        self._index.coming = 0
 
     def host_lost(self) -> None:
         """The host tier has restarted, and no copy is in flight any more."""
@@ -165,7 +162,7 @@ class Evictions:
         if op in self._stalled:
             self._stalled.remove(op)
         elif eviction is not None:
-            self._index.room.coming -= eviction.total
+            self._index.coming -= eviction.total
         return eviction
 
     def _complete(self, op: Eviction, on_host: bytes) -> None:

@@ -260,13 +260,9 @@ class LeaseTable:
         if lease.media:
             self._keep_media_whole(lease)
         if lease.counted:
-            blocks = lease.prompt_tokens // self._index.block_size
-            self.looked_up += blocks
-            self.device_hits += lease.device_hits
-            self.host_hits += lease.host_hits
-            self.storage_hits += lease.storage_hits
-            if self._salts and (row := self._salts.get(lease.path.salt)) is not None:
-                row.looked_up += blocks
+            salted = self._salts.get(lease.path.salt) if self._salts else None
+            for row in (self,) if salted is None else (self, salted):
+                row.looked_up += lease.prompt_tokens // self._index.block_size
                 row.device_hits += lease.device_hits
                 row.host_hits += lease.host_hits
                 row.storage_hits += lease.storage_hits
@@ -332,10 +328,10 @@ class LeaseTable:
         """Blocks to compute into at these positions. If there are none the lease fails."""
         index = self._index
         lease.changed |= bool(positions)
-        if index.room.free < len(positions):
-            self._evictions.drop(len(positions) - index.room.free, lease.path.salt)
-        if index.room.free < len(positions):
-            lease.fail(NoRoom, len(positions), index.room.free)
+        if index.free < len(positions):
+            self._evictions.drop(len(positions) - index.free, lease.path.salt)
+        if index.free < len(positions):
+            lease.fail(NoRoom, len(positions), index.free)
             for position in positions:
                 # The block belongs to the load: this lease must not give it back.
                 lease.tree.replace(lease.path, position, -1)

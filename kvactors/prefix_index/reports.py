@@ -8,7 +8,6 @@ from typing import NamedTuple
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
-    NamespaceChanged,
     PathCached,
     Report,
     TierCleared,
@@ -22,6 +21,9 @@ from kvactors.types import HASH_BYTES, Reason, Tier, split_hashes
 
 REMEMBERED_SCOPES = 65_536
 """Root hashes whose scope is remembered."""
+
+Stretch = tuple[bytes, bytes, int, bytes, bytes, bytes, tuple[tuple[int, bytes], ...]]
+"""Consecutive blocks of a path: root, parent, position, tokens, hashes, states, extra keys."""
 
 WALK_NODES = 512
 """Nodes of the tree that a turn announces to a restarted notifier: each may be a message."""
@@ -63,14 +65,14 @@ class Announcements:
         if not self.enabled:
             return
         for first, last in slices(start, stop, self._index.turn_blocks):
-            hashes = path.hashes(first, last)
-            if path.root not in self.scopes:
-                self._report(BlocksAdded(hashes, Tier.DEVICE, reason))
+            hashes, scope = path.hashes(first, last), self.scopes.get(path.root)
+            if scope is None:
+                self.report(BlocksAdded(hashes, Tier.DEVICE, reason))
                 continue
             parent = path.hashes(first - 1, first) if first else path.root
             tokens, extras = path.tokens(first, last), path.extra_keys(first, last)
             added = (tokens, hashes, first, last - first, Tier.DEVICE, reason, parent)
-            self._report(PathCached(path.root, *added, self.scopes[path.root], extras))
+            self.report(PathCached(path.root, *added, scope, extras))
 
     def finished(self, tree: BlockTree, path: Path, start: int, stop: int) -> None:
         """Committed blocks [start, stop) of a request that has ended stay cached: announced again
@@ -80,14 +82,11 @@ class Announcements:
 
     def removed(self, hashes: bytes, reason: Reason) -> None:
         if hashes:
-            self._report(BlocksRemoved(hashes, Tier.DEVICE, reason))
+            self.report(BlocksRemoved(hashes, Tier.DEVICE, reason))
 
     def cleared(self, reason: Reason) -> None:
         """No block is on the device any more."""
-        self._report(TierCleared(Tier.DEVICE, reason))
-
-    def namespace_changed(self, namespace: str) -> None:
-        self._report(NamespaceChanged(namespace))
+        self.report(TierCleared(Tier.DEVICE, reason))
 
     def announce_all(self) -> None:
         """Begin to announce every block to a notifier that has restarted."""
@@ -96,7 +95,7 @@ class Announcements:
             self._walk = walk = TreeWalk(self._index.tree)
             self._out.begin(self._announce_tree(self._index.tree, walk))
 
-    def _report(self, report: Report) -> None:
+    def report(self, report: Report) -> None:
         if self._walk is not None:
             self._delayed.append(report)
         elif self.enabled:
@@ -108,7 +107,7 @@ class Announcements:
             if not (over or tree.retired):
                 over, stretches = walk.step(min(self._index.turn_blocks, WALK_NODES))
                 for stretch in stretches:
-                    self._out.to_notifier(self._stretch(*stretch))
+                    self._out.to_notifier(self._stretch(stretch))
             elif self._delayed:
                 for _ in range(min(WALK_NODES, len(self._delayed))):
                     self._out.to_notifier(self._delayed.popleft())
@@ -117,18 +116,10 @@ class Announcements:
                 return
             yield
 
-    def _stretch(
-        self,
-        root: bytes,
-        parent: bytes,
-        start: int,
-        tokens: bytes,
-        hashes: bytes,
-        states: bytes,
-        extras: tuple[tuple[int, bytes], ...],
-    ) -> Report:
+    def _stretch(self, stretch: Stretch) -> Report:
         """Announce consecutive blocks of a path, as the walk finds them, as far as they are on the
         device."""
+        root, parent, start, tokens, hashes, states, extras = stretch
         resident = next((j for j, state in enumerate(states) if not state & DEVICE), len(states))
         scope, kind = self.scopes.get(root), (Tier.DEVICE, Reason.REQUEST_FINISH)
         if scope is None:

@@ -171,31 +171,28 @@ class TierPolicies:
         tree.set_quota(number, blocks_of(quota), named)
         return SetHostQuota(number, None if quota is None else quota.host, named)
 
-    def hint(self, tree: BlockTree, path: Path, hints: Hints | None) -> tuple[int, float]:
-        """A request ends: its hints are those of its blocks, until their next use. Returns their
-        priority and the time when they expire."""
-        priority, expiry = 0, inf
-        if hints is not None:
-            priority = hints.priority
-            expiry = inf if hints.ttl is None else self.now() + hints.ttl
-        tree.hint(path, priority, expiry)
-        return priority, expiry
-
     def advance(self, tree: BlockTree) -> None:
         """A request is about to be matched."""
         if self.tables is not None:
             tree.advance(self.now())
 
-    def end(self, tree: BlockTree, path: Path, output_tokens: int, hints: Hints | None) -> None:
-        """A request has ended, and still references its blocks. output_tokens: -1 if not known."""
-        if self.tables is None:
-            return
-        tree.advance(self.now())
-        if hints is None:
-            tree.touch(path, output_tokens)
-        else:
+    def end(
+        self, tree: BlockTree, path: Path, output_tokens: int, hints: Hints | None
+    ) -> tuple[int, float]:
+        """A request has ended, and still references its blocks: its hints are those of its blocks,
+        until their next use. Returns their priority and the time when they expire. output_tokens:
+        -1 if not known."""
+        ends, later, priority, expiry = False, -1.0, 0, inf
+        if hints is not None:
+            ends, priority = hints.session_ends, hints.priority
             later = -1.0 if hints.returns_in is None else hints.returns_in
-            tree.touch(path, output_tokens, hints.session_ends, later)
+            expiry = inf if hints.ttl is None else self.now() + hints.ttl
+        if self.tables is not None:
+            tree.advance(self.now())
+            tree.touch(path, output_tokens, ends, later)
+        if hints is not None or tree.sharing:
+            tree.hint(path, priority, expiry)
+        return priority, expiry
 
 
 def blocks_of(quota: Quota | None) -> int:

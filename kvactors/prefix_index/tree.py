@@ -255,7 +255,31 @@ class BlockIndex:
         self.reclaimable = 0  # unused device blocks of those
         self.loading: dict[int, LoadState] = {}  # by target block
         self.recompute_tokens = int(recompute_last_token)
-        self.room = Room(self)
+        self.reserved = 0  # free blocks of requests that wait for more, or take theirs later
+        self.coming = 0  # blocks that copies in flight will free at most, without stalled copies
+        self.promised = 0  # blocks that waiting requests lack
+        # Operations that own blocks and return them when they end: paths that are being released
+        # in several turns, and copies within the device.
+        self.closing = 0
+
+    # -- device blocks that requests may count on
+
+    @property
+    def free(self) -> int:
+        """Device blocks that can be taken now. Blocks with another owner are not counted."""
+        free = self.pool.free - self.reserved
+        if not self.reclaimable:
+            return free
+        return free + max(0, self.reclaimable - self.pool.num_shared)
+
+    @property
+    def unpromised(self) -> int:
+        """Blocks that evictions in flight will free, less those that requests wait for."""
+        return self.coming - self.promised
+
+    @property
+    def available(self) -> int:
+        return self.free + self.evictable() + max(0, self.unpromised)
 
     def take(self, count: int) -> list[int]:
         """`count` free blocks. The caller has made sure that there are as many."""
@@ -264,8 +288,8 @@ class BlockIndex:
         return self.pool.take(count)
 
     def take_reserved(self, count: int) -> list[int]:
-        """`count` of the blocks that were counted in `Room.reserved`."""
-        self.room.reserved -= count
+        """`count` of the blocks that were counted in `reserved`."""
+        self.reserved -= count
         return self.take(count)
 
     def blocks_for(self, tokens: int) -> int:
@@ -280,12 +304,12 @@ class BlockIndex:
         run, states = self.tree.peek(path, self.limit_of(path.num_tokens))
         # Blocks that other requests are loading come with their device blocks.
         shared = sum(1 for state in states if state & LOADING)
-        return self.room.free + self.room.unpromised + self.evictable() >= needed - run - shared
+        return self.free + self.unpromised + self.evictable() >= needed - run - shared
 
     def fits(self, path: Path, needed: int, media: Media) -> bool:
         """Whether a request that holds nothing can have its blocks now. It shares the blocks of its
         path that others use, at most those of a turn. Unused ones can be evicted."""
-        available = self.room.free + self.room.unpromised + self.evictable()
+        available = self.free + self.unpromised + self.evictable()
         if available >= needed:
             return True
         limit = min(self.limit_of(path.num_tokens), self.turn_blocks)
@@ -505,41 +529,6 @@ class BlockIndex:
         unused = sum(tree.returning for tree in self.retired)
         ensure(self.reclaimable == unused, "blocks of cleared trees to be returned")
         yield from self.pool.check_steps()
-
-
-class Room:
-    """Device blocks that requests may count on.
-
-    Attributes:
-        reserved: free blocks of requests that wait for more, or take theirs in later turns.
-        coming: blocks that copies in flight will free at most, without stalled copies.
-        promised: blocks that waiting requests lack.
-        closing: operations that own blocks and return them when they end: paths that are being
-            released in several turns, and copies within the device.
-    """
-
-    __slots__ = ("_index", "closing", "coming", "promised", "reserved")
-
-    def __init__(self, index: BlockIndex) -> None:
-        self.reserved = self.coming = self.promised = self.closing = 0
-        self._index = index
-
-    @property
-    def free(self) -> int:
-        """Device blocks that can be taken now. Blocks with another owner are not counted."""
-        index, free = self._index, self._index.pool.free - self.reserved
-        if not index.reclaimable:
-            return free
-        return free + max(0, index.reclaimable - index.pool.num_shared)
-
-    @property
-    def unpromised(self) -> int:
-        """Blocks that evictions in flight will free, less those that requests wait for."""
-        return self.coming - self.promised
-
-    @property
-    def available(self) -> int:
-        return self.free + self._index.evictable() + max(0, self.unpromised)
 
 
 def is_loadable(state: int, *, stored: bool) -> bool:

@@ -117,7 +117,6 @@ class WaitQueue:
         # Requests that wait for evictions and releases in flight, with the blocks that are reserved
         # for them, by lease in order of arrival.
         self.waiting: dict[int, Wait] = {}
-        self._patient: dict[int, Wait] = {}  # those of `waiting` that may wait for room as well
         self.contended = True  # a request waits or has to wait. May be true for longer
         self.paused, self.asleep = False, core.settings.asleep  # new requests are held, or refused
         self.overtakings = 0  # requests that got blocks before one that waited for room
@@ -126,7 +125,7 @@ class WaitQueue:
         self.on_idle: list[Callable[[], object]] = []  # called once no transfer is in flight
         self.proceeding = False  # a later turn continues with the lines
         self._core, self._out = core, core.out
-        self._index, self._room, self._evictions = core.index, core.index.room, core.evictions
+        self._index, self._evictions = core.index, core.evictions
         self._tickets = count(1)
         self._serving = self._sweeping = False
 
@@ -145,7 +144,7 @@ class WaitQueue:
         """Whether blocks of ended leases will be free or evictable: copies in flight own theirs
         until they end."""
         core = self._core
-        return bool(core.saves.in_flight or self._room.closing) or core.loads.any_unused()
+        return bool(core.saves.in_flight or self._index.closing) or core.loads.any_unused()
 
     # -- requests that hold nothing
 
@@ -184,9 +183,9 @@ class WaitQueue:
     ) -> bool:
         """Refuse a request of `claim` blocks that cannot be granted before its deadline even if
         every lease and transfer ends. Returns whether it was refused."""
-        index, room, total = self._index, self._room, self._index.pool.total
+        index, total = self._index, self._index.pool.total
         if claim > total:
-            error = NeverFits(claim, room.available, total) if total else NumBlocksUnset()
+            error = NeverFits(claim, index.available, total) if total else NumBlocksUnset()
             self.refuse(envelope, error)
             return True
         if claim <= total - index.tree.pinned:
@@ -195,7 +194,7 @@ class WaitQueue:
         withheld = self._core.pins.withheld(path, hits, deadline)
         if claim <= total - withheld:
             return False
-        self.refuse(envelope, NoRoom(claim, room.available, withheld, PINNED))
+        self.refuse(envelope, NoRoom(claim, index.available, withheld, PINNED))
         return True
 
     def pinned(self) -> None:
@@ -218,25 +217,23 @@ class WaitQueue:
     def request(self, wait: Wait, *, may_wait: bool, deadline: float) -> bool:
         """Give a request its blocks, or let it wait behind evictions until a deadline, if it may.
         False if it has not got its blocks and does not wait."""
-        room, evicted = self._room, 0
+        index, evicted = self._index, 0
         wait.lacking = wait.needed
         if self._give(wait):
             return True
-        deficit = wait.needed - room.free - room.unpromised
+        deficit = wait.needed - index.free - index.unpromised
         if deficit > 0:
             if self._index.evictable() < deficit and not self.releasing:
                 return False
             evicted = self._evictions.evict_for(
-                lambda: wait.needed - room.free - room.unpromised, wait.salt, wait.needed
+                lambda: wait.needed - index.free - index.unpromised, wait.salt, wait.needed
             )
             if self._give(wait):
                 return True
         if not may_wait:
             return False
         self.waiting[wait.lease] = wait
-        if getattr(wait.message, "wait_for_room", False):
-            self._patient[wait.lease] = wait
-        room.promised += wait.lacking
+        index.promised += wait.lacking
         self._start(wait, deadline)
         if evicted < self._index.turn_blocks:
             self._serve_evictions()
@@ -245,9 +242,9 @@ class WaitQueue:
         return True
 
     def _give(self, wait: Wait) -> bool:
-        if self.waiting or self._room.free < wait.needed:
+        if self.waiting or self._index.free < wait.needed:
             return False
-        self._room.reserved += wait.needed
+        self._index.reserved += wait.needed
         wait.complete()
         return True
 
@@ -268,30 +265,32 @@ class WaitQueue:
 
     def _serve_first(self) -> bool:
         """Reserve free blocks for the first request. Returns whether more can be done now."""
-        wait, room = next(iter(self.waiting.values()), None), self._room
+        wait, index = next(iter(self.waiting.values()), None), self._index
         if wait is None:
             return False
         if wait.envelope.abandoned:
             self._end(wait, LeaseEnded("this request was given up"))
             return True
-        reserved = min(wait.lacking, room.free)
-        room.reserved += reserved
+        reserved = min(wait.lacking, index.free)
+        index.reserved += reserved
         wait.lacking -= reserved
-        room.promised -= reserved
+        index.promised -= reserved
         if not wait.lacking:
             self._dequeue(wait)
             wait.complete()
             return True
-        if self._evictions.evict_for(lambda: -room.unpromised - room.free, wait.salt, wait.needed):
+        if self._evictions.evict_for(
+            lambda: -index.unpromised - index.free, wait.salt, wait.needed
+        ):
             return True  # free now or later, or not if another request has them too
-        if room.unpromised >= 0 or self.releasing:
-            return room.free > 0
+        if index.unpromised >= 0 or self.releasing:
+            return index.free > 0
         # There will be no blocks for the last one, or the last of those that can wait for room.
-        if self._patient:
-            last = next(reversed(self._patient.values()))
-            self._take_back(last)
-            self.lacks_room(last.envelope, 0)
-            return True
+        for last in reversed(self.waiting.values()):
+            if may_wait_for_room(last.message):
+                self._take_back(last)
+                self.lacks_room(last.envelope, 0)
+                return True
         last = next(reversed(self.waiting.values()))
         self.no_room += 1
         error = NoRoom(last.needed, last.needed - last.lacking, self._index.tree.pinned)
@@ -300,21 +299,20 @@ class WaitQueue:
 
     def _dequeue(self, wait: Wait) -> None:
         del self.waiting[wait.lease]
-        self._patient.pop(wait.lease, None)
-        self._room.promised -= wait.lacking
+        self._index.promised -= wait.lacking
         wait.stop_timer()
 
     def _take_back(self, wait: Wait) -> None:
         self._dequeue(wait)
-        self._room.reserved -= wait.needed - wait.lacking
+        self._index.reserved -= wait.needed - wait.lacking
         wait.give_up()
 
     # -- refusals
 
     def lacks_room(self, envelope: Envelope[Any], needed: int) -> None:
         """Refuse a request that cannot get `needed` blocks now, or let it wait for room."""
-        if envelope.abandoned or not getattr(envelope.message, "wait_for_room", False):
-            available, pinned = self._room.available, self._index.tree.pinned
+        if envelope.abandoned or not may_wait_for_room(envelope.message):
+            available, pinned = self._index.available, self._index.tree.pinned
             self.refuse(envelope, NoRoom(needed, available, pinned))
         elif not self.refuse_unreachable(envelope, *self._wanted(envelope.message)):
             self.wait_for_room(envelope)
@@ -350,13 +348,6 @@ class WaitQueue:
         if wait is not None:
             self._end(wait, LeaseEnded(reason))
 
-    def withdraw(self, lease: int) -> None:
-        """The extend or fork of a lease was cancelled, unless it was answered before."""
-        call = self.call_of(lease)
-        if call is not None and call.abandoned:
-            self.cancel(lease, "this call was cancelled")
-            self.serve()
-
     def expire(self, lease: int, ticket: int) -> None:
         """The deadline of a request that waits has passed."""
         wait = self._find(lease)
@@ -371,7 +362,7 @@ class WaitQueue:
             needed = wait.claim if lease in self.acquires.waits else len(wait.message.leases)
             error = (
                 f"other requests did not release enough device blocks in time: {needed} needed, "
-                f"{self._room.available} available, {self._index.tree.pinned} pinned"
+                f"{self._index.available} available, {self._index.tree.pinned} pinned"
             )
         self._end(wait, DeadlineExceeded(error))
         self.serve()
@@ -404,7 +395,7 @@ class WaitQueue:
 
     def evict_to_watermark(self) -> None:
         """Evict ahead of need if the free device blocks are fewer than the low watermark."""
-        free = self._room.free + self._room.unpromised
+        free = self._index.free + self._index.unpromised
         if free < self.free_low:
             self._evictions.evict(self.free_high - free)
 
@@ -435,11 +426,11 @@ class WaitQueue:
 
     def freeing(self, steps: Iterator[None]) -> Work:
         """Steps that return blocks to the pool, one a turn."""
-        self._room.closing += 1
+        self._index.closing += 1
         for _ in steps:
             yield
             self.serve()
-        self._room.closing -= 1
+        self._index.closing -= 1
         self.serve()
 
     def _sweep(self) -> Work:
@@ -449,6 +440,11 @@ class WaitQueue:
             yield
             self._index.sweep()
         self._sweeping = False
+
+
+def may_wait_for_room(message: Any) -> bool:
+    """An extend may not: its lease holds blocks."""
+    return bool(getattr(message, "wait_for_room", False))
 
 
 def number_of(message: Acquire | Fork) -> int:

@@ -164,10 +164,10 @@ async def test_waiting_requests_expire_in_steps_that_do_not_grow():
         ]
         while len(core.queue.waiting) < 300:
             await asyncio.sleep(0)
-        assert core.index.room.promised == 300
+        assert core.index.promised == 300
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert all(isinstance(one, DeadlineExceeded) for one in results)
-        assert len(core.queue.waiting) == core.index.room.promised == 0
+        assert len(core.queue.waiting) == core.index.promised == 0
         del core.saves.in_flight[-1]
         await held.finish()
 

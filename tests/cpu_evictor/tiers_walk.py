@@ -392,9 +392,7 @@ class TiersWalk:
         left = (evictor.memory.loads, self.open)
         assert not any(left), f"left over: {left}"
         assert evictor.host.pinned == evictor.host.on_device == 0
-        assert (
-            self.index.room.free + self.index.tree.statistics()["device"] == self.index.pool.total
-        )
+        assert self.index.free + self.index.tree.statistics()["device"] == self.index.pool.total
         assert evictor.host.free + evictor.host.resident == evictor.host.num_slots
         resident = set(evictor.host.hashes())
         for key, entry in evictor.host.blocks.items():

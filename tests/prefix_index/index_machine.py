@@ -656,12 +656,12 @@ class IndexMachine(RuleBasedStateMachine):
         self.actor.check()
         core = self.actor
         waiting = list(core.queue.waiting.values())
-        assert self.index.room.promised == sum(waiter.lacking for waiter in waiting)
+        assert self.index.promised == sum(waiter.lacking for waiter in waiting)
         assert core.queue._sweeping or not self.index.sweeping, (
             "nothing brings back what a clear left"
         )
         leaving = sum(op.total for op in core.evictions._in_flight.values())
-        assert 0 <= self.index.room.coming <= leaving
+        assert 0 <= self.index.coming <= leaving
         space = core.queue.acquires
         for held in space.waits.values():
             path = held.message.path
@@ -769,8 +769,8 @@ class IndexMachine(RuleBasedStateMachine):
         assert not self.actor.context.unanswered, "an ask is kept although it has ended"
         state = self.index.tree.statistics()
         assert state["referenced"] == state["loading"] == state["offloading"] == 0
-        assert not self.index.room.reserved
-        assert self.index.room.free + state["device"] == self.index.pool.total
+        assert not self.index.reserved
+        assert self.index.free + state["device"] == self.index.pool.total
         assert self.index.tree.sweep_host(1), (
             "hints of before a restart of the host tier are never removed"
         )

@@ -54,7 +54,7 @@ def ask(state: PrefixIndex, taker: Taker, *, wait: bool = True) -> tuple[bool, l
 
 def releasing(state: PrefixIndex) -> WaitQueue:
     """Blocks of ended leases are on their way back: requests may wait for them."""
-    state.index.room.closing = 1
+    state.index.closing = 1
     return state.queue
 
 
@@ -64,7 +64,7 @@ def test_free_blocks_are_given_at_once():
     assert ask(state, taker) == (True, [])
     assert taker.given is not None
     assert len(taker.given) == 3
-    assert state.index.room.free == 1
+    assert state.index.free == 1
 
 
 def test_a_request_for_more_than_can_be_freed_is_refused_and_changes_nothing():
@@ -72,7 +72,7 @@ def test_a_request_for_more_than_can_be_freed_is_refused_and_changes_nothing():
     cache(state, 2)
     taker = Taker(1, 5)
     assert ask(state, taker) == (False, [])
-    assert state.index.room.free == 2
+    assert state.index.free == 2
     assert state.evictions.evicted == 0
 
 
@@ -86,8 +86,8 @@ def test_a_request_waits_for_the_copies_of_evicted_blocks():
     assert isinstance(offload, Offload)
     assert isinstance(timer, StartTimer)
     assert (timer.operation, timer.deadline) == (taker.wait, 5.0)
-    assert state.index.room.reserved == 1
-    assert state.index.room.promised == 2
+    assert state.index.reserved == 1
+    assert state.index.promised == 2
     state.evictions.finish(offload.op, b"\1\1")
     assert effects_of(state.queue.serve) == []
     assert taker.given is not None
@@ -126,7 +126,7 @@ def test_the_last_request_is_refused_once_no_block_can_become_free():
     state.index.take(4)
     ask(state, first)
     ask(state, last)
-    state.index.room.closing = 0
+    state.index.closing = 0
     state.index.pool.give([0, 1, 2])
     [error] = answers(effects_of(admission.serve))
     assert isinstance(error, NoRoom)
@@ -145,7 +145,7 @@ def test_a_deadline_ends_the_wait_that_it_belongs_to():
     [error] = answers(effects_of(admission.expire, 1, timer.message.ticket))
     assert isinstance(error, DeadlineExceeded)
     assert "1 lacking" in str(error)
-    assert state.index.room.free == 2
+    assert state.index.free == 2
 
 
 def test_a_cancelled_request_is_skipped():
@@ -162,8 +162,8 @@ def test_a_cancelled_request_is_skipped():
 
 def test_reserved_blocks_stay_free_and_are_not_given_to_others():
     state = core(4)
-    state.index.room.reserved = 3
-    assert state.index.room.free == 1
+    state.index.reserved = 3
+    assert state.index.free == 1
     assert ask(state, Taker(2, 2))[0] is False
     assert len(state.index.take_reserved(3)) == 3
 
@@ -206,10 +206,10 @@ def test_a_long_path_is_released_in_slices_and_a_pause_waits_for_them():
     [last] = effects_of(state.queue.release, lease.tree, lease.path)
     pause = Request()
     assert effects_of(state.queue.when_idle, partial(state.out.reply, pause, Ack())) == []
-    free = [state.index.room.free]
+    free = [state.index.free]
     while isinstance(last, NextSlice):
         [last] = work_of(state.out, last.work)
-        free.append(state.index.room.free)
+        free.append(state.index.free)
     assert free == [3, 6, 8], "some blocks a turn, the deepest first"
     assert last.envelope is pause
 
@@ -307,8 +307,8 @@ def test_the_queue_agrees_with_a_model(steps):
         given = [one.lease for one in takers if one.given is not None]
         assert sorted(given) == sorted(model.given)
         assert list(admission.waiting) == [one[0] for one in model.waiting]
-        assert state.index.room.promised == sum(one[1] for one in model.waiting)
-        assert state.index.room.free == model.free
+        assert state.index.promised == sum(one[1] for one in model.waiting)
+        assert state.index.free == model.free
         holding = [one for one in takers if one.lease not in ended and not one.gone]
         owned = [block for one in holding for block in one.given or ()]
         assert len(set(owned)) == len(owned)

@@ -59,7 +59,7 @@ def test_without_a_sink_nothing_is_sent(index):
     assert effects_of(news.removed, one.hashes(0, 2), Reason.DEVICE_DROP) == []
     assert (
         effects_of(news.cleared, Reason.CLEAR)
-        == effects_of(news.namespace_changed, "b")
+        == effects_of(news.report, NamespaceChanged("b"))
         == effects_of(news.announce_all)
         == []
     )
@@ -138,7 +138,7 @@ def test_changes_during_a_walk_are_sent_after_it(index):
     late = cached(index, 2, first=100)
     assert effects_of(news.cached, late, 0, 2, Reason.COMMIT) == []
     assert effects_of(news.removed, one.hashes(4, 5), Reason.DEVICE_DROP) == []
-    assert effects_of(news.namespace_changed, "b") == []
+    assert effects_of(news.report, NamespaceChanged("b")) == []
     sent = whole_walk(news, begun)
     assert [type(each) for each in sent[-3:]] == [PathCached, BlocksRemoved, NamespaceChanged]
     assert sent[-3].hashes == late.hashes(0, 2)

@@ -57,7 +57,7 @@ def test_the_turn_of_a_clear_returns_nothing_and_later_turns_return_a_bounded_nu
     effects = machine.turn(Clear())
     assert effects.answered[0].value.count == MANY + 5
     assert machine.index.pool.free == 2, "the turn of the clear went through the blocks"
-    assert machine.index.room.free == machine.index.pool.total
+    assert machine.index.free == machine.index.pool.total
     assert machine.actor.index_statistics().blocks_free == machine.index.pool.total
     steps = sweeps(machine)
     assert steps[:4] == [RECLAIMED_BLOCKS, RECLAIMED_BLOCKS, RECLAIMED_BLOCKS, 5]
@@ -78,7 +78,7 @@ def test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs() ->
         assert isinstance(refused, NoRoom)
         assert "15" in str(refused), "what a clear leaves can be had"
         assert isinstance(request(machine, 15, wait=wait), AcquireResult)
-        assert machine.index.room.free == 0
+        assert machine.index.free == 0
         machine.teardown()
 
 
@@ -138,7 +138,7 @@ def test_a_block_that_an_eviction_still_reads_comes_back_at_its_end_only() -> No
     finish(index.check_steps())
     index.sweep()
     assert not set(op.blocks) & set(index.pool._free), "a block is free that a copy still reads"
-    assert index.room.free == index.pool.free == 3
+    assert index.free == index.pool.free == 3
     assert not index.sweeping
     finish(index.check_steps())
     went, stayed = index.finish_evict(op, b"\0")

@@ -102,7 +102,7 @@ def test_an_abandoned_lease_is_announced_and_not_saved():
     state.commit(Commit(1, 2 * BLOCK), Request())
     kinds = [type(one) for one in messages(effects_of(state.abandon, Abandon(1)))]
     assert kinds == [PathCached]
-    assert (state.leases.abandoned, state.index.evictable(), state.index.room.free) == (1, 2, 6)
+    assert (state.leases.abandoned, state.index.evictable(), state.index.free) == (1, 2, 6)
     assert effects_of(state.abandon, Abandon(1)) == []
 
 
@@ -118,14 +118,14 @@ def test_a_preempted_request_is_not_counted_again():
 def test_an_end_refuses_the_waiting_asks_of_the_lease():
     state = core(4)
     granted(state)
-    state.index.room.closing = 1
+    state.index.closing = 1
     others = state.index.take(1)
     added = path(1, first=50)
     assert answers(effects_of(state.grow, Extend(1, 3 * BLOCK, added), Request())) == []
     errors = answers(effects_of(state.finish, Finish(1, None), Request()))
     assert isinstance(errors[0], LeaseEnded)
     assert not state.queue.waiting
-    assert state.index.room.free == 4 - len(others)
+    assert state.index.free == 4 - len(others)
 
 
 def test_a_long_lease_ends_in_parts():
@@ -140,4 +140,4 @@ def test_a_long_lease_ends_in_parts():
         actions = work_of(state.out, actions[-1].work)
     assert turns == [[PathCached], [PathCached], [Save]]
     assert answers(actions)[0].count == 3
-    assert state.index.room.closing == 0
+    assert state.index.closing == 0

@@ -28,14 +28,14 @@ def test_blocks_are_free_after_their_copies_only():
     state = core(4)
     cache(state, 4)
     offload = started(state, 3)
-    assert (state.index.room.free, state.index.room.coming, len(state.evictions)) == (
+    assert (state.index.free, state.index.coming, len(state.evictions)) == (
         0,
         3,
         1,
     )
     actions = effects_of(state.evictions.finish, offload.op, b"\1\1\0")
     assert gone(actions) == [(2, Reason.DEVICE_EVICTION), (1, Reason.DEVICE_DROP)]
-    assert (state.index.room.free, state.index.room.coming, len(state.evictions)) == (
+    assert (state.index.free, state.index.coming, len(state.evictions)) == (
         3,
         0,
         0,
@@ -48,7 +48,7 @@ def test_without_an_exclusive_host_tier_blocks_are_free_at_once():
     made = cache(state, 4)
     state.index.tree.host_blocks_added(made.hashes(3, 4))
     actions = effects_of(state.evictions.evict, 2)
-    assert (state.index.room.free, len(state.evictions)) == (2, 0)
+    assert (state.index.free, len(state.evictions)) == (2, 0)
     assert gone(actions) == [(1, Reason.DEVICE_EVICTION), (1, Reason.DEVICE_DROP)]
 
 
@@ -79,13 +79,13 @@ def test_stalled_copies_do_not_count_as_blocks_being_freed():
     state.evictions.stall()
     second = started(state, 1)
     assert (
-        state.index.room.coming,
+        state.index.coming,
         sum(op.total for op in state.evictions._in_flight.values()),
     ) == (1, 3)
     state.evictions.finish(first.op, bytes(2))
-    assert state.index.room.coming == 1
+    assert state.index.coming == 1
     state.evictions.finish(second.op, bytes(1))
-    assert state.index.room.coming == 0
+    assert state.index.coming == 0
 
 
 def test_a_restart_of_the_host_tier_frees_the_blocks_being_copied():
@@ -95,7 +95,7 @@ def test_a_restart_of_the_host_tier_frees_the_blocks_being_copied():
     started(state, 1)
     actions = effects_of(state.evictions.host_lost)
     assert gone(actions) == [(2, Reason.DEVICE_DROP), (1, Reason.DEVICE_DROP)]
-    assert (state.index.room.free, len(state.evictions), state.index.room.coming) == (
+    assert (state.index.free, len(state.evictions), state.index.coming) == (
         3,
         0,
         0,
@@ -108,11 +108,11 @@ def test_blocks_of_a_cleared_tree_are_freed_without_a_report():
     offload = started(state, 2)
     state.index.retire()
     assert effects_of(state.evictions.finish, offload.op, b"\1\1") == []
-    assert state.index.room.free == 4
+    assert state.index.free == 4
 
 
 def test_a_drop_frees_more_than_a_part_in_one_turn():
     state = core(8, part=2)
     cache(state, 8)
     assert gone(effects_of(state.evictions.drop, 5)) == [(5, Reason.DEVICE_DROP)]
-    assert state.index.room.free == 5
+    assert state.index.free == 5

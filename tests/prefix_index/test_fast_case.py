@@ -74,7 +74,7 @@ def test_a_request_leaves_as_it_came():
     assert answers(end(state, 1))[0].count == 2
     assert len(state.leases) == 0
     assert isinstance(answers(end(state, 1))[0], LeaseEnded)
-    assert (state.index.room.free, state.index.evictable()) == (6, 2)
+    assert (state.index.free, state.index.evictable()) == (6, 2)
     assert not list(state.check_steps())[1:]
 
 
@@ -103,7 +103,7 @@ def test_a_store_is_asked_for_blocks_that_it_may_have():
 
 def test_reserved_blocks_are_not_given_to_others():
     state = alone(4)
-    state.index.room.reserved = 3
+    state.index.reserved = 3
     assert isinstance(answers(ask(state, 1, 2))[0], NoRoom)
 
 
@@ -111,7 +111,7 @@ def test_a_request_that_leaves_too_few_blocks_free_evicts_ahead():
     state = alone(4, free_low=2, free_high=3)
     cache(state, 2)
     granted(state, 1, 1, first=100)
-    assert state.index.room.free == 3
+    assert state.index.free == 3
 
 
 def test_a_long_request_takes_several_turns():

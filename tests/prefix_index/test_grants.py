@@ -56,7 +56,7 @@ def test_a_prefix_on_the_device_is_hit():
     assert isinstance(granted, AcquireResult)
     assert (granted.cached_tokens, granted.pending, granted.device_hits) == (2 * BLOCK, False, 2)
     assert len(set(granted.blocks)) == 3
-    assert state.index.room.free == 8 - 3
+    assert state.index.free == 8 - 3
     assert state.leases.get(1) is not None
     assert cached.num_full_blocks == 2
 
@@ -80,7 +80,7 @@ def test_without_free_blocks_the_request_is_refused_and_nothing_changes():
     _, actions = request(state, 1, 3)
     [error] = answers(actions)
     assert isinstance(error, NoRoom)
-    assert (state.index.room.free, len(state.loads), len(state.leases)) == (2, 0, 0)
+    assert (state.index.free, len(state.loads), len(state.leases)) == (2, 0, 0)
     assert state.index_statistics().no_room == 1
     assert not state.in_use()
 
@@ -91,7 +91,7 @@ def test_the_caller_of_a_grant_that_has_gone_keeps_nothing():
     envelope = Request(message)
     envelope.cancel()
     state.acquire(message, envelope)
-    assert (state.index.room.free, len(state.leases)) == (4, 0)
+    assert (state.index.free, len(state.leases)) == (4, 0)
 
 
 def test_refused_requests_that_try_again_in_turn_are_all_granted():
@@ -201,7 +201,7 @@ def test_an_extend_in_the_wrong_place_or_during_another_is_refused():
     request(state, 1, 2)
     [error] = answers(extend(state, 1, 99, 1)[1])
     assert isinstance(error, LeaseBusy)
-    state.index.room.closing = 1  # blocks are on their way back
+    state.index.closing = 1  # blocks are on their way back
     state.index.take(1)
     first, actions = extend(state, 1, 2 * BLOCK, 2 * BLOCK)
     assert [type(one) for one in actions] == [StartTimer]
@@ -256,4 +256,4 @@ def test_a_long_request_takes_a_turn_a_part_and_begins_again_after_a_clear(clear
     assert granted.device_hits == (0 if clear else 4)
     assert len(set(granted.blocks)) == 7
     assert turns > 2
-    assert state.index.room.reserved == 0
+    assert state.index.reserved == 0

@@ -125,9 +125,9 @@ def test_an_overdue_load_keeps_its_targets_until_it_is_answered():
     assert isinstance(landed, ReadyResult)
     assert not set(landed.blocks) & set(targets)
     assert state.loads.overdue_loads == 1
-    assert state.index.room.free == 0
+    assert state.index.free == 0
     assert effects_of(state.loads.finish, op, 0, 0) == []
-    assert state.index.room.free == 2
+    assert state.index.free == 2
 
 
 @pytest.mark.parametrize("kept", [0, BLOCK, BLOCK + 1])

@@ -40,4 +40,4 @@ def test_every_position_of_a_request_has_a_block_after_a_load_ended_within_an_it
     tree.commit(second, 3)
     for path in (first, second):
         index.pool.give(tree.release(path))
-    assert index.evictable() + index.room.free == 16
+    assert index.evictable() + index.free == 16

@@ -31,10 +31,10 @@ class Recorder(TierPolicies):
         self.ended: list[tuple[int, int]] = []
         self.hints: list[Hints | None] = []
 
-    def end(self, tree, path, output_tokens: int, hints: Hints | None = None) -> None:
+    def end(self, tree, path, output_tokens: int, hints: Hints | None = None):
         self.ended.append((path.num_committed, output_tokens))
         self.hints.append(hints)
-        super().end(tree, path, output_tokens, hints)
+        return super().end(tree, path, output_tokens, hints)
 
 
 def recorded(blocks: int = 8) -> tuple[Any, Recorder]:
@@ -95,7 +95,7 @@ def test_hints_reach_the_policy_and_those_of_the_end_replace_the_first():
 @pytest.mark.parametrize(
     ("hints", "passed"),
     [
-        (None, ()),
+        (None, (False, -1.0)),
         (Hints(priority=1), (False, -1.0)),
         (Hints(session_ends=True), (True, -1.0)),
         (Hints(returns_in=2.5), (False, 2.5)),
@@ -110,11 +110,16 @@ def test_hints_of_a_return_reach_the_tree(hints, passed):
 class Times:
     """The calls that a tree gets."""
 
+    sharing = False
+
     def __init__(self) -> None:
         self.calls: list[Any] = []
 
     def advance(self, now: float) -> None:
         self.calls.append(now)
+
+    def hint(self, path: Any, priority: int, expiry: float) -> None:
+        assert path == "path"
 
     def touch(self, path: Any, output_tokens: int, *hints: Any) -> None:
         self.calls.append((path, output_tokens, *hints))
@@ -129,7 +134,7 @@ def test_the_tree_is_given_the_time_before_a_match_and_before_an_end():
         clock.at = 7.0
         one.end(calls, "path", 3, None)
         clock.at = 5.0
-    assert tree.calls == [5.0, 7.0, ("path", 3)]
+    assert tree.calls == [5.0, 7.0, ("path", 3, False, -1.0)]
     assert none.calls == []
 
 

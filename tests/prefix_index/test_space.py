@@ -203,7 +203,7 @@ class QueueMachine(RuleBasedStateMachine):
         space = self.core.queue.acquires
         there = [lease for lease, one in space.waits.items() if not one.envelope.abandoned]
         assert there == list(waiting), "the queue is not in the order of arrival"
-        assert self.core.index.room.free == self.free
+        assert self.core.index.free == self.free
         assert not self.core.queue.waiting
         assert not space.matching
 
@@ -265,11 +265,11 @@ def test_not_now_and_never_are_different_errors() -> None:
 def test_a_request_that_waits_is_counted_and_holds_nothing() -> None:
     state = core(4)
     ask(state, acquire(1, 3))
-    before = (state.index.tree.statistics(), state.index.room.free)
+    before = (state.index.tree.statistics(), state.index.free)
     [timer] = ask(state, acquire(2, 2, wait_for_room=True))
     assert isinstance(timer, StartTimer)
     assert (timer.deadline, state.index_statistics().waiting) == (10.0, 1)
-    assert (state.index.tree.statistics(), state.index.room.free) == before
+    assert (state.index.tree.statistics(), state.index.free) == before
     assert not state.in_use() or len(state.leases) == 1
 
 

@@ -143,7 +143,7 @@ class TablesMachine(RuleBasedStateMachine):
     def available(self) -> int:
         """Blocks that can be had at once."""
         evictable = 0 if self.offload else self.state.index.evictable()
-        return self.state.index.room.free + evictable
+        return self.state.index.free + evictable
 
     @rule(tokens=tokens_to_add, media=st.booleans(), name=st.sampled_from(["a", "b"]))
     def extend(self, tokens: list[int], media: bool, name: str) -> None:
@@ -164,7 +164,7 @@ class TablesMachine(RuleBasedStateMachine):
         message = Reserve(LEASE, position, position + count)
         needed = blocks_for(position + count) - self.model.table
         if needed > self.available():
-            if needed > self.state.index.room.free + self.state.index.evictable():
+            if needed > self.state.index.free + self.state.index.evictable():
                 before = self.lease.path.blocks()
                 actions = effects_of(self.state.grow, message, Request(message))
                 self.answer(actions, NoRoom)
@@ -178,7 +178,7 @@ class TablesMachine(RuleBasedStateMachine):
         kept = max(0, len(self.model.tokens) - less)
         if self.model.cuts(kept):
             return  # refused in the caller
-        before, free = self.lease.path.blocks(), self.state.index.room.free
+        before, free = self.lease.path.blocks(), self.state.index.free
         message = Truncate(LEASE, len(self.model.tokens), kept)
         actions = effects_of(self.state.truncate, message, Request(message))
         if kept < self.model.committed * BLOCK:
@@ -189,7 +189,7 @@ class TablesMachine(RuleBasedStateMachine):
         freed = self.model.truncate(kept)
         assert left == self.model.table
         assert self.lease.path.blocks() == before[:left]
-        assert self.state.index.room.free == free + freed
+        assert self.state.index.free == free + freed
 
     @rule(less=st.integers(0, BLOCK))
     def commit(self, less: int) -> None:
@@ -244,7 +244,7 @@ class TablesMachine(RuleBasedStateMachine):
             while self.state.index.sweeping:
                 self.state.index.sweep()
             in_tree = self.state.index.tree.statistics()["device"]
-            assert self.state.index.room.free + in_tree == DEVICE_BLOCKS
+            assert self.state.index.free + in_tree == DEVICE_BLOCKS
 
 
 def held(state: PrefixIndex, number: int) -> LeaseState:
@@ -331,7 +331,7 @@ def test_freed_blocks_go_to_the_request_that_waits():
     granted(state, 4 * BLOCK)
     path = Path(BLOCK, bytes(32))
     path.extend(list(range(100, 100 + 3 * BLOCK)))
-    state.index.room.closing = 1  # blocks are on their way back, so the request waits
+    state.index.closing = 1  # blocks are on their way back, so the request waits
     assert not answers(effects_of(state.acquire, *asked(Acquire(2, "r2", path, 10.0))))
     actions = effects_of(state.truncate, Truncate(LEASE, 4 * BLOCK, 3 * BLOCK), Request())
     assert [type(one) for one in answers(actions)] == [Ack, AcquireResult]
@@ -345,8 +345,8 @@ def test_very_many_blocks_are_given_back_in_parts():
     actions = effects_of(state.truncate, Truncate(LEASE, 1, 1), Request())
     turns = 1
     while works := [one for one in messages(actions) if isinstance(one, NextSlice)]:
-        assert state.index.room.free <= 10 + 4 * turns
+        assert state.index.free <= 10 + 4 * turns
         actions, turns = work_of(state.out, works[0].work), turns + 1
     assert turns == 5
-    assert state.index.room.free == 29
+    assert state.index.free == 29
     state.finish(Finish(LEASE, None), Request(Finish(LEASE)))

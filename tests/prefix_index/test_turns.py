@@ -230,12 +230,12 @@ def test_a_request_cancelled_between_two_parts_leaves_nothing(machine, turns):
     machine.whole(Abandon(message.lease))
     machine.finish_works()
     state = machine.index.tree.statistics()
-    assert (state["referenced"], machine.index.room.reserved, len(machine.actor.leases)) == (
+    assert (state["referenced"], machine.index.reserved, len(machine.actor.leases)) == (
         0,
         0,
         0,
     )
-    assert machine.index.room.free + state["device"] == machine.index.pool.total
+    assert machine.index.free + state["device"] == machine.index.pool.total
 
 
 @pytest.mark.parametrize("turns", range(0, STEPS, 3))

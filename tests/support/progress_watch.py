@@ -186,9 +186,9 @@ class ProgressWatch(Instrument):
         """Whether free blocks, and those that evictions free, are enough for a request now."""
         assert self._actor is not None
         core, index = self._actor, self._actor.index
-        unpromised = core.index.room.unpromised
+        unpromised = core.index.unpromised
         if not isinstance(message, Acquire):
-            return index.room.free + index.evictable() + unpromised >= len(message.leases)
+            return index.free + index.evictable() + unpromised >= len(message.leases)
         # A request that is computed in chunks needs fewer, as long as its cached blocks leave.
         path = message.path
         return index.fits(path, index.blocks_for(path.num_tokens), message.media)
