@@ -979,10 +979,11 @@ class PrefixIndex(Actor):
 
     # -- loads, evictions and saves
 
-    @on(Ready)
-    @on(LayerReady)
-    def ready(self, message: Ready | LayerReady, envelope: Envelope[Any]) -> None:
+    def wait_for_loads(self, message: Ready | LayerReady, envelope: Envelope[Any]) -> None:
         self.leases.wait(message, envelope)
+
+    ready = on(Ready)(wait_for_loads)
+    layer_ready = on(LayerReady)(wait_for_loads)
 
     @on(Loaded)
     def loaded(self, message: Loaded) -> None:
