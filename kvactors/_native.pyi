@@ -651,12 +651,7 @@ class SlabQueue:
         """Set the memory whose slots may be moved to their ends."""
 
     def submit(
-        self,
-        writes: bool,
-        direct: bool,
-        slots: list[int],
-        views: list[memoryview],
-        records: bytes,
+        self, writes: bool, direct: bool, slots: list[int], views: list[memoryview], records: bytes
     ) -> int:
         """Begin to move objects. Returns the job's number. The views are referenced until the job
         has been returned by `take_ended`.

@@ -337,12 +337,7 @@ def main(options: Options) -> int:
     except ExceptionGroup as group:
         print(f"FAILED: a run ended early: {first_fault(group)!r}", file=sys.stderr)
         return 1
-    said = complaints(
-        plain,
-        cached,
-        speculate=options.speculate,
-        chunked=options.chunk_tokens > 0,
-    )
+    said = complaints(plain, cached, speculate=options.speculate, chunked=options.chunk_tokens > 0)
     console = Console()
     console.print(table(plain, cached))
     if options.json:

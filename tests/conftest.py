@@ -62,16 +62,13 @@ def pytest_configure(config: pytest.Config) -> None:
         "engines: runs real inference engines; needs --interop DIR (docs/contributing.md)",
     )
     config.addinivalue_line(
-        "markers",
-        "engines_full: as `engines`, for cases that take too long for every change",
+        "markers", "engines_full: as `engines`, for cases that take too long for every change"
     )
     config.addinivalue_line(
-        "markers",
-        "programs: runs Debian's chromium or prometheus (docs/contributing.md)",
+        "markers", "programs: runs Debian's chromium or prometheus (docs/contributing.md)"
     )
     config.addinivalue_line(
-        "markers",
-        "traces: replays whole request traces; needs --traces DIR (docs/contributing.md)",
+        "markers", "traces: replays whole request traces; needs --traces DIR (docs/contributing.md)"
     )
 
 

@@ -160,13 +160,7 @@ def measure(modules: list[Module]) -> list[dict[str, Any]]:
 
 def print_shape(rows: list[dict[str, Any]], groups: list[list[str]], console: Console) -> None:
     """The table and the import cycles."""
-    titles = (
-        "package",
-        "modules",
-        "lines",
-        "code",
-        "function lines\np50 / p90 / max",
-    )
+    titles = ("package", "modules", "lines", "code", "function lines\np50 / p90 / max")
     cells = (
         (
             row["package"],

@@ -36,10 +36,7 @@ EXTENSION_POINTS = (
     HostDevice,
     TensorDevice,
 )
-TABLES = (
-    *(type(default) for default in Config.__struct_defaults__),
-    *AnySinkConfig.__args__,
-)
+TABLES = (*(type(default) for default in Config.__struct_defaults__), *AnySinkConfig.__args__)
 CLASSES = tuple(
     dict.fromkeys(
         kind

@@ -298,10 +298,7 @@ def test_a_real_cache_fills_every_part():
     assert view["tiers"][0]["evicted_per_s"] > 0
     assert {
         one["route"] for one in view["transfers"] if one["bytes_per_s"] and one["p99_s"] is not None
-    } >= {
-        "device_to_host",
-        "host_to_device",
-    }
+    } >= {"device_to_host", "host_to_device"}
     assert {one["operation"] for one in view["latencies"]} == {
         *("acquire", "ready", "load", "offload", "save", "request")
     }

@@ -304,10 +304,7 @@ class HostShares:
     # -- the choice
 
     def candidates(
-        self,
-        policy: Iterable[HostBlock],
-        incoming: Mapping[int, int],
-        taken: Mapping[int, int],
+        self, policy: Iterable[HostBlock], incoming: Mapping[int, int], taken: Mapping[int, int]
     ) -> Iterator[tuple[HostBlock, float]]:
         """Resident blocks, the first to evict first, some of them twice, each with the most blocks
         to evict by it. taken: blocks chosen so far, by salt, changed by the caller between two
@@ -483,10 +480,7 @@ class HostTier:
         return landed
 
     def victims(
-        self,
-        count: int,
-        protected: Container[bytes] = (),
-        incoming: Mapping[int, int] = NOTHING,
+        self, count: int, protected: Container[bytes] = (), incoming: Mapping[int, int] = NOTHING
     ) -> list[HostBlock]:
         """Choose up to `count` blocks to evict: not in use, not protected, not pinned, without
         resident children that stay. First those whose time is over, then those of salts above their

@@ -13,15 +13,7 @@ from msgspec.structs import replace
 
 from kvactors.cache import KVCache
 from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
-from kvactors.testing.faults import (
-    LASTING,
-    STEPPED,
-    Drawn,
-    Fault,
-    Kind,
-    RankKind,
-    SinkKind,
-)
+from kvactors.testing.faults import LASTING, STEPPED, Drawn, Fault, Kind, RankKind, SinkKind
 from kvactors.testing.loop import SimLoop
 
 DRAWN: tuple[Kind, ...] = get_args(Drawn)

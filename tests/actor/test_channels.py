@@ -10,20 +10,9 @@ import pytest
 from kvactors.actor import edges
 from kvactors.cpu_evictor.messages import HostReply, HostRequest
 from kvactors.flush_notifier.messages import Report
-from kvactors.gpu_swapper.messages import (
-    CopiedWithin,
-    Copy,
-    CopyReply,
-    CopyWithin,
-    DataPlaneStatus,
-)
+from kvactors.gpu_swapper.messages import CopiedWithin, Copy, CopyReply, CopyWithin, DataPlaneStatus
 from kvactors.prefix_index.messages import IndexAsk, IndexRequest
-from kvactors.storage.messages import (
-    DeviceStoreMessage,
-    ReaderMessage,
-    StorageReply,
-    WriterMessage,
-)
+from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
 from tests.docs.generators.messages import ACTORS
 
 CHANNELS = {

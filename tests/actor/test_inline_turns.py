@@ -395,12 +395,7 @@ async def test_an_ask_beyond_the_bound_waits_for_a_pass(monkeypatch):
         await passes()
         before = system.supervisor.actor("server").statistics().channel.peak
         assert [await ask(system, Ping(value)) for value in (10, 11, 12, -5)] == [11, 12, 13, -4]
-        assert seen(system)[2:] == [
-            ("inline", 10),
-            ("inline", 11),
-            ("inline", 12),
-            ("inline", -5),
-        ]
+        assert seen(system)[2:] == [("inline", 10), ("inline", 11), ("inline", 12), ("inline", -5)]
         assert system.supervisor.actor("server").statistics().channel.peak == before, (
             "an ask went through the channel"
         )

@@ -41,10 +41,7 @@ VARIABLES = {
         "SGLANG_USE_CPU_ENGINE": "1",
     },
 }
-PEERS = {
-    "vllm": "vLLM's allocate_slots, same run",
-    "sglang": "SGLang's alloc_decode, same run",
-}
+PEERS = {"vllm": "vLLM's allocate_slots, same run", "sglang": "SGLang's alloc_decode, same run"}
 
 
 async def step_all(cache: kvactors.KVCache, leases: list[Lease], row: list[int]) -> None:

@@ -101,10 +101,7 @@ class RustTree:
         module = self._module
         self._tree = None
         params = module.TreeCoreInitParamsBinding(
-            eviction_policy="lru",
-            page_size=block_size,
-            device="cpu",
-            enable_kv_cache_events=hashes,
+            eviction_policy="lru", page_size=block_size, device="cpu", enable_kv_cache_events=hashes
         )
         self._tree = module.RustUnifiedTreeCoreBinding(params, [0])
         self._events, self._stored = hashes, 0

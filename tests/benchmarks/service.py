@@ -205,13 +205,7 @@ class Peer:
         names = {"what": PEERS[name], "hint": HOW}
         self.name = name
         self._process = ChildProcess(
-            python,
-            "service_child.py",
-            name,
-            **names,
-            limit=600.0,
-            ending=30.0,
-            variables=VARIABLES,
+            python, "service_child.py", name, **names, limit=600.0, ending=30.0, variables=VARIABLES
         )
         self.close = self._process.close
 

@@ -53,7 +53,7 @@ def kinds():
             *(b"1", np.float64("nan"), np.bool_(True), *odd[:3]),
         ],
         "text": [
-            *(5, 1.0, True, b"x", ["x"], "\ud800", more, np.array(["x"]), {"x"}, object(), Odd()),
+            *(5, 1.0, True, b"x", ["x"], "\ud800", more, np.array(["x"]), {"x"}, object(), Odd())
         ],
         "flag": [0, 1, None, "yes", 1.0, [], object(), np.int8(1), np.array([True])],
         "tokens": [

@@ -221,9 +221,7 @@ async def test_an_index_that_restarts_during_the_sleep_admits_nothing():
 async def test_the_host_arena_gives_its_memory_back(tmp_path):
     size = 64 << 20
     config = settings(
-        device=4,
-        host={"slots": size // 4096, "transit_slots": 16},
-        storage=stored(tmp_path),
+        device=4, host={"slots": size // 4096, "transit_slots": 16}, storage=stored(tmp_path)
     )
     async with kvactors.open(config) as cache:
         before = resident_bytes()

@@ -69,12 +69,7 @@ FAULTS = {
 
 
 def stored(folder: Path, **storage):
-    return {
-        "backend": "file",
-        "directory": str(folder),
-        "write_policy": "write_through",
-        **storage,
-    }
+    return {"backend": "file", "directory": str(folder), "write_policy": "write_through", **storage}
 
 
 async def serve_all(cache, *, settle=True):

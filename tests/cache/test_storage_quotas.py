@@ -28,22 +28,14 @@ HOST = {"slots": 4, "transit_slots": 8}
 
 
 def store(capacity=8, kind="memory", **more):
-    return {
-        "backend": kind,
-        "capacity_blocks": capacity,
-        "write_policy": "write_through",
-        **more,
-    }
+    return {"backend": kind, "capacity_blocks": capacity, "write_policy": "write_through", **more}
 
 
 def stored(cache: KVCache, number, *, salt=None, blocks=2) -> int:
     """Leading blocks of a prompt that the store has."""
     roots = cache.system.roots
     path, _ = kvactors.checks.request_path(
-        BLOCK,
-        roots.root(kvactors.checks.request_scope(salt, None)),
-        tokens_of(number, blocks),
-        (),
+        BLOCK, roots.root(kvactors.checks.request_scope(salt, None)), tokens_of(number, blocks), ()
     )
     hashes = path.hashes(0, blocks)
     names = [hashes[at : at + 32] for at in range(0, len(hashes), 32)]

@@ -111,13 +111,7 @@ async def run(setting: Setting, tally: Tally) -> None:
 
 
 async def one_fault(
-    cache: KVCache,
-    service: Service,
-    fault: Fault,
-    setting: Setting,
-    tally: Tally,
-    *,
-    visible: bool,
+    cache: KVCache, service: Service, fault: Fault, setting: Setting, tally: Tally, *, visible: bool
 ) -> None:
     """Requests are served during it, and health shows it and its end."""
     served = tally.finished

@@ -85,10 +85,7 @@ def test_every_number_has_a_range():
 def test_numbers_out_of_range_are_named(name):
     meta = RANGES[name]
     is_float = isinstance(dict(LEAVES)[name], float)
-    beyond = [
-        (meta.gt if meta.ge is None else meta.ge - 1),
-        meta.le + 1 + meta.le / 1000,
-    ]
+    beyond = [(meta.gt if meta.ge is None else meta.ge - 1), meta.le + 1 + meta.le / 1000]
     if is_float:
         beyond += [float("nan"), float("inf"), -float("inf")]
     else:

@@ -7,15 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvactors.cpu_evictor.requests import (
-    CLEAR,
-    COPY,
-    READ,
-    READ_PROBE,
-    WRITE,
-    WRITE_PROBE,
-    Kind,
-)
+from kvactors.cpu_evictor.requests import CLEAR, COPY, READ, READ_PROBE, WRITE, WRITE_PROBE, Kind
 from kvactors.cpu_evictor.slots import SlotState
 from kvactors.data_plane.base import Direction
 from kvactors.storage.messages import ClearStore, DeviceFetched, DeviceSaved, StoreCleared

@@ -101,12 +101,7 @@ WORK = {
         2,
         0,
     ),
-    "save": (
-        "save",
-        lambda plane, generation: plane.save(generation, b"", 0, (1, 2), 1.0),
-        2,
-        0,
-    ),
+    "save": ("save", lambda plane, generation: plane.save(generation, b"", 0, (1, 2), 1.0), 2, 0),
 }
 
 

@@ -38,10 +38,7 @@ MOST_SCOPES = st.just(PLAIN) | st.builds(
     RequestScope, NAMES, NAMES, st.none() | st.integers(-(2**31), 2**31) | NUMBER
 )
 ITEMS = st.lists(
-    st.tuples(
-        st.binary(max_size=40) | TEXT | st.integers(0, 2**70),
-        st.integers(-300, 300),
-    ),
+    st.tuples(st.binary(max_size=40) | TEXT | st.integers(0, 2**70), st.integers(-300, 300)),
     min_size=1,
     max_size=3,
 )
@@ -210,15 +207,7 @@ def test_heads_of_arrays_of_any_length(count):
     expected = kv_reference.events(config, count, task, 1)
     assert encoder.batch(0.5, [encoder.event(task)]) == kv_reference.batch(0.5, expected, 0)
     removed = FlushTask(
-        b"",
-        0,
-        count,
-        bytes(32 * count),
-        bytes(32),
-        Residency.GONE,
-        Tier.DEVICE,
-        Reason.COMMIT,
-        1,
+        b"", 0, count, bytes(32 * count), bytes(32), Residency.GONE, Tier.DEVICE, Reason.COMMIT, 1
     )
     if count:
         expected = kv_reference.events(config, 1, removed, count)

@@ -392,10 +392,7 @@ async def test_a_snapshot_and_the_later_events_give_the_whole_state(tmp_path):
         records = [msgspec.msgpack.decode(frames[-1])[1][0] for frames in parts]
         assert [
             (r["type"], r["epoch"], r["next_sequence"], r["part"], r["last"]) for r in records
-        ] == [
-            ("Snapshot", 7, 1, 0, False),
-            ("Snapshot", 7, 1, 1, True),
-        ]
+        ] == [("Snapshot", 7, 1, 0, False), ("Snapshot", 7, 1, 1, True)]
         mirror = Mirror()
         mirror.restart(1)
         mirror.apply(decode_batch(msgspec.msgpack.encode([0.0, records[0]["events"], 0]))[1])

@@ -148,11 +148,7 @@ def test_a_parent_in_the_same_batch_is_not_forgotten_before_it_is_remembered():
 
 def test_a_refused_clear_does_not_bring_back_forgotten_entries():
     book = ledger(PER_TIER, PER_TIER, idle_limit=1, takes_clear=[0])
-    do(
-        book.announce(
-            announced(0),
-        )
-    )
+    do(book.announce(announced(0)))
     tell(book)
     settle(book, 1)
     do(book.lose(names(0)[0], Tier.DEVICE, Reason.DEVICE_DROP))

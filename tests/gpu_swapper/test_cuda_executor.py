@@ -509,9 +509,7 @@ async def test_closing_waits_for_copies_in_flight(fake):
 
 async def test_a_cache_on_gpu_memory_brings_the_right_bytes_back(fake, monkeypatch):
     monkeypatch.setattr(
-        local,
-        "make_engine",
-        lambda device, arena, config, *, inline: CudaCopyEngine(device, arena),
+        local, "make_engine", lambda device, arena, config, *, inline: CudaCopyEngine(device, arena)
     )
     layout = GQALayout(2, 2, 32, 16, "bfloat16")
     device = CudaDevice.allocate(layout, 6, driver=CudaDriver(fake.path))

@@ -341,12 +341,7 @@ async def test_a_stream_waits_for_all_layers_in_place_of_the_caller(fake, monkey
         fake.gate(1)
         await asyncio.sleep(HELD)
         assert found == [], "the stream has not waited for the last layer"
-        for call in (
-            lease.commit(80),
-            lease.finish(80),
-            lease.preempt(80),
-            lease.fork(),
-        ):
+        for call in (lease.commit(80), lease.finish(80), lease.preempt(80), lease.fork()):
             with pytest.raises(NotReady):
                 await call
         fake.gate(-1)

@@ -17,12 +17,7 @@ import pytest
 
 from kvactors import ConfigError
 from kvactors.integrations.sglang import pages as page_store_module
-from kvactors.integrations.sglang.pages import (
-    HostPages,
-    PageRegion,
-    PageStore,
-    find_prefixes,
-)
+from kvactors.integrations.sglang.pages import HostPages, PageRegion, PageStore, find_prefixes
 from kvactors.integrations.sglang.settings import (
     check_shared,
     is_replicated,

@@ -115,8 +115,7 @@ def test_pages_of_a_device_pool() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("kv_cache_layout", "hnd"), ("k_scale_buffer", []), ("k_buffer", [])],
+    ("name", "value"), [("kv_cache_layout", "hnd"), ("k_scale_buffer", []), ("k_buffer", [])]
 )
 def test_a_device_pool_with_pages_of_another_form_is_refused(name: str, value: Any) -> None:
     pool = MHATokenToKVPool()

@@ -160,9 +160,4 @@ def test_the_origin_of_an_environment_is_readable(tmp_path: Path) -> None:
 def test_missing_debian_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda _: None)
     monkeypatch.setattr(making, "find_library", lambda name: name if name == "numa" else None)
-    assert making.missing_packages() == [
-        "util-linux",
-        "iproute2",
-        "etcd-server",
-        "libibverbs1",
-    ]
+    assert making.missing_packages() == ["util-linux", "iproute2", "etcd-server", "libibverbs1"]

@@ -52,14 +52,7 @@ class TreeMachine(PathRules):
         end=st.sampled_from(["ended", "ended", "stays"]),
     )
     def request_in_one_step(
-        self,
-        kinds: list[int],
-        more: int,
-        limit: int,
-        least: int,
-        free: int,
-        other: bool,
-        end: str,
+        self, kinds: list[int], more: int, limit: int, least: int, free: int, other: bool, end: str
     ) -> None:
         """A request that finds what is on the device only, from its match to its end."""
         index = len(self.leases)

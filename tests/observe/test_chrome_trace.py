@@ -87,10 +87,7 @@ def recorded(tmp_path, work, **options):
     trace = ChromeTrace(**options)
 
     async def run():
-        async with (
-            opened(inline=True, host=HOST, storage=STORE) as cache,
-            trace.observing(cache),
-        ):
+        async with opened(inline=True, host=HOST, storage=STORE) as cache, trace.observing(cache):
             await work(cache)
             await cache.wait_idle()
 

@@ -112,14 +112,7 @@ def test_structlogs_settings_are_honoured_and_local_variables_are_not_logged():
 
 def test_no_module_logs_past_the_packages_logger():
     own = {"log.py"}
-    tools = {
-        "scenario",
-        "testing",
-        "__main__.py",
-        "cli.py",
-        "top.py",
-        "settings_report.py",
-    }
+    tools = {"scenario", "testing", "__main__.py", "cli.py", "top.py", "settings_report.py"}
     found = [
         file.name
         for file in PACKAGE.rglob("*.py")

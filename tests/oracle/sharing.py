@@ -35,10 +35,7 @@ def draw_hints(world: World, rng: random.Random) -> Hints | None:
     if pin:
         ttl = rng.choice((0.001, 0.02, None)) if drawn.pins_end else None
     return Hints(
-        priority=rng.choice((-2, -1, 0, 0, 1, 2)),
-        ttl=ttl,
-        pin=pin,
-        session_ends=rng.random() < 0.1,
+        priority=rng.choice((-2, -1, 0, 0, 1, 2)), ttl=ttl, pin=pin, session_ends=rng.random() < 0.1
     )
 
 

@@ -151,12 +151,7 @@ def changed(symbol, old, new):
     [
         ("LIMIT", "4", "5", ["LIMIT = 5"]),
         ("Store.free", "return self.size - (self.used + self.held)", "pass", ["        pass"]),
-        (
-            "Store.free",
-            "self.used + self.held",
-            "self.used",
-            ["            self.used"],
-        ),
+        ("Store.free", "self.used + self.held", "self.used", ["            self.used"]),
         ("Store.take", "note(count, at=self.now())", "note()", ["        self.note()"]),
         ("Store.take", "if count > LIMIT:\n    raise ValueError(count)", "", []),
         (

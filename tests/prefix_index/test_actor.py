@@ -118,14 +118,7 @@ def test_a_request_from_acquire_to_finish():
 
 @pytest.mark.parametrize(
     "message",
-    [
-        Commit(9, 0),
-        Finish(9),
-        Preempt(9, 0),
-        Ready(9),
-        LayerReady(9, 0),
-        Extend(9, 0, path(1)),
-    ],
+    [Commit(9, 0), Finish(9), Preempt(9, 0), Ready(9), LayerReady(9, 0), Extend(9, 0, path(1))],
     ids=lambda message: type(message).__name__,
 )
 def test_a_call_of_a_lease_that_has_ended_is_refused(message):

@@ -28,18 +28,10 @@ def test_blocks_are_free_after_their_copies_only():
     state = core(4)
     cache(state, 4)
     offload = started(state, 3)
-    assert (state.index.free, state.index.coming, len(state.evictions)) == (
-        0,
-        3,
-        1,
-    )
+    assert (state.index.free, state.index.coming, len(state.evictions)) == (0, 3, 1)
     actions = effects_of(state.evictions.finish, offload.op, b"\1\1\0")
     assert gone(actions) == [(2, Reason.DEVICE_EVICTION), (1, Reason.DEVICE_DROP)]
-    assert (state.index.free, state.index.coming, len(state.evictions)) == (
-        3,
-        0,
-        0,
-    )
+    assert (state.index.free, state.index.coming, len(state.evictions)) == (3, 0, 0)
     assert not state.evictions.finish(offload.op, b"\1\1\0")
 
 
@@ -78,10 +70,10 @@ def test_stalled_copies_do_not_count_as_blocks_being_freed():
     first = started(state, 2)
     state.evictions.stall()
     second = started(state, 1)
-    assert (
-        state.index.coming,
-        sum(op.total for op in state.evictions._in_flight.values()),
-    ) == (1, 3)
+    assert (state.index.coming, sum(op.total for op in state.evictions._in_flight.values())) == (
+        1,
+        3,
+    )
     state.evictions.finish(first.op, bytes(2))
     assert state.index.coming == 1
     state.evictions.finish(second.op, bytes(1))
@@ -95,11 +87,7 @@ def test_a_restart_of_the_host_tier_frees_the_blocks_being_copied():
     started(state, 1)
     actions = effects_of(state.evictions.host_lost)
     assert gone(actions) == [(2, Reason.DEVICE_DROP), (1, Reason.DEVICE_DROP)]
-    assert (state.index.free, len(state.evictions), state.index.coming) == (
-        3,
-        0,
-        0,
-    )
+    assert (state.index.free, len(state.evictions), state.index.coming) == (3, 0, 0)
 
 
 def test_blocks_of_a_cleared_tree_are_freed_without_a_report():

@@ -11,14 +11,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from kvactors.cpu_evictor.messages import LayersLoaded, Loaded
 from kvactors.errors import LeaseEnded
-from kvactors.prefix_index.messages import (
-    Abandon,
-    Ack,
-    Commit,
-    Finish,
-    LayerReady,
-    Ready,
-)
+from kvactors.prefix_index.messages import Abandon, Ack, Commit, Finish, LayerReady, Ready
 from tests.prefix_index.index_machine import BLOCK, LONGEST, IndexMachine
 
 
@@ -258,10 +251,7 @@ class Walk:
                     machine.leases and machine.step(which, number(BLOCK + 2), draw([None, 0, 1]))
                 ),
             ),
-            (
-                2,
-                lambda: machine.leases and machine.fork(which, number(2) + 1, draw([0, 0, 0, 1])),
-            ),
+            (2, lambda: machine.leases and machine.fork(which, number(2) + 1, draw([0, 0, 0, 1]))),
             (1, lambda: machine.cancel_fork(which)),
             (3, lambda: machine.copies and machine.copied(which, draw([(), (), (0,)]))),
             (2, lambda: machine.leases and machine.ready(which)),

@@ -121,8 +121,7 @@ class TablesMachine(RuleBasedStateMachine):
         self.model = Model(tokens)
         path, _ = request_path(BLOCK, bytes(32), tokens, ())
         self.answer(
-            effects_of(self.state.acquire, *asked(Acquire(LEASE, "r", path, 10.0))),
-            AcquireResult,
+            effects_of(self.state.acquire, *asked(Acquire(LEASE, "r", path, 10.0))), AcquireResult
         )
         self.lease = held(self.state, LEASE)
         self.model.committed = self.lease.path.num_committed

@@ -230,11 +230,7 @@ def test_a_request_cancelled_between_two_parts_leaves_nothing(machine, turns):
     machine.whole(Abandon(message.lease))
     machine.finish_works()
     state = machine.index.tree.statistics()
-    assert (state["referenced"], machine.index.reserved, len(machine.actor.leases)) == (
-        0,
-        0,
-        0,
-    )
+    assert (state["referenced"], machine.index.reserved, len(machine.actor.leases)) == (0, 0, 0)
     assert machine.index.free + state["device"] == machine.index.pool.total
 
 

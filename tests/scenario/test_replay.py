@@ -69,8 +69,7 @@ async def test_retain_learns_in_the_time_of_the_trace(tmp_path):
     path, rates = trace(tmp_path / "t.jsonl", *cycle(100)), {}
     for policy in ("lru", "retain"):
         used = msgspec.structs.replace(
-            config(device=30, host=0),
-            device=DeviceConfig(num_blocks=30, policy=policy),
+            config(device=30, host=0), device=DeviceConfig(num_blocks=30, policy=policy)
         )
         report = await replay(path, used)
         assert not report.errors

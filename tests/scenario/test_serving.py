@@ -266,8 +266,7 @@ async def test_blocks_are_computed_and_verified_beside_the_loop(tmp_path, monkey
     note("check")
     rows = [(i, 1, [10 * (i % 3) + j for j in range(6)]) for i in range(9)]
     report = await replay(
-        write_trace(tmp_path / "t.jsonl", *rows),
-        config(replay={"mode": "timed", "speed": 100}),
+        write_trace(tmp_path / "t.jsonl", *rows), config(replay={"mode": "timed", "speed": 100})
     )
     assert report.verified_blocks > 0
     assert gc.isenabled()

@@ -106,12 +106,7 @@ def run_simulate(
 
 
 def _check(
-    seeds: int,
-    first: int,
-    minutes: float | None,
-    processes: int,
-    seed: int | None,
-    direct: float,
+    seeds: int, first: int, minutes: float | None, processes: int, seed: int | None, direct: float
 ) -> None:
     if not 0 <= direct <= 1:
         raise ConfigError(f"--direct must be from 0 to 1, not {direct}")

@@ -57,9 +57,7 @@ def with_sharing(drawn: Draw) -> Draw:
     if _keeps_quotas(drawn):
         quota = _with_storage(random.Random(f"storage quota {drawn.seed}"), quota)
     config = msgspec.structs.replace(
-        drawn.config,
-        quota=quota,
-        hints=HintsConfig(rng.choice((0.1, 0.25, 0.25, 0.5, 1.0))),
+        drawn.config, quota=quota, hints=HintsConfig(rng.choice((0.1, 0.25, 0.25, 0.5, 1.0)))
     )
     return drawn._replace(config=config, extra=extra)
 

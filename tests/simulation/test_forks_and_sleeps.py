@@ -9,13 +9,7 @@ import pytest
 
 from tests.simulation import run_seed
 
-REACHED = (
-    "forked",
-    "branch computed",
-    "pinned",
-    "clear salt compared",
-    "evictions by a quota",
-)
+REACHED = ("forked", "branch computed", "pinned", "clear salt compared", "evictions by a quota")
 
 
 @pytest.mark.parametrize("first", [0, 34, 330])

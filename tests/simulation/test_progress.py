@@ -65,11 +65,7 @@ def commit_alone(index, message, envelope):
         ("overtaken too often", (WaitQueue, "spare"), lambda *_: inf),
         ("is refused", (WaitQueue, "spare"), lambda _, heads: 0 if heads else inf),
         ("waits for room, and fits", (WaitQueue, "look_again"), lambda _: []),
-        (
-            "waits for room, and fits",
-            (PrefixIndex, "commit"),
-            commit_alone,
-        ),
+        ("waits for room, and fits", (PrefixIndex, "commit"), commit_alone),
     ],
 )
 def test_a_breach_is_caught(what, method, broken, monkeypatch):

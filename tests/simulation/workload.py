@@ -493,9 +493,7 @@ class Served:
         media: tuple[Media, ...] = ((len(drafts) - 1, 1, "still"),) if drafts else ()
         media = media if rng.random() < 0.3 else ()
         await ask(
-            "extend",
-            lambda: lease.extend(drafts, extra_keys=media, deadline=deadline),
-            deadline,
+            "extend", lambda: lease.extend(drafts, extra_keys=media, deadline=deadline), deadline
         )
         kept = rng.randint(before, lease.num_tokens) if rng.random() < 0.8 else self.committed
         await ask("truncate", lambda: lease.truncate(kept, deadline=2.0), 2.0)

@@ -189,10 +189,7 @@ class World:
         return self.stores[int(number or 0)] if self.stores else self.service
 
     def _troublesome(self) -> list[StoreFaults]:
-        return [
-            *self.stores,
-            *([] if self.service is None else [self.service]),
-        ]
+        return [*self.stores, *([] if self.service is None else [self.service])]
 
     # -- the end of all faults
 

@@ -265,8 +265,7 @@ async def test_a_table_of_another_program_in_the_place_of_a_deleted_one_gives_no
 
 
 @pytest.mark.parametrize(
-    ("step", "number"),
-    [("payload", 28), ("payload", 30), ("entry", 28), ("entry", 5), ("sync", 5)],
+    ("step", "number"), [("payload", 28), ("payload", 30), ("entry", 28), ("entry", 5), ("sync", 5)]
 )
 async def test_a_full_or_failing_disk_leaves_nothing_behind(tmp_path, step, number):
     async with opened(tmp_path, durability="synced") as bench:

@@ -464,8 +464,7 @@ def test_a_value_in_mooncakes_file_that_is_no_boolean_is_named(tmp_path, value):
     path.write_bytes(msgspec.json.encode({"payload_checksums": value}))
     with pytest.raises(ConfigError, match="payload_checksums"):
         resolve(
-            MooncakeConfig(master_server_address="10.0.0.1:1"),
-            {"MOONCAKE_CONFIG_PATH": str(path)},
+            MooncakeConfig(master_server_address="10.0.0.1:1"), {"MOONCAKE_CONFIG_PATH": str(path)}
         )
 
 
@@ -559,8 +558,7 @@ def test_only_objects_that_arrived_whole_are_compared(verifies, codes, data):
 
 
 @pytest.mark.parametrize(
-    ("code", "outcome"),
-    [(0, Outcome.OK), (NO_SPACE, Outcome.NO_SPACE), (NOT_FOUND, Outcome.MISS)],
+    ("code", "outcome"), [(0, Outcome.OK), (NO_SPACE, Outcome.NO_SPACE), (NOT_FOUND, Outcome.MISS)]
 )
 def test_outcomes_of_codes(code, outcome):
     assert outcome_of(code) == outcome

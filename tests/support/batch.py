@@ -378,11 +378,7 @@ class Batch(ABC):
         rng, rows = self.rng, self.rows
         steps: list[Any] = [Step(one.lease, [1]) for one in rows if one is not row]
         bad = rng.choice(
-            (
-                Step(row.lease, *rng.choice(BAD)(row)),
-                *([steps[0]] if steps else []),
-                row.lease,
-            )
+            (Step(row.lease, *rng.choice(BAD)(row)), *([steps[0]] if steps else []), row.lease)
         )
         steps.insert(rng.randrange(len(steps) + 1), bad)
         try:

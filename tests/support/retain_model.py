@@ -515,13 +515,7 @@ class RetainModel:
         return -density if self.invert else density
 
     def _touch(
-        self,
-        ids: Sequence[int],
-        gap: float,
-        output: int,
-        *,
-        partial: bool,
-        hints: dict[str, Any],
+        self, ids: Sequence[int], gap: float, output: int, *, partial: bool, hints: dict[str, Any]
     ) -> None:
         """Make new runs of the whole path."""
         classes = []

@@ -58,12 +58,7 @@ class SimRank:
     shut, no message goes either way. starts: how often it was started."""
 
     def __init__(
-        self,
-        config: Config,
-        rank: int,
-        *,
-        store: Backend | None = None,
-        latency: Latency = instant,
+        self, config: Config, rank: int, *, store: Backend | None = None, latency: Latency = instant
     ) -> None:
         self.config = config
         self.rank = rank

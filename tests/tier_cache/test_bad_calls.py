@@ -52,11 +52,7 @@ class Text(str):
 
 
 def state(cache: TierCache) -> Any:
-    return (
-        cache.statistics(),
-        cache.copies_in_flight(),
-        cache.has_pending_work(),
-    )
+    return (cache.statistics(), cache.copies_in_flight(), cache.has_pending_work())
 
 
 def refused(cache: TierCache, call: Callable[[], object], argument: str) -> None:

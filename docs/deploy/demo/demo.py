@@ -46,10 +46,7 @@ async def main(host: str, port: int, seconds: float) -> None:
     loop = asyncio.get_running_loop()
     end = loop.time() + seconds if seconds else float("inf")
     running: set[asyncio.Task[None]] = set()
-    async with (
-        kvactors.open(config) as cache,
-        serve_metrics(cache, port, host) as endpoint,
-    ):
+    async with kvactors.open(config) as cache, serve_metrics(cache, port, host) as endpoint:
         print(f"http://{host}:{endpoint.port}/metrics", flush=True)
         number = 0
         while loop.time() < end:

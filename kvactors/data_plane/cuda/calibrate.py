@@ -11,13 +11,7 @@ import numpy as np
 
 from kvactors.data_plane.cuda.copies import Choice, Copies, GpuStream, RunTiming, Timing, choose
 from kvactors.data_plane.cuda.copy_plan import Rectangle
-from kvactors.data_plane.cuda.driver import (
-    DEVICE_MAP,
-    NOT_SUPPORTED,
-    PORTABLE,
-    TIMED,
-    CudaError,
-)
+from kvactors.data_plane.cuda.driver import DEVICE_MAP, NOT_SUPPORTED, PORTABLE, TIMED, CudaError
 from kvactors.data_plane.cuda.host_pin import Scratch
 
 SIZES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)

@@ -23,14 +23,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
 from kvactors.data_plane.ranks.connection import Connection, Listener
-from kvactors.data_plane.ranks.entrance import (
-    LIMIT,
-    Strangers,
-    check_rank,
-    lacking,
-    misfit,
-    refuse,
-)
+from kvactors.data_plane.ranks.entrance import LIMIT, Strangers, check_rank, lacking, misfit, refuse
 from kvactors.data_plane.ranks.names import Joins, RankNames
 from kvactors.data_plane.ranks.protocol import (
     FROM_RANK_BYTES,

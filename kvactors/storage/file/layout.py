@@ -29,12 +29,7 @@ from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, locked, open_folder, open_private, private_folder, read_all
 from kvactors.native import SlabQueue, fcntl, register_at_fork, zero_range
-from kvactors.storage.file.table import (
-    PAGE,
-    Damaged,
-    Meta,
-    meta_of,
-)
+from kvactors.storage.file.table import PAGE, Damaged, Meta, meta_of
 from kvactors.storage.messages import Outcome
 
 log = get_logger()

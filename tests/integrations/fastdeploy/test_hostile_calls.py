@@ -407,8 +407,7 @@ def test_tensors_of_nonsense_leave_a_manager_that_can_be_closed(tensors):
 # -- sequences of calls, drawn
 
 NUMBERS = st.one_of(
-    st.integers(-3, 66),
-    st.sampled_from([None, "3", 1.5, NAN, INFINITE, np.int32(2), 1 << 70, [1]]),
+    st.integers(-3, 66), st.sampled_from([None, "3", 1.5, NAN, INFINITE, np.int32(2), 1 << 70, [1]])
 )
 REFUSALS = (TypeError, ValueError, LookupError, NoRoom)
 

@@ -7,11 +7,7 @@ import pytest
 
 from kvactors.attention_sdk import complete
 from kvactors.errors import ConfigError, LayoutError
-from kvactors.integrations.fastdeploy import (
-    FastDeployOptions,
-    PrefixCacheManager,
-    tensors_by_rank,
-)
+from kvactors.integrations.fastdeploy import FastDeployOptions, PrefixCacheManager, tensors_by_rank
 from kvactors.integrations.fastdeploy.lower_tiers import CacheKvsLayout, host_slots
 from kvactors.integrations.fastdeploy.settings import WeightsVersion, read_settings
 from kvactors.layout import MLALayout

@@ -32,9 +32,7 @@ def post(url: str, prompt: Sequence[int], max_tokens: int = 4, **options: Any) -
     body = {"model": MODEL, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
     body |= options
     request = urllib.request.Request(
-        f"{url}/v1/completions",
-        json.dumps(body).encode(),
-        {"content-type": "application/json"},
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=START) as answer:
         return json.loads(answer.read())

@@ -11,10 +11,7 @@ from vllm.v1.kv_offload.base import PrepareStoreOutput, ReqContext
 
 from kvactors.integrations.vllm.manager import KVActorsManager
 from kvactors.tier_cache import TierConfig, open_tiers
-from tests.v1.kv_connector.unit.offloading_connector.utils import (
-    MockLoadStoreSpec,
-    request_runner,
-)
+from tests.v1.kv_connector.unit.offloading_connector.utils import MockLoadStoreSpec, request_runner
 from tests.v1.kv_connector.unit.utils import EOS_TOKEN_ID
 
 __all__ = ["request_runner"]

@@ -30,9 +30,7 @@ from sglang.srt.mem_cache.pool_host import base as pool_host  # noqa: E402
 from sglang.test.kits.unified_radix_cache import mixins  # noqa: E402
 from sglang.test.kits.unified_radix_cache.config import CONFIGS, supports_hicache  # noqa: E402
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix  # noqa: E402
-from sglang.test.kits.unified_radix_cache.storage import (  # noqa: E402
-    UnifiedRadixCacheStorageFixtures,
-)
+from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures  # noqa: E402
 
 from kvactors.integrations.sglang import hicache  # noqa: E402
 

@@ -12,14 +12,7 @@ import pytest
 from tests.interop.conftest import SHARED
 from tests.interop.engines import stores
 from tests.interop.engines.stores import ADAPTERS, Adapter
-from tests.interop.engines.test_offloading import (
-    FAILED,
-    LARGE,
-    PROMPTS,
-    WHOLE,
-    Alone,
-    Start,
-)
+from tests.interop.engines.test_offloading import FAILED, LARGE, PROMPTS, WHOLE, Alone, Start
 
 pytestmark = pytest.mark.engines_full
 

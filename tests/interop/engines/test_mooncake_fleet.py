@@ -256,9 +256,7 @@ def test_a_prompt_of_one_server_is_a_hit_on_the_other(pair: tuple[Pair, FleetRou
     assert first.metric(HITS) == 0, "the tokens are those of a server without a cache"
     hub = both.network.hub
     wait_until(
-        "the pool has the prompts",
-        lambda: objects(both.master, hub) >= PROMPTS * CHUNKS,
-        START,
+        "the pool has the prompts", lambda: objects(both.master, hub) >= PROMPTS * CHUNKS, START
     )
     cached = []
     for prompt_tokens, expected in want.items():

@@ -432,10 +432,7 @@ RETRACTED = "#retracted_reqs: 1"
 """In SGLang's output when it takes back requests to have space for others."""
 PRESSURE = {"max_running_requests": 4, "max_total_tokens": 1600}
 """Settings of engines whose requests are retracted."""
-RETRACTION = {
-    "SGLANG_TEST_RETRACT": "1",
-    "SGLANG_TEST_RETRACT_INTERVAL": "20",
-}
+RETRACTION = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 
 
 @pytest.mark.engines_full

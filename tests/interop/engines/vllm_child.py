@@ -108,11 +108,7 @@ class Engine:
         }
 
     def storm(
-        self,
-        prompts: list[list[int]],
-        max_tokens: int,
-        seed: int,
-        resets: bool,
+        self, prompts: list[list[int]], max_tokens: int, seed: int, resets: bool
     ) -> dict[str, Any]:
         """Serve prompts that come at random steps, and cancel some at random steps.
 

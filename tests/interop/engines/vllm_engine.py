@@ -242,12 +242,7 @@ class VllmEngine:
         return served
 
     def storm(
-        self,
-        wanted: Sequence[Prompt],
-        *,
-        seed: int,
-        resets: bool,
-        max_tokens: int = 8,
+        self, wanted: Sequence[Prompt], *, seed: int, resets: bool, max_tokens: int = 8
     ) -> dict[str, Any]:
         """Serve prompts that come and are cancelled at random steps, with resets of the caches at
         random steps.
