@@ -97,7 +97,6 @@ class LeaseHandle(msgspec.Struct, eq=False):
             raise LeaseEnded(f"the lease of {self.request_id!r} has ended")
 
     def check_change(self) -> None:
-        """LeaseBusy while a call changes the block table."""
         if self.changing:
             raise LeaseBusy(
                 f"another {self.changing} of the lease of {self.request_id!r} has not returned yet"

@@ -83,7 +83,6 @@ class SaltCounts:
         self._unnamed = 0
 
     def name(self, salt: str) -> None:
-        """A salt gets a named quota."""
         row = self.rows.setdefault(salt_id(salt), SaltCount(salt, named=True))
         if not row.named:
             row.named = True

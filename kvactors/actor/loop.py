@@ -280,7 +280,6 @@ class Budget:
         self.renew()
 
     def renew(self) -> None:
-        """The actor has waited for a message."""
         self._left, self._aside = TURN_BUDGET, False
 
     def spent(self) -> int:

@@ -89,5 +89,4 @@ class Envelope(msgspec.Struct, Generic[R], eq=False):
 
     @property
     def abandoned(self) -> bool:
-        """Whether an asker existed and no longer waits."""
         return self.reply is not None and self.reply.done()

@@ -237,7 +237,6 @@ class ActorRef(Generic[M_contra]):
             asks.open.pop(reply, None)
 
     def try_send(self, envelope: Envelope[Any]) -> bool:
-        """`try_tell` for a message that has its envelope already."""
         if isinstance(envelope.message, Control):
             put = (
                 self.channel.put_later
@@ -253,7 +252,6 @@ class ActorRef(Generic[M_contra]):
         return True
 
     async def send(self, envelope: Envelope[Any]) -> None:
-        """`tell` for a message that has its envelope already."""
         self.in_flight.begin()  # its sender may wait for a place
         try:
             await self.channel.put(envelope)

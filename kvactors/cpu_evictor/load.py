@@ -255,8 +255,8 @@ class LoadJob(HostJob):
     # -- copies
 
     def _bring(self, found: Placed) -> None:
-        """Pin blocks of the host, and copy them once there are device blocks. As those that are
-        read, blocks in transit leave as soon as they are copied."""
+        """Pin host blocks, and copy them once there are device blocks. Blocks in transit leave
+        with their copy, as blocks do that this load has read."""
         host, exclusive = self.host, self.memory.exclusive
         for position, block in found:
             host.pin(block)

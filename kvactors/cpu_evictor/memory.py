@@ -183,8 +183,8 @@ class HostJob(ABC):
         self.waiting.clear()
 
     def fill(self, most: int) -> Placed:
-        """Put up to `most` waiting blocks into free slots, without those that are in the tier by
-        now."""
+        """Put up to `most` waiting blocks into free slots. A block that has entered the tier
+        since is skipped."""
         host, blocks = self.host, Placed()
         while self.waiting and len(blocks) < most and host.free:
             position = self.waiting.pop()
@@ -414,7 +414,7 @@ class HostMemory:
                 self.requests.take(op, StoreCleared)
                 request.then(None)
             elif answer is not Copied:
-                self.completed(answer(op, None))  # what is no report is a failure of the whole
+                self.completed(answer(op, None))  # an answer without a report: all pairs failed
 
     def _probed(self, probe: Request, found: int) -> None:
         """Reads that follow from a probe are sent before the writes that were held back for it, and

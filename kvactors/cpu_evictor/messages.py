@@ -83,7 +83,7 @@ class LoadStalled(Control, frozen=True, eq=False):
 
 class PrefetchToHost(Message, frozen=True, eq=False):
     """A request for this path is expected: read the blocks that storage has, from `start` on, into
-    the host tier. Not answered. The fields are those of Load."""
+    the host tier. Not answered. `Load` explains the fields."""
 
     root: bytes
     hashes: bytes
@@ -109,7 +109,7 @@ class Cancel(Message, frozen=True, eq=False):
 
 class Save(Message, frozen=True, eq=False):
     """Save the path of a finished request, which the device holds until the answer. Answered with
-    Saved. Fields that are not explained are those of Load."""
+    Saved. `Load` explains the fields without a comment."""
 
     op: int
     root: bytes
@@ -168,8 +168,8 @@ class UnpinHostBlocks(Message, frozen=True, eq=False):
 
 
 class ClearHost(Message, frozen=True, eq=False):
-    """Drop every block, or those of a salt, those being copied when their copy ends. With `storage`
-    the store is cleared as well, and HostCleared answers."""
+    """Drop every block, or the blocks of a salt. A block in flight leaves when its copy ends. With
+    `storage` the store is cleared as well, and HostCleared answers."""
 
     storage: bool
     op: int = 0

@@ -121,8 +121,8 @@ class EvictionOrder:
                 self._chosen[block_hash] = block
 
     def candidates(self) -> Iterator[HostBlock]:
-        """Resident blocks, the first to evict first. Nothing may change the order meanwhile. A
-        victim of the index that cannot be evicted now is not tried again, except in the order of
+        """Resident blocks, the first to evict first. The order must not change during the
+        iteration. A victim of the index that cannot be evicted now is not tried again, except in the order of
         last use."""
         chosen, tried = self._chosen, set[bytes]()
         while chosen:

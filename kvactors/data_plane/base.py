@@ -48,10 +48,10 @@ class EngineStreams:
         return False
 
     def begin_stream_wait(self, stream: int, blocks: Sequence[int]) -> asyncio.Future[None] | None:
-        """Make a stream wait for copies into device blocks, also for those that begin later. The
-        future is done when the stream waits for the copies of all blocks, which is never for blocks
-        that no copy brings, or has the DeviceError with which the driver refuses. Cancel it when it
-        is not needed any more. None: the owner of the stream must wait in another way."""
+        """Make a stream wait for copies into device blocks, later copies included. The future is
+        done when the stream waits for a copy into every block, and never if a block has none. Its
+        exception is the driver's DeviceError. The caller cancels a future that it needs no longer.
+        None: the owner of the stream must wait in another way."""
         return None
 
     def record_event(self, stream: int) -> RecordedEvent:

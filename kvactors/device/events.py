@@ -96,7 +96,6 @@ class Pass:
         return self._events.wait(self.event, inf).__await__()
 
     def is_over(self) -> bool:
-        """Whether it has completed or failed."""
         if isinstance(self.event, asyncio.Future):
             return self.event.done()
         try:

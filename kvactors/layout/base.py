@@ -34,7 +34,6 @@ class Role(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one block."""
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 

@@ -684,7 +684,6 @@ class PrefixIndex(Actor):
     def _make_forks(
         self, lease: LeaseState, message: Fork, envelope: Envelope[ForkResult], needed: int
     ) -> None:
-        """The blocks for the copies are reserved."""
         index = self.index
         if lease.fault is not None:  # since it began to wait
             index.reserved -= needed
@@ -1250,7 +1249,6 @@ class PrefixIndex(Actor):
         yield from chain(self.leases.check_steps(), self.index.check_steps())
 
     def index_statistics(self) -> IndexStatistics:
-        """A snapshot."""
         index, leases, evictions, queue = self.index, self.leases, self.evictions, self.queue
         tree = index.tree.statistics()
         return IndexStatistics(

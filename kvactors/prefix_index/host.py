@@ -336,7 +336,6 @@ class TreeClears:
         self._answer(waiting)
 
     def finish(self, message: HostCleared) -> None:
-        """The store is cleared, or it could not be."""
         waiting = self._waiting.get(message.op)
         if waiting is not None:
             waiting.cleared = message

@@ -263,7 +263,7 @@ class Pause(IndexAsk[Ack], frozen=True, eq=False):
 
 
 class Resume(IndexAsk[Ack], frozen=True, eq=False):
-    """Admit requests again, first those that were held. `awake`: end a `Pause.asleep`, and no other
+    """Admit requests again, the held requests first. `awake`: end a `Pause.asleep`, and no other
     pause."""
 
     awake: bool = False

@@ -172,7 +172,6 @@ class TierPolicies:
         return SetHostQuota(number, None if quota is None else quota.host, named)
 
     def advance(self, tree: BlockTree) -> None:
-        """A request is about to be matched."""
         if self.tables is not None:
             tree.advance(self.now())
 

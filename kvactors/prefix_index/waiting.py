@@ -55,7 +55,6 @@ class Wait(Timed, eq=False):
 
     @property
     def message(self) -> Any:
-        """The request."""
         return self.envelope.message
 
 
@@ -75,7 +74,6 @@ class Line:
 
     @property
     def first(self) -> Wait | None:
-        """The request that has waited longest."""
         return next(iter((self.matching or self.waits).values()), None)
 
     def enter(self, wait: Wait) -> None:
@@ -153,7 +151,6 @@ class WaitQueue:
         self._enter(self.held, envelope, 0)
 
     def wait_for_room(self, envelope: Envelope[Any]) -> None:
-        """Let a request wait until others release blocks."""
         line = self.acquires if isinstance(envelope.message, Acquire) else self.forks
         self._enter(line, envelope, self._wanted(envelope.message)[1])
 
@@ -330,12 +327,10 @@ class WaitQueue:
         return None if wait is None else wait.envelope
 
     def _find(self, lease: int) -> Wait | None:
-        """The request of a lease, if it waits."""
         lines = (self.waiting, self.held.waits, self.forks.waits, self.acquires.waits)
         return next((line[lease] for line in lines if lease in line), None)
 
     def _end(self, wait: Wait, error: Exception) -> None:
-        """Refuse a request that waits."""
         if wait.lease in self.waiting:
             self._take_back(wait)
         for line in (self.held, self.forks, self.acquires):

@@ -46,7 +46,6 @@ class Model:
         return call()
 
     async def fill(self, blocks: Sequence[int], names: bytes) -> None:
-        """Compute the contents of device blocks."""
         await self.run(lambda: self._device.fill(blocks, names))
 
     async def check(self, blocks: Sequence[int], names: bytes) -> Sequence[int]:

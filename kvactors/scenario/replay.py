@@ -333,7 +333,6 @@ class Serving:
 
     @property
     def _running(self) -> int:
-        """Requests with a lease, or about to have one."""
         return len(self._requests) + (self._admitting is not None)
 
     async def run(self) -> ServingFigures:

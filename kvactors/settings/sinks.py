@@ -59,12 +59,10 @@ class SinkConfig(
 
     @property
     def kind(self) -> str:
-        """The value of `kind` in TOML."""
         return str(self.__struct_config__.tag)
 
     @property
     def label(self) -> str:
-        """The sink's name."""
         return self.name or self.kind
 
     def check(self) -> None:

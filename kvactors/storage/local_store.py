@@ -26,9 +26,8 @@ SLICE_S = 0.0005
 
 
 class LocalStore(Backend):
-    """Base of the stores that one process owns. Implement `load` and `save`, or `load_group` and
-    `save_group`, and `erase`. A catalog of the keys, in order of use, evicts within the capacity
-    (objects at most, 0 for no limit).
+    """Base of the stores that one process owns. A catalog of the keys, in order of use, evicts
+    within the capacity (objects at most, 0 for no limit).
 
     Keys change hands synchronously: admission and removal take effect before anything else runs on
     the loop."""
@@ -45,60 +44,26 @@ class LocalStore(Backend):
 
     # -- the objects, in memory or in files
 
-    async def load(self, key: bytes, into: memoryview) -> Outcome:
-        """Read one object into `into` (block_bytes long): OK, MISS, CORRUPT or UNAVAILABLE. If not
-        OK, the contents of `into` are undefined. When the call has ended, cancelled or not, `into`
-        is not written any more."""
-        raise NotImplementedError
+    @abstractmethod
+    async def load_group(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
+    ) -> Sequence[Outcome]:
+        """Read objects, each into block_bytes of `into`: OK, MISS, CORRUPT or UNAVAILABLE, and LATE
+        for those that are not begun before the deadline. If not OK, the contents of `into` are
+        undefined. When the call has ended, cancelled or not, `into` is not written any more."""
 
-    async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """Write one object, whole or not at all: OK, NO_SPACE or UNAVAILABLE. When the call has
-        ended, `data` is not read any more."""
-        raise NotImplementedError
+    @abstractmethod
+    async def save_group(
+        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
+    ) -> Sequence[Outcome]:
+        """Write objects, each whole or not at all: OK, NO_SPACE or UNAVAILABLE, and LATE for those
+        that are not begun before the deadline. When the call has ended, `data` is not read any
+        more."""
 
     @abstractmethod
     async def erase(self, keys: Sequence[bytes]) -> Outcome | None:
         """Delete objects that the catalog does not have any more. UNAVAILABLE or NO_SPACE if a
         later process may find them."""
-
-    async def load_group(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
-    ) -> Sequence[Outcome]:
-        """`load` of several objects. Those that are not begun before the deadline are LATE."""
-        return await self._each(self.load, keys, into, expired)
-
-    async def save_group(
-        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
-    ) -> Sequence[Outcome]:
-        """`save` of several objects. Those that are not begun before the deadline are LATE."""
-        return await self._each(self.save, keys, data, expired)
-
-    async def _each(
-        self,
-        move: Callable[[bytes, memoryview], Awaitable[Outcome]],
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
-        expired: Expired,
-    ) -> list[Outcome]:
-        outcomes = [Outcome.LATE] * len(keys)
-
-        async def one(i: int) -> None:
-            if not expired():
-                outcomes[i] = await move(keys[i], views[i])
-
-        await self.each([partial(one, i) for i in range(len(keys))])
-        return outcomes
-
-    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """Await the coroutines that `work` makes: one after another, at most SLICE_S seconds at a
-        time."""
-        time = asyncio.get_running_loop().time
-        until = time() + SLICE_S
-        for item in work:
-            await item()
-            if time() > until:
-                await asyncio.sleep(0)
-                until = time() + SLICE_S
 
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
         """Make saved payloads readable objects, all or none: OK, NO_SPACE or UNAVAILABLE."""
@@ -287,6 +252,55 @@ class LocalStore(Backend):
         return self.counters.statistics(
             self.count(), self.block_bytes, catalog.capacity, catalog.shares.quota_evictions
         )
+
+
+class SingleStore(LocalStore):
+    """A local store that moves one object at a time."""
+
+    @abstractmethod
+    async def load(self, key: bytes, into: memoryview) -> Outcome:
+        """`load_group` of one object."""
+
+    @abstractmethod
+    async def save(self, key: bytes, data: memoryview) -> Outcome:
+        """`save_group` of one object."""
+
+    async def load_group(
+        self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
+    ) -> Sequence[Outcome]:
+        return await self._each(self.load, keys, into, expired)
+
+    async def save_group(
+        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
+    ) -> Sequence[Outcome]:
+        return await self._each(self.save, keys, data, expired)
+
+    async def _each(
+        self,
+        move: Callable[[bytes, memoryview], Awaitable[Outcome]],
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        expired: Expired,
+    ) -> list[Outcome]:
+        outcomes = [Outcome.LATE] * len(keys)
+
+        async def one(i: int) -> None:
+            if not expired():
+                outcomes[i] = await move(keys[i], views[i])
+
+        await self.each([partial(one, i) for i in range(len(keys))])
+        return outcomes
+
+    async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
+        """Await the coroutines that `work` makes: one after another, at most SLICE_S seconds at a
+        time."""
+        time = asyncio.get_running_loop().time
+        until = time() + SLICE_S
+        for item in work:
+            await item()
+            if time() > until:
+                await asyncio.sleep(0)
+                until = time() + SLICE_S
 
 
 # -- views of objects

@@ -194,7 +194,6 @@ class PoolBatch(NamedTuple):
         return b"".join(self.keys)
 
     def chosen(self, which: Sequence[int]) -> PoolBatch:
-        """Some of the objects, by position."""
         keys, places = [self.keys[i] for i in which], [self.places[i] for i in which]
         return self._replace(keys=keys, places=places)
 

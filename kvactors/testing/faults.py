@@ -114,11 +114,9 @@ class Gate:
         self._waiters: list[asyncio.Future[None]] = []
 
     def close(self) -> None:
-        """Make callers wait."""
         self.shut = True
 
     def open(self) -> None:
-        """Let all callers through."""
         self.shut = False
         waiters, self._waiters = self._waiters, []
         for waiter in waiters:
@@ -126,7 +124,6 @@ class Gate:
                 waiter.set_result(None)
 
     async def passed(self) -> None:
-        """Return once it is open."""
         self.waited += self.shut
         while self.shut:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -215,7 +212,6 @@ class FaultySink(Sink):
             self.heal()
 
     def heal(self) -> None:
-        """End every fault."""
         self.fault_mode = ""
         self.twice = False
 

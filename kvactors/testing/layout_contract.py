@@ -72,7 +72,6 @@ class LayoutContract(ABC):
         assert layout.block_bytes == sum(piece.nbytes for piece in layout.pieces)
 
     def test_the_same_settings_make_the_same_layout(self) -> None:
-        """A process that restarts finds its blocks again."""
         one, other = self.make(), self.make()
         assert one is not other
         assert one.pieces == other.pieces
@@ -119,7 +118,6 @@ class LayoutContract(ABC):
             arena.close()
 
     def test_an_engines_regions_are_checked(self) -> None:
-        """Tensors of another shape or dtype are refused."""
         layout = self.make()
         good = [(layout.region_shape(p, BLOCKS), p.dtype) for p in layout.pieces]
         layout.verify(good, BLOCKS)
@@ -130,7 +128,6 @@ class LayoutContract(ABC):
             assert refused(partial(layout.verify, given, BLOCKS)), f"{bad} is accepted"
 
     def test_settings_describe_the_layout(self) -> None:
-        """A config names the class by its module path."""
         layout = self.make()
         kind = type(layout)
         named = next((name for name, one in KINDS.items() if one is kind), None)

@@ -191,7 +191,6 @@ class SimLoop(asyncio.BaseEventLoop):
     # -- features that a loop of virtual time lacks
 
     def run_in_executor(self, executor: Any, func: Any, *args: Any) -> NoReturn:  # type: ignore[override]
-        """There are no threads here."""
         raise RuntimeError(
             f"{getattr(func, '__name__', func)!r} needs a thread, and a loop of virtual time has "
             "none"

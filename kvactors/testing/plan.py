@@ -142,7 +142,6 @@ class SimFaults:
         self.reset()
 
     def reset(self) -> None:
-        """As before the first fault, with an empty store."""
         self.store: SimBackend | None = None
         self.befallen: list[Fault] = []
         self._plan = FaultPlan()
@@ -192,7 +191,6 @@ class SimFaults:
         return plan
 
     def begin(self, cache: KVCache) -> None:
-        """The cache is open."""
         self._cache = cache
         self._main = asyncio.current_task()
         self._start()
@@ -204,7 +202,6 @@ class SimFaults:
         self._plan = FaultPlan()
 
     def acquired(self, task: asyncio.Task[Any]) -> None:
-        """A task has sent an acquire."""
         self._requests += 1
         fault = self._leaves.get(self._requests)
         if fault is not None and task is not self._main:

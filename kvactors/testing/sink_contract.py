@@ -189,7 +189,6 @@ class SinkContract(ABC):
             await self.agrees(served)
 
     async def test_the_next_process_begins_with_an_empty_index(self, tmp_path: Path) -> None:
-        """Blocks of an earlier process are gone with it."""
         async with self.served(tmp_path) as served:
             await served.serve(prompt(1))
         async with self.served(tmp_path) as served:

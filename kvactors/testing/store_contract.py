@@ -48,7 +48,6 @@ class Bench:
         self.arena = arena
 
     def pattern(self, number: int) -> bytes:
-        """A block's bytes."""
         return (
             np.random.default_rng(number)
             .integers(0, 256, self.store.block_bytes, np.uint8)
@@ -56,11 +55,9 @@ class Bench:
         )
 
     def views(self, count: int, first: int = 0) -> list[memoryview]:
-        """Host slots."""
         return [self.arena.view(first + i) for i in range(count)]
 
     def filled(self, numbers: Sequence[int], first: int = 0) -> list[memoryview]:
-        """Host slots with the bytes of blocks."""
         views = self.views(len(numbers), first)
         for view, number in zip(views, numbers, strict=True):
             view[:] = self.pattern(number)
@@ -84,7 +81,6 @@ class Bench:
         return outcomes
 
     async def found(self, *numbers: int) -> int:
-        """Length of the leading run that can be read."""
         keys = [key(n) for n in numbers]
         run = self.store.probe(keys)
         return await self.store.ask(keys, never) if run is None else run
@@ -117,14 +113,12 @@ class StoreContract(ABC):
             arena.close()
 
     async def test_written_objects_are_read_and_results_are_per_key(self, tmp_path: Path) -> None:
-        """Holes in a batch are holes in its answer."""
         async with self.opened(tmp_path) as bench:
             assert await bench.put(1, 2, 3) == [Outcome.OK] * 3
             found, lacking = Outcome.OK, Outcome.MISS
             assert await bench.get(1, 9, 3, 8, 2) == [found, lacking, found, lacking, found]
 
     async def test_probes_report_the_leading_run(self, tmp_path: Path) -> None:
-        """Keys after the first gap do not count."""
         async with self.opened(tmp_path) as bench:
             await bench.put(*range(10))
             assert await bench.found(*range(10)) == 10
@@ -140,7 +134,6 @@ class StoreContract(ABC):
             assert await bench.get(1, 2) == [Outcome.OK] * 2
 
     async def test_removed_objects_are_misses(self, tmp_path: Path) -> None:
-        """Removing what is not there is no error."""
         async with self.opened(tmp_path) as bench:
             await bench.put(1, 2)
             await bench.store.remove([key(1), key(77)])

@@ -81,7 +81,6 @@ class Trace(Instrument):
         system.supervisor.instruments.add(self)
 
     def watch(self, ref: ActorRef) -> None:
-        """Follow the messages to one ref."""
         self._refs.add(ref)
         ref.instruments.add(self)
 
@@ -91,7 +90,6 @@ class Trace(Instrument):
     # -- see `Instrument`
 
     def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
-        """A message is queued in a channel."""
         if not self._follows(receiver):
             return
         name, message = receiver.name, envelope.message
@@ -125,7 +123,6 @@ class Trace(Instrument):
     def answered(
         self, receiver: ActorRef, envelope: Envelope[Any], value: Any, error: Exception | None
     ) -> None:
-        """An ask got its reply."""
         if id(envelope) in self._asks:
             _, ask = self._asks.pop(id(envelope))
             kind, reply = ("answer", value) if error is None else ("refusal", error)

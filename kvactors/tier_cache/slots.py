@@ -349,7 +349,6 @@ class SlotMemory:
         bind(self.address, self.nbytes, node, "numa_node")
 
     def view(self, slot: int) -> memoryview:
-        """The bytes of one slot, writable."""
         if self._closed:
             raise CacheClosed("the memory of the host slots is closed")
         if not 0 <= slot < self.num_slots:

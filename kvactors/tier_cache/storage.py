@@ -330,7 +330,6 @@ class StorageTier:
 
     @property
     def in_flight(self) -> int:
-        """Jobs that have not ended."""
         return len(self._jobs)
 
     @property

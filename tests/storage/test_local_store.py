@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvactors.storage import local_store
-from kvactors.storage.local_store import LocalStore
+from kvactors.storage.local_store import SingleStore
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from tests.support.steps import run_unsuspended
@@ -16,7 +16,7 @@ A, B, C, D = (bytes([letter]) * 32 for letter in b"abcd")
 SIZE = 4
 
 
-class Bench(LocalStore):
+class Bench(SingleStore):
     """A store of at most `capacity` objects. Calls succeed, but for the keys in `fails`."""
 
     def __init__(self, capacity: int = 0, *, answerable: bool = True) -> None:

@@ -122,7 +122,6 @@ class GpuStream:
         self._launched = True
 
     def note_staged(self) -> None:
-        """Pieces went through the buffer."""
         self._staged = True
         self._launched |= self.to_device
 

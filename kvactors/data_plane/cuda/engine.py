@@ -189,11 +189,9 @@ class StreamEvents:
         return code == 0
 
     def give_back(self, event: int) -> None:
-        """No waiter needs an event any more."""
         self._released.append(event)
 
     def close(self) -> None:
-        """Destroy every event, with the context current. Never raises."""
         self.ended = True
         while self._made:
             quietly(self._device.driver, "cuEventDestroy", self._made.pop())
@@ -563,7 +561,6 @@ class CudaCopyEngine(CopyEngine):
         self._unacknowledged = False
 
     def statistics(self) -> CudaStatistics:
-        """A moment's picture."""
         counts = {direction: lane.counts for direction, lane in self._lanes.items()}
         to_host = counts.get(Direction.TO_HOST, LaneCounts())
         to_device = counts.get(Direction.TO_DEVICE, LaneCounts())

@@ -101,7 +101,6 @@ class Scratch:
         self._driver.call("cuMemcpyHtoDAsync", self.device, self._pinned, 8 * count, stream)
 
     def close(self) -> None:
-        """Free the memory. It must not be in use."""
         self._undo.close()
 
 

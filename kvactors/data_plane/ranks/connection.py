@@ -110,7 +110,6 @@ class MemoryConnection(Connection):
 
     @classmethod
     def pair(cls) -> tuple[MemoryConnection, MemoryConnection]:
-        """Two ends."""
         one, two = cls(), cls()
         one.other, two.other = two, one
         return one, two

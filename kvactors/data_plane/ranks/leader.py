@@ -108,7 +108,6 @@ class RankGroup:
 
     @property
     def healthy(self) -> bool:
-        """Whether every rank is."""
         return not self._closing and all(rank.health is RankState.HEALTHY for rank in self._ranks)
 
     async def open(self) -> None:
@@ -140,7 +139,6 @@ class RankGroup:
                 rank.settle()
 
     async def close(self) -> None:
-        """End every operation and close every connection."""
         self._closing = True
         for rank in self._ranks:
             rank.settle()
@@ -420,7 +418,6 @@ class RankGroup:
     # -- reports
 
     def statistics(self) -> tuple[RankStatistics, ...]:
-        """The state of every rank at this moment."""
         return tuple(rank.statistics() for rank in self._ranks)
 
     def health(self) -> tuple[RankHealth, ...]:

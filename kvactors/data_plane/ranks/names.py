@@ -50,7 +50,6 @@ class NameSet(ShardedDict[bytes]):
             yield len(shard)
 
     def add(self, name: bytes) -> None:
-        """Put a name in."""
         self.of(name).setdefault(name, name)
 
     def discard(self, name: bytes) -> bool:
@@ -88,7 +87,6 @@ class RankNames:
         return self._joining
 
     def add(self, name: bytes) -> None:
-        """All ranks have written a name."""
         self.held.add(name)
 
     def take(self, names: Iterable[bytes]) -> None:
@@ -150,7 +148,6 @@ class Joining:
         return self.base is None or bool(self.base)
 
     def page(self, keys: bytes) -> None:
-        """One page of names."""
         seen, base = self.seen, self.base
         for i in range(0, len(keys), HASH_BYTES):
             name = keys[i : i + HASH_BYTES]

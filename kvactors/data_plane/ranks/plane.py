@@ -62,7 +62,6 @@ class RanksPlane(DataPlane):
         self.group.abandon_pending()
 
     def statistics(self) -> tuple[RankStatistics, ...]:
-        """One record per rank."""
         return self.group.statistics()
 
     async def copy_pairs(

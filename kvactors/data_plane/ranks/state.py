@@ -62,7 +62,6 @@ class Link:
         return pong.done() and pong.result()
 
     def pong(self) -> None:
-        """The rank has answered a ping."""
         if self._pong is not None and not self._pong.done():
             self._pong.set_result(True)
 

@@ -205,7 +205,6 @@ class EventStream:
     # -- calls
 
     def begin_call(self, tasks: Sequence[FlushTask]) -> None:
-        """Tasks are about to be published."""
         self._call, self._call_from = tasks, self.sequence
         self._keep()
         for changes in self._changes:
@@ -295,7 +294,6 @@ class EventStream:
             self._keep()
 
     def drop_state(self) -> None:
-        """No reader needs a state now."""
         self._state = None
         self.state_number = END
         if self._making is not None:

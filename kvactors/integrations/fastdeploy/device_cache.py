@@ -167,7 +167,6 @@ class DirectStorage:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """Why nothing is read or written now, with reasons."""
         stuck = any(not answer.done() for answer in self._late)
         return ("a call of AttentionStore does not return",) if stuck else ()
 
@@ -441,7 +440,6 @@ class DeviceCache:
 
     @property
     def available(self) -> int:
-        """Blocks that are free or can be evicted."""
         return self.blocks.free + self.index.unreferenced
 
     def make_room(self, count: int) -> bool:

@@ -80,7 +80,6 @@ class EngineSignals:
             raise
 
     def opened(self, *, swap_space: bool) -> None:
-        """The tiers are open."""
         if swap_space:
             self.named["swap_space_ready_signal"].value[:] = 1
         self.named["cache_transfer_inited_signal"].value[:] = 1

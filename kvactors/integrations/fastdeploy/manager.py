@@ -154,7 +154,6 @@ class PrefixCacheManager:
 
     @property
     def gpu_free_block_list(self) -> FreeBlockList:
-        """The free device blocks, the lowest one first."""
         return self._cache.blocks.free_list
 
     @property
@@ -383,7 +382,6 @@ class PrefixCacheManager:
                 self.num_cpu_blocks = self._cache.lower.slots
 
     def update_cache_config(self, cache_config: Any) -> None:
-        """Take over the number of device blocks."""
         with self._turn():
             total = total_blocks(cache_config)
             check_blocks(self.settings, total)
@@ -530,7 +528,6 @@ class PrefixCacheManager:
 
     @property
     def troubles(self) -> tuple[str, ...]:
-        """The parts that do not work, with reasons."""
         cache = self._cache
         lower = () if cache.lower is None else cache.lower.tiers.health().reasons
         direct = () if cache.direct is None else cache.direct.troubles

@@ -29,7 +29,6 @@ class HitRates:
         self.reset_metrics()
 
     def reset_metrics(self) -> None:
-        """Ratios start from zero."""
         self.req_count = self.hit_req_count = 0
         self._sums = [0, 0, 0, 0]
         self._set_ratios()

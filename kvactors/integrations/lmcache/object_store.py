@@ -98,7 +98,6 @@ class PageTransfer:
 
     @property
     def all_begun(self) -> bool:
-        """Whether no further page is to be moved."""
         return self.ended or self.failed or self.begun == self.found.pages
 
     def page(self, number: int, page_bytes: int) -> tuple[int, int]:
@@ -306,7 +305,6 @@ class ObjectStore:
         return True
 
     def fill(self) -> None:
-        """Begin to move pages while there are free slots."""
         for lane in (self._loads, self._saves):
             submit = self.tier.submit_store if lane.save else self.tier.submit_load
             while moves := lane.take_pages(BATCH):
@@ -409,7 +407,6 @@ class ObjectStore:
             self.end_task(task)
 
     def end_task(self, task: TransferTask) -> None:
-        """Report a task, once."""
         if self.tasks.pop(task.number, None) is not None:
             self._report.task_ended(task)
 
@@ -469,7 +466,6 @@ class Worker:
 
     @property
     def running(self) -> bool:
-        """Whether the thread takes calls."""
         return self._thread.is_alive() and not self._stopped
 
     # -- the thread

@@ -67,7 +67,6 @@ class KVActorsHiCache(HiCacheStorage):
         self._open(KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Take another host pool, also after the start."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
         known = self._registered.get(name)
