@@ -122,8 +122,8 @@ class EvictionOrder:
 
     def candidates(self) -> Iterator[HostBlock]:
         """Resident blocks, the first to evict first. The order must not change during the
-        iteration. A victim of the index that cannot be evicted now is not tried again, except in the order of
-        last use."""
+        iteration. A victim of the index that cannot be evicted now comes again in the order of last
+        use only."""
         chosen, tried = self._chosen, set[bytes]()
         while chosen:
             block_hash, block = chosen.popitem(last=False)

@@ -54,8 +54,7 @@ class CopyEngine(EngineStreams, ABC):
         """Call `changed` when copies become impossible, with whether they are possible and whether
         memory may have been lost. Calls it immediately if they are impossible already."""
 
-    def acknowledge_loss(self) -> None:
-        """See `DataPlane`, as for `abandon_pending`."""
+    def acknowledge_loss(self) -> None: ...
 
     def abandon_pending(self) -> None: ...
 
