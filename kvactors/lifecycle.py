@@ -49,7 +49,6 @@ class Shutdown:
         return self._began is not None
 
     def begin(self) -> None:
-        """Start the clock. Later calls have no effect."""
         if self._began is None:
             self._began = now()
             self._timer = asyncio.get_running_loop().call_at(self.at(STOP), self.waits.abandon)

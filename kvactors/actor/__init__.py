@@ -3,16 +3,18 @@
 from kvactors.actor.actor import Actor, ActorStatistics, on
 from kvactors.actor.channel import Channel, ChannelStatistics
 from kvactors.actor.context import Context, State, Timer
-from kvactors.actor.graph import Edge, check_graph, edges
 from kvactors.actor.instrument import InjectedFailure, Instrument, Instruments, Turn
 from kvactors.actor.message import Ask, Control, Envelope, Later, Message, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef, InFlight
 from kvactors.actor.supervisor import (
     ActorSpec,
+    Edge,
     Group,
     RestartBudget,
     Supervisor,
     SupervisorStatistics,
+    check_graph,
+    edges,
 )
 
 __all__ = [

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, NamedTuple
 
 import anyio
@@ -19,15 +20,64 @@ from kvactors.actor.actor import Actor
 from kvactors.actor.channel import Channel
 from kvactors.actor.clock import now
 from kvactors.actor.context import JobsRunOn, State
-from kvactors.actor.graph import check_graph
 from kvactors.actor.instrument import Instruments
 from kvactors.actor.log import brief, frames, get_logger
-from kvactors.actor.message import Envelope, PeerRestarted, Stop
+from kvactors.actor.message import Control, Envelope, Message, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef, InFlight
 from kvactors.actor.uncancelled import uncancelled
-from kvactors.errors import ActorFailed, CacheFailed, ChannelClosed
+from kvactors.errors import ActorFailed, CacheFailed, ChannelClosed, WiringError
 
 log = get_logger()
+
+# -- the channel graph, as the actor classes declare it, and the check that it cannot deadlock
+
+
+class Edge(NamedTuple):
+    """Actors of role `sender` tell actors of role `receiver` this message."""
+
+    sender: str
+    receiver: str
+    message: type[Message]
+    forward: bool  # True: takes a place in the bounded data lane. False: control lane
+
+
+def edges(actors: Iterable[type[Actor]]) -> list[Edge]:
+    """Every declared edge."""
+    return [
+        Edge(actor.ROLE, receiver, message, not issubclass(message, Control))
+        for actor in actors
+        for receiver, messages in actor.SENDS.items()
+        for message in messages
+    ]
+
+
+def check_graph(actors: Iterable[type[Actor]]) -> list[str]:
+    """The roles in flow order (receivers of forward messages after their senders).
+
+    WiringError lists every misfit: a receiver that is not there, a message it has no handler for,
+    and a cycle among the bounded forward channels, which under load could leave every actor on it
+    waiting for the next.
+    """
+    by_role = {actor.ROLE: actor for actor in actors}
+    misfits: list[str] = []
+    feeds: dict[str, set[str]] = {role: set() for role in by_role}
+    for edge in edges(by_role.values()):
+        receiver = by_role.get(edge.receiver)
+        if receiver is None:
+            misfits.append(f"{edge.sender} tells {edge.receiver}, which is not wired")
+        elif edge.message not in receiver.HANDLERS:
+            misfits.append(
+                f"{edge.receiver} has no handler for {edge.message.__name__} from {edge.sender}"
+            )
+        elif edge.forward:
+            feeds[edge.receiver].add(edge.sender)
+    if misfits:
+        raise WiringError("; ".join(misfits))
+    try:
+        return list(TopologicalSorter(feeds).static_order())
+    except CycleError as error:
+        raise WiringError("forward channels form a cycle: " + " -> ".join(error.args[1])) from error
+
 
 # -- the plan of a system: its actors, and the groups of them that restart together
 

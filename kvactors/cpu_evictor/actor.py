@@ -7,7 +7,7 @@ from typing import ClassVar, get_args
 
 from kvactors.actor import Actor, ActorRef, Envelope, Message, PeerRestarted, on
 from kvactors.actor.clock import now
-from kvactors.actor.effects import Effects
+from kvactors.actor.context import Effects
 from kvactors.actor.sliced import finish
 from kvactors.cpu_evictor.load import LoadJob
 from kvactors.cpu_evictor.memory import Completion, HostMemory, HostStatistics
@@ -168,7 +168,6 @@ class CpuEvictor(Actor):
     @on(UnpinHostBlocks)
     @on(SetHostQuota)
     def share(self, message: ShareMessage) -> None:
-        """Victims of the policy, pins, and quotas of salts."""
         tier = self.host
         tier.changes += 1
         if isinstance(message, EvictFirst):

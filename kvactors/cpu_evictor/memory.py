@@ -614,7 +614,6 @@ class HostMemory:
     # -- blocks that enter
 
     def announce(self, hashes: Sequence[bytes]) -> None:
-        """Report blocks resident on the host."""
         if not hashes:
             return
         for block_hash in hashes:

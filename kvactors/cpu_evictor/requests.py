@@ -9,7 +9,7 @@ from itertools import count
 from typing import Any, NamedTuple, TypeVar
 
 from kvactors.actor import ActorRef
-from kvactors.actor.effects import Effects
+from kvactors.actor.context import Effects
 from kvactors.actor.message import Control, Message
 from kvactors.cpu_evictor.messages import HostReply
 from kvactors.cpu_evictor.slots import HostBlock

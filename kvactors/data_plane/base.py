@@ -166,7 +166,6 @@ class DataPlane(ABC):
 
     @property
     def streams(self) -> EngineStreams:
-        """The engine's CUDA streams."""
         return STREAMS_OF_RANKS
 
     async def read(

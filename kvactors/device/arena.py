@@ -154,7 +154,6 @@ class Fresh:
             self.fresh.touch()
 
     def stop_touching(self) -> None:
-        """Make every `touch` return after its current piece."""
         if self.fresh is not None:
             self.fresh.stop_touching()
 

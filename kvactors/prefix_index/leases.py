@@ -185,7 +185,6 @@ class LeaseTable:
                 self._out.refuse(envelope, LeaseEnded("it has ended"))
 
     def remember_preempted(self, request_id: str) -> None:
-        """The request will be acquired again."""
         self.preempted += 1
         self._preempted[request_id] = None
         if len(self._preempted) > PREEMPTED_REQUESTS:
@@ -208,7 +207,6 @@ class LeaseTable:
             self.answer_layers(lease)
 
     def answer_layers(self, lease: LeaseState) -> None:
-        """Answer the requests whose layer has arrived."""
         if not lease.waits:
             return
         arrived = min((load.layers for load in lease.loads), default=None)

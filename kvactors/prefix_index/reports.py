@@ -137,7 +137,6 @@ class Announcements:
         return Lineages(path.tokens(start, stop), (scope,), extra_keys)
 
     def lineages_of_eviction(self, op: Eviction) -> Lineages | None:
-        """Lineages of blocks that leave the device."""
         if not self._keep_lineages:
             return None
         roots, tokens, extra_keys = op.tree.contents(op.nodes)

@@ -79,7 +79,6 @@ class Roots:
         self.use(namespace)
 
     def use(self, namespace: str) -> None:
-        """Admit requests under a namespace from now on."""
         self.namespace, self.plain = namespace, self.of(namespace, PLAIN)
 
     def renew(self, lora: str) -> None:

@@ -97,7 +97,6 @@ class Line:
         return wait
 
     def match(self, lease: int) -> None:
-        """A request leaves the line to be matched."""
         wait = self.remove(lease)
         if wait is not None:
             self.matching[lease] = wait
@@ -338,13 +337,11 @@ class WaitQueue:
         self._out.refuse(wait.envelope, error)
 
     def cancel(self, lease: int, reason: str) -> None:
-        """Refuse the request of a lease, if it waits."""
         wait = self._find(lease)
         if wait is not None:
             self._end(wait, LeaseEnded(reason))
 
     def expire(self, lease: int, ticket: int) -> None:
-        """The deadline of a request that waits has passed."""
         wait = self._find(lease)
         if wait is None or wait.ticket != ticket:
             return
@@ -383,7 +380,6 @@ class WaitQueue:
                 call()
 
     def when_idle(self, call: Callable[[], object]) -> None:
-        """Call once no transfer is in flight."""
         self.contended = True
         self.on_idle.append(call)
         self.serve()

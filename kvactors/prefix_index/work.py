@@ -9,7 +9,7 @@ import msgspec
 
 from kvactors.actor import ActorRef, Context, Control, Later, Timer
 from kvactors.actor.clock import now
-from kvactors.actor.effects import Effects
+from kvactors.actor.context import Effects
 from kvactors.cpu_evictor.messages import HostRequest
 from kvactors.flush_notifier.messages import Report
 from kvactors.gpu_swapper.messages import CopyWithin

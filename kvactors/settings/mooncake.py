@@ -68,7 +68,6 @@ class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unk
     payload_checksums: bool = True
 
     def devices_of(self, rank: int) -> str:
-        """The RDMA device of a rank."""
         names = [name.strip() for name in self.rdma_devices.split(",") if name.strip()]
         return names[rank % len(names)] if names else ""
 

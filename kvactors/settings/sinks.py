@@ -423,7 +423,6 @@ class Endpoint(NamedTuple):
 
     @property
     def any_host(self) -> bool:
-        """Whether it stands for every interface of this machine."""
         return self.transport == "tcp" and (self.host == "*" or self._is("is_unspecified"))
 
     def _is(self, trait: str) -> bool:

@@ -137,7 +137,6 @@ class StorageWorker(Actor):
             self.run_now(self._waiting.popleft())
 
     def run_now(self, batch: Batch) -> None:
-        """Run a batch without waiting for its turn."""
 
         def failed(error: BaseException) -> BatchDone:
             self.log.error("storage job failed", error=described(error))

@@ -188,7 +188,6 @@ class StoreShares:
         self._above: dict[int, None] = {}  # salts above their quota
 
     def follow(self, quotas: StorageQuotas) -> None:
-        """Keep these quotas from now on, and their changes."""
         self.quotas = quotas
         quotas.changed = self._settle
         for salt in self._orders:

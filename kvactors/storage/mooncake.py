@@ -93,7 +93,6 @@ class PoolHeaders:
         )
 
     def make(self, keys: bytes, pointers: list[list[int]]) -> None:
-        """Write the header of each object. `keys` are joined."""
         make_headers(self._digest, keys, pointers, self._block_bytes, self.checksums)
 
     def compare(self, keys: bytes, pointers: list[list[int]], codes: list[int]) -> Compared:
@@ -418,7 +417,6 @@ class MooncakeBackend(Backend):
         return PoolMoved(codes, codes.count(OK), clock() - began)
 
     def _ahead(self, batch: PoolBatch) -> asyncio.Future[None]:
-        """Make the headers of a later transfer."""
 
         def make() -> None:
             self._headers.make(batch.joined(), batch.pointers(batch.places))
@@ -489,7 +487,6 @@ class MooncakeBackend(Backend):
             await self.client.remove([self.name(key) for key in keys])
 
     async def clear(self, generation: int = 0) -> None:
-        """Clear the objects of every node of the pool."""
         pattern = "^" + self._prefix
         if await self.client.call(lambda store: int(store.remove_by_regex(pattern, True)), -1) < 0:
             raise StoreError("the Mooncake pool did not remove the objects")

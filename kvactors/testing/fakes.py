@@ -113,7 +113,6 @@ class SimExecutor(CopyEngine):
             self.arena.view(slot)[part] = self._scratch.view(j)[part]
 
     async def inject(self, fault: Fault) -> None:
-        """See `Injectable`: copy_fail, copy_slow, copy_hang."""
         if fault.kind == "copy_fail":
             self.failing += fault.amount
         elif fault.kind == "copy_slow":
@@ -127,7 +126,6 @@ class SimExecutor(CopyEngine):
             self.gate.open()
 
     def heal(self) -> None:
-        """End every fault."""
         self.failing, self.slower = 0, 0.0
         self.gate.open()
 
@@ -238,7 +236,6 @@ class SimBackend(SingleStore, StoreFaults):
             self.vanished += 1
 
     def damage(self, fault: Fault) -> None:
-        """See `StoreFaults.damage`: torn_write, bit_flip, object_lost."""
         if fault.kind == "torn_write":
             self.tearing += fault.amount
         elif fault.kind == "bit_flip":

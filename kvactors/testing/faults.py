@@ -157,12 +157,10 @@ class FaultySink(Sink):
 
     @property
     def view(self) -> Any:
-        """The inner sink's, if it has one."""
         return getattr(self.inner, "view", None)
 
     @property
     def live_view(self) -> Any:
-        """The inner sink's, if it has one."""
         return getattr(self.inner, "live_view", None)
 
     @property
@@ -274,7 +272,6 @@ class StoreFaults:
             self.damage(fault)
 
     def damage(self, fault: Fault) -> None:
-        """Damage objects at once."""
         raise ValueError(f"{fault.kind} is no fault of this store")
 
     async def recover(self, fault: Fault) -> None:
@@ -314,7 +311,6 @@ class FaultyBackend(StoreFaults):
         await super().inject(fault)
 
     def damage(self, fault: Fault) -> None:
-        """See `StoreFaults.damage`: bit_flip, of a file store."""
         if fault.kind != "bit_flip" or not isinstance(self.inner, FileBackend):
             super().damage(fault)
         else:

@@ -26,7 +26,6 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fault: tuple[Fault, ...] = ()
 
     def to_json(self) -> str:
-        """As JSON, in one line."""
         return msgspec.json.encode(self).decode()
 
 
@@ -70,7 +69,6 @@ class Injector:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, faults: Iterable[Fault]) -> None:
-        """Carry out faults. Their times count from now."""
         loop = asyncio.get_running_loop()
         self._tasks += [
             loop.create_task(self._carry_out(fault), name=f"fault {fault.kind}") for fault in faults

@@ -58,7 +58,6 @@ class Served:
         sink.begin_epoch = self.begin_epoch  # type: ignore[method-assign]
 
     async def begin_epoch(self, epoch: int) -> None:
-        """Forget the calls of earlier epochs."""
         self.calls.clear()
         self.epoch = epoch
         await self._begin(epoch)
@@ -115,7 +114,6 @@ class SinkContract(ABC):
 
     @asynccontextmanager
     async def served(self, folder: Path) -> AsyncIterator[Served]:
-        """An open cache with the sink."""
         sink = await self.make(folder)
         require_sink(sink)
         wanted = sink.filter
@@ -154,7 +152,6 @@ class SinkContract(ABC):
         assert not wrong, f"{len(wrong)} blocks in the index are resident nowhere"
 
     async def test_gains_and_losses_arrive(self, tmp_path: Path) -> None:
-        """The index follows blocks that come, move and are evicted."""
         async with self.served(tmp_path) as served:
             await served.serve(prompt(1))
             assert served.expected

@@ -64,7 +64,6 @@ class Bench:
         return views
 
     async def put(self, *numbers: int, expired: Any = never) -> list[int]:
-        """Write blocks. Returns one outcome a block."""
         keys = [key(n) for n in numbers]
         return list((await self.store.write(keys, self.filled(numbers), expired)).outcomes)
 
@@ -101,7 +100,6 @@ class StoreContract(ABC):
 
     @asynccontextmanager
     async def opened(self, folder: Path, capacity: int = 0) -> AsyncIterator[Bench]:
-        """A store, open, and its slots."""
         store = await self.make(folder, capacity)
         arena = Arena(64, self.block_bytes, trailer=store.slot_trailer_bytes)
         await store.open()
@@ -127,7 +125,6 @@ class StoreContract(ABC):
             assert await bench.found() == 0
 
     async def test_present_objects_stay_unchanged(self, tmp_path: Path) -> None:
-        """A name stands for one content."""
         async with self.opened(tmp_path) as bench:
             await bench.put(1)
             assert (await bench.put(1, 2))[0] in GOOD
@@ -142,7 +139,6 @@ class StoreContract(ABC):
             assert await bench.get(1) == [Outcome.OK]
 
     async def test_clear_removes_everything_and_objects_being_written(self, tmp_path: Path) -> None:
-        """And the store goes on working."""
         async with self.opened(tmp_path) as bench:
             await bench.put(1, 2)
             writing = asyncio.create_task(bench.put(*range(10, 30)))
@@ -229,7 +225,6 @@ class StoreContract(ABC):
             assert await bench.get(1, 2) == [Outcome.MISS, Outcome.OK]
 
     async def test_a_deadline_leaves_the_rest_late(self, tmp_path: Path) -> None:
-        """A batch begun too late changes nothing."""
         async with self.opened(tmp_path) as bench:
             assert await bench.put(1, 2, expired=lambda: True) == [Outcome.LATE] * 2
             assert await bench.get(1) == [Outcome.MISS]
@@ -284,7 +279,6 @@ class StoreContract(ABC):
             view[:] = b"\xee" * len(view)
 
     async def test_many_at_once_see_whole_objects_only(self, tmp_path: Path) -> None:
-        """Readers and writers of the same names."""
         async with self.opened(tmp_path, 16 if self.evicts else 0) as bench:
 
             async def writer(first: int) -> None:

@@ -334,7 +334,6 @@ class StorageTier:
 
     @property
     def objects(self) -> int:
-        """Objects that can be read."""
         return len(self.known)
 
     @property

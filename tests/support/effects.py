@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from kvactors.actor import ActorRef, Channel, Control, Envelope, InFlight, Message
-from kvactors.actor.effects import Effects
+from kvactors.actor.context import Effects
 
 
 def receiver(role: str) -> ActorRef[Any]:

@@ -160,7 +160,6 @@ class GpuStream:
         return self.driver.make(self._undo, "cuEventCreate", self._event_flags)
 
     def take_scratch(self, count: int) -> Scratch:
-        """Scratch memory for `count` numbers that no operation uses."""
         found = self._scratches.pop() if self._scratches else None
         if found is not None:
             if found.count >= count:

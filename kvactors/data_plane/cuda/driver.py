@@ -189,7 +189,6 @@ class CudaDriver:
     # -- calls
 
     def status(self, function: str, *arguments: Any) -> int:
-        """Call a function and return its code."""
         return int(self._functions[function](*arguments))
 
     def call(self, function: str, *arguments: Any) -> None:
@@ -198,7 +197,6 @@ class CudaDriver:
             raise self.error(function, code)
 
     def error(self, function: str, code: int) -> CudaError:
-        """The error for a function's code."""
         name = ctypes.c_char_p()
         self._error_name(code, ctypes.byref(name))
         return CudaError(function, code, (name.value or b"CUDA_ERROR_UNKNOWN").decode())

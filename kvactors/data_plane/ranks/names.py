@@ -90,7 +90,6 @@ class RankNames:
         self.held.add(name)
 
     def take(self, names: Iterable[bytes]) -> None:
-        """Names that are not held any more."""
         joining = self._joining
         for name in names:
             if self.held.discard(name):
@@ -126,7 +125,6 @@ class RankNames:
         return max(self.generations.values(), default=0) + 1
 
     def have(self, ranks: Iterable[int], generation: int) -> None:
-        """The stores of these ranks have this generation."""
         self.generations |= dict.fromkeys(ranks, generation)
         self.uneven = len(set(self.generations.values())) > 1
 

@@ -47,7 +47,6 @@ class MemorySink(Sink):
         self._blocks = {}
 
     def view(self) -> dict[Tier, set[bytes]]:
-        """Block hashes by tier (a copy)."""
         return {tier: set(hashes) for tier, hashes in self._held.items()}
 
     @property

@@ -37,7 +37,6 @@ class SharedSignal:
         self.value: NDArray[np.int32] = np.frombuffer(self._memory, np.int32, size)
 
     def wait_for(self, total: int, limit: float) -> None:
-        """Wait until the numbers add up to `total`."""
         until = time.monotonic() + limit
         while (found := int(self.value.sum())) != total:
             if time.monotonic() >= until:

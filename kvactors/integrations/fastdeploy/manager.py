@@ -158,7 +158,6 @@ class PrefixCacheManager:
 
     @property
     def available_gpu_resource(self) -> float:
-        """Free device blocks, of all."""
         return self._cache.blocks.free / self.num_gpu_blocks if self.num_gpu_blocks else 0.0
 
     def can_allocate_gpu_blocks(self, num_blocks: float, try_free_gpu_blocks: bool = True) -> bool:
@@ -409,7 +408,6 @@ class PrefixCacheManager:
             signals.status = CLEARED if status == CLEARING else NORMAL
 
     def statistics(self) -> ManagerStatistics:
-        """Sizes, counters and rates. Any thread may ask."""
         cache, rates = self._cache, self.metrics
         writes = None if cache.lower is None else cache.lower.writes
         counters = WriteCounters() if writes is None else writes.counters

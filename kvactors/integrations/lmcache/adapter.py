@@ -180,7 +180,6 @@ class KVActorsL2(L2AdapterInterface):
     # -- eviction, listing, status
 
     def delete(self, keys: list[Any]) -> None:
-        """Delete objects. Locked ones stay."""
         self._worker.ask(
             partial(self._worker.objects.delete, list(keys)), self.settings.timeout_s, 0
         )

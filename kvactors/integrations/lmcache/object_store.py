@@ -344,7 +344,6 @@ class ObjectStore:
             self.tier.remove([transfer.found.page_key(number) for number in pages])
 
     def _end(self, transfer: PageTransfer, *, ok: bool) -> None:
-        """Give the result of a transfer to its tasks."""
         transfer.ended = True
         size = transfer.found.shape.size
         if transfer.save:
@@ -370,7 +369,6 @@ class ObjectStore:
             self._ended_tasks.append(task)
 
     def give_up(self, task: TransferTask) -> None:
-        """End a task: its deadline has passed."""
         for transfer in task.transfers:
             if not transfer.ended:
                 self._end(transfer, ok=False)

@@ -64,7 +64,6 @@ class SlabIo:
         self._slabs = -1
 
     def attach(self, arena: Arena) -> None:
-        """Slots of this memory are whole pages."""
         self._opened().set_arena(arena.address, arena.nbytes, arena.stride)
 
     def _opened(self) -> SlabQueue:
