@@ -29,7 +29,7 @@ BlockTraits = tuple[int, int, float]
 PLAIN_BLOCK: BlockTraits = (0, 0, inf)
 NOTHING: Mapping[int, int] = {}
 
-STEP = 128
+CHECKED_BLOCKS = 128
 """Blocks that one step of a check covers."""
 
 
@@ -614,8 +614,8 @@ class HostTier:
         changes, used, pinned, on_device = self.changes, bytearray(self.num_slots), 0, 0
         children: Counter[bytes] = Counter()
         blocks = [*self.blocks.values(), *self._dropped]
-        for start in range(0, len(blocks), STEP):
-            for block in blocks[start : start + STEP]:
+        for start in range(0, len(blocks), CHECKED_BLOCKS):
+            for block in blocks[start : start + CHECKED_BLOCKS]:
                 current = not block.dropped
                 found = self.blocks.get(block.hash) is block
                 ensure(found or not current, "a block is not found by its hash")
@@ -633,12 +633,12 @@ class HostTier:
         ensure(self.resident <= self.capacity, "more residents than capacity")
         self.shares.check(self.resident)
         unused, parents = self._free + self._withheld, list(children)
-        for start in range(0, max(len(unused), len(parents)), STEP):
+        for start in range(0, max(len(unused), len(parents)), CHECKED_BLOCKS):
             if changes != self.changes:
                 return
-            for slot in unused[start : start + STEP]:
+            for slot in unused[start : start + CHECKED_BLOCKS]:
                 used[slot] += used[slot] < 2
-            some = parents[start : start + STEP]
+            some = parents[start : start + CHECKED_BLOCKS]
             same = all(children[parent] == self._children[parent] for parent in some)
             ensure(same, "child counts disagree")
             yield

@@ -46,7 +46,7 @@ from kvactors.storage.messages import (
 )
 from kvactors.types import Reason, Tier, join_hashes, split_hashes
 
-IN_FLIGHT = 2
+BATCHES_IN_FLIGHT = 2
 """Batches that an actor has at the store at a time. The others wait, which bounds the bytes in
 flight."""
 
@@ -133,7 +133,7 @@ class StorageWorker(Actor):
         self._start_batches()
 
     def _start_batches(self) -> None:
-        while self._waiting and self._in_flight < IN_FLIGHT:
+        while self._waiting and self._in_flight < BATCHES_IN_FLIGHT:
             self.run_now(self._waiting.popleft())
 
     def run_now(self, batch: Batch) -> None:

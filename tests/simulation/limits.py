@@ -15,7 +15,7 @@ LIMITS: Mapping[str, tuple[str, str]] = {
     "messages of a turn": ("kvactors.actor.loop", "TURN_BUDGET"),
     "blocks forgotten": ("kvactors.system", "FORGOTTEN_BLOCKS"),
     "objects of a write": ("kvactors.cpu_evictor.memory", "WRITE_BATCH"),
-    "batches at the store": ("kvactors.storage.actors", "IN_FLIGHT"),
+    "batches at the store": ("kvactors.storage.actors", "BATCHES_IN_FLIGHT"),
     "names of a report": ("kvactors.storage.actors", "REPORT_PAGE"),
     "blocks of a page of paths": ("kvactors.storage.actors", "PATH_PAGE"),
     "stored blocks waiting": ("kvactors.flush_notifier.ledger", "MAX_WAITING_ORPHANS"),

@@ -14,7 +14,13 @@ from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.quotas import Quota, StorageQuotas
 from kvactors.storage import actors
-from kvactors.storage.actors import IN_FLIGHT, Batch, StorageReader, StorageWorker, StorageWriter
+from kvactors.storage.actors import (
+    BATCHES_IN_FLIGHT,
+    Batch,
+    StorageReader,
+    StorageWorker,
+    StorageWriter,
+)
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import (
     BatchDone,
@@ -51,20 +57,20 @@ def batch(op: int) -> Batch:
 
 def test_a_few_batches_start_and_the_others_wait_in_order():
     worker = Worker()
-    for op in range(IN_FLIGHT + 2):
+    for op in range(BATCHES_IN_FLIGHT + 2):
         worker.enqueue(batch(op))
-    assert worker.begun == [*range(IN_FLIGHT)]
+    assert worker.begun == [*range(BATCHES_IN_FLIGHT)]
     worker._in_flight -= 1
     worker._start_batches()
-    assert worker.begun == [*range(IN_FLIGHT + 1)]
+    assert worker.begun == [*range(BATCHES_IN_FLIGHT + 1)]
 
 
 def test_a_batch_out_of_turn_counts_as_in_flight():
     worker = Worker()
-    for op in range(IN_FLIGHT):
+    for op in range(BATCHES_IN_FLIGHT):
         worker.run_now(batch(op))
-    worker.enqueue(batch(IN_FLIGHT))
-    assert len(worker.begun) == IN_FLIGHT
+    worker.enqueue(batch(BATCHES_IN_FLIGHT))
+    assert len(worker.begun) == BATCHES_IN_FLIGHT
 
 
 # -- StorageReader, turn by turn.
@@ -131,7 +137,7 @@ def test_a_batch_is_answered_when_it_has_ended():
 def test_batches_wait_for_those_in_flight():
     with stepped_reader(holding_store(A)) as reader:
         jobs = [reader.turn(Read(op, A, (0,), NEVER, take=False)).jobs for op in range(4)]
-        assert [len(one) for one in jobs] == [1] * IN_FLIGHT + [0] * (4 - IN_FLIGHT)
+        assert [len(one) for one in jobs] == [1] * BATCHES_IN_FLIGHT + [0] * (4 - BATCHES_IN_FLIGHT)
         assert len(end_of_read(reader, jobs[0][0]).jobs) == 1
 
 
@@ -291,7 +297,9 @@ def test_a_batch_that_waited_during_a_clear_is_not_written():
     order depends on the loop."""
     inner = memory(A)
     with stepped(inner) as writer:
-        running = [writer.turn(Write(op, A, (0,), NEVER)).jobs[0] for op in range(IN_FLIGHT)]
+        running = [
+            writer.turn(Write(op, A, (0,), NEVER)).jobs[0] for op in range(BATCHES_IN_FLIGHT)
+        ]
         assert writer.turn(Write(8, B, (1,), NEVER)).jobs == ()
         (clear,) = writer.turn(ClearStore(9)).jobs
         assert writer.turn(Write(10, C, (2,), NEVER)).jobs == ()
