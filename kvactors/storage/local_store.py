@@ -1,4 +1,5 @@
-"""`LocalStore`: base of the stores that one process owns."""
+"""`LocalStore`, base of the stores that one process owns, over `CatalogStore`, which moves groups
+of objects."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ SLICE_S = 0.0005
 """Seconds of a batch after which other tasks run."""
 
 
-class LocalStore(Backend):
+class CatalogStore(Backend):
     """Base of the stores that one process owns. A catalog of the keys, in order of use, evicts
     within the capacity (objects at most, 0 for no limit).
 
@@ -254,7 +255,7 @@ class LocalStore(Backend):
         )
 
 
-class SingleStore(LocalStore):
+class LocalStore(CatalogStore):
     """A local store that moves one object at a time."""
 
     @abstractmethod

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import xxhash
 
-from kvactors.storage.local_store import SingleStore
+from kvactors.storage.local_store import LocalStore
 from kvactors.storage.messages import Outcome
 
 
-class MemoryBackend(SingleStore):
+class MemoryBackend(LocalStore):
     """Objects as bytes, each with its XXH3-64. None outlives `close`."""
 
     def __init__(self, digest: bytes, block_bytes: int, capacity: int = 0) -> None:

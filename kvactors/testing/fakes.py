@@ -21,7 +21,7 @@ from kvactors.flush_notifier.messages import PathPart
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.identity import Lineage
 from kvactors.storage.backend import Expired, WriteReport
-from kvactors.storage.local_store import SingleStore
+from kvactors.storage.local_store import LocalStore
 from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import SLOWER, Fault, FaultySink, Gate, Latency, StoreFaults, instant
 
@@ -138,7 +138,7 @@ class SimExecutor(CopyEngine):
 # -- stores
 
 
-class SimBackend(SingleStore, StoreFaults):
+class SimBackend(LocalStore, StoreFaults):
     """Objects as bytes, each with the XXH3-64 of the intended bytes, in order of writing. Their
     lineages and the numbers of their salts are kept, also of those removed since. tearing: writes
     still to be cut short, unnoticed."""
@@ -148,7 +148,7 @@ class SimBackend(SingleStore, StoreFaults):
     def __init__(
         self, digest: bytes, block_bytes: int, capacity: int = 0, latency: Latency = instant
     ) -> None:
-        SingleStore.__init__(self, digest, block_bytes, capacity)
+        LocalStore.__init__(self, digest, block_bytes, capacity)
         StoreFaults.__init__(self, latency)
         self.objects: dict[bytes, tuple[bytes, int]] = {}
         self.lineages: dict[bytes, Lineage] = {}
@@ -166,7 +166,7 @@ class SimBackend(SingleStore, StoreFaults):
         """The objects stay."""
 
     async def load(self, key: bytes, into: memoryview) -> Outcome:
-        """See `SingleStore.load`. Half of the bytes come before the delay."""
+        """See `LocalStore.load`. Half of the bytes come before the delay."""
         found, half = self.objects.get(key), len(into) // 2
         if found is not None:
             into[:half] = found[0][:half]
@@ -181,7 +181,7 @@ class SimBackend(SingleStore, StoreFaults):
         return Outcome.OK if xxhash.xxh3_64_intdigest(data) == checksum else Outcome.CORRUPT
 
     async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """See `SingleStore.save`. Half of the bytes are read after the delay."""
+        """See `LocalStore.save`. Half of the bytes are read after the delay."""
         half = len(data) // 2
         first = bytes(data[:half])
         await self.delay()
@@ -203,7 +203,7 @@ class SimBackend(SingleStore, StoreFaults):
         return Outcome.OK
 
     async def erase(self, keys: Sequence[bytes]) -> None:
-        """See `LocalStore.erase`. Half of them go after the delay."""
+        """See `CatalogStore.erase`. Half of them go after the delay."""
         half = len(keys) // 2
         for key in keys[:half]:
             self.objects.pop(key, None)
@@ -214,7 +214,7 @@ class SimBackend(SingleStore, StoreFaults):
                 self.objects.pop(key, None)
 
     async def each(self, work: Sequence[Callable[[], Awaitable[None]]]) -> None:
-        """See `SingleStore.each`. All at once."""
+        """See `LocalStore.each`. All at once."""
 
         async def do(item: Callable[[], Awaitable[None]]) -> None:
             await item()

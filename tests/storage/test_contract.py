@@ -12,7 +12,7 @@ from kvactors.storage.factory import make_backend
 from kvactors.storage.file import store
 from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.file.store import FileBackend
-from kvactors.storage.local_store import SingleStore
+from kvactors.storage.local_store import LocalStore
 from kvactors.storage.memory import MemoryBackend
 from kvactors.testing.store_contract import StoreContract
 
@@ -64,7 +64,7 @@ class RefusesDirect(SlabFiles):
             os.open = real
 
 
-class Strangers(SingleStore):
+class Strangers(LocalStore):
     """A back end of another package: chosen by its module path, called with the config."""
 
     def __init__(self, config, fingerprint, block_bytes):

@@ -1,4 +1,4 @@
-"""`LocalStore` over objects in a dict: batches, the keys that it lists, and its slices of time."""
+"""`CatalogStore` over objects in a dict: batches, the keys that it lists, and its slices of time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvactors.storage import local_store
-from kvactors.storage.local_store import SingleStore
+from kvactors.storage.local_store import LocalStore
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from tests.support.steps import run_unsuspended
@@ -16,7 +16,7 @@ A, B, C, D = (bytes([letter]) * 32 for letter in b"abcd")
 SIZE = 4
 
 
-class Bench(SingleStore):
+class Bench(LocalStore):
     """A store of at most `capacity` objects. Calls succeed, but for the keys in `fails`."""
 
     def __init__(self, capacity: int = 0, *, answerable: bool = True) -> None:

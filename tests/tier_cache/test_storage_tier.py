@@ -12,7 +12,7 @@ import pytest
 
 from kvactors import CacheClosed, ConfigError
 from kvactors.storage import attempts
-from kvactors.storage.local_store import LocalStore
+from kvactors.storage.local_store import CatalogStore
 from kvactors.tier_cache import Lookup, StorageTier, TierCache, open_storage, storage, storage_moves
 from kvactors.tier_cache.storage import KnownObjects, make_storage
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, answer, load, make, payload, settle, store
@@ -202,7 +202,7 @@ def test_evicted_keys_are_reported_and_cleared_ones_stay_away(tmp_path):
 
 @pytest.mark.parametrize("lists", [True, False])
 def test_a_job_of_before_a_clear_makes_no_key_known(lists, monkeypatch):
-    monkeypatch.setattr(LocalStore, "lists_keys", lists)
+    monkeypatch.setattr(CatalogStore, "lists_keys", lists)
     FaultyStore.mode = "hold"
     table = {"backend": f"{FaultyStore.__module__}:{FaultyStore.__name__}", "timeout_s": LIMIT}
     tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
@@ -224,7 +224,7 @@ def test_a_job_of_before_a_clear_makes_no_key_known(lists, monkeypatch):
 
 def test_of_a_store_that_lists_none_the_oldest_objects_are_forgotten(monkeypatch):
     monkeypatch.setattr(storage, "KNOWN", 4)
-    monkeypatch.setattr(LocalStore, "lists_keys", False)
+    monkeypatch.setattr(CatalogStore, "lists_keys", False)
     table = {"backend": "memory"}
     tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
     views = [memoryview(payload(key)) for key in KEYS[:6]]

@@ -42,7 +42,7 @@ from kvactors.storage.file.table import (
     meta_of,
     room_beside,
 )
-from kvactors.storage.local_store import LocalStore
+from kvactors.storage.local_store import CatalogStore
 from kvactors.storage.messages import Outcome
 
 log = get_logger()
@@ -71,7 +71,7 @@ WIPE_BYTES = 64 << 20
 WIPE_LATE = "the deadline has passed"
 
 
-class FileBackend(LocalStore):
+class FileBackend(CatalogStore):
     """Objects in slots of slab files, and a table of the key in each slot.
 
     Args:
@@ -422,7 +422,7 @@ class FileBackend(LocalStore):
     async def save_group(
         self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
     ) -> Sequence[Outcome]:
-        """See `LocalStore.save_group`: payloads, into free slots. `seal` makes them objects."""
+        """See `CatalogStore.save_group`: payloads, into free slots. `seal` makes them objects."""
         if not keys or expired():
             return [Outcome.LATE] * len(keys)
         if self.files.read_only:
@@ -524,7 +524,7 @@ class FileBackend(LocalStore):
         return evicted
 
     async def seal(self, keys: Sequence[bytes]) -> Outcome:
-        """See `LocalStore.seal`: write the entries, and if synced, wait for the device."""
+        """See `CatalogStore.seal`: write the entries, and if synced, wait for the device."""
         entries = [self.written[key] for key in keys]
         outcome = await self.io.seal(entries, sync=self._synced)
         for key in keys:
