@@ -129,6 +129,10 @@ class Server:
                 os.kill(process, signal.SIGKILL)
         self.child.kill()
 
+    def close(self) -> None:
+        """End the process of the last start."""
+        self.child.close()
+
     def metric(self, name: str) -> float:
         """A counter, summed over its labels."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=START) as answer:

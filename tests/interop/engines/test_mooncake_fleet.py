@@ -237,7 +237,7 @@ def pair(environments: Environments, tmp_path: Path) -> Iterator[tuple[Pair, Fle
             )
         ]
         for server in servers:
-            ends.callback(server.child.close)
+            ends.callback(server.close)
         for server in servers:
             server.wait()
         router = FleetRouter(environments, tmp_path, servers)
