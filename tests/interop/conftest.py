@@ -113,6 +113,16 @@ def _run_inside(item: pytest.Function, folder: Path, marker: str) -> None:
         pytest.fail(f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}", pytrace=False)
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(exitstatus: int) -> Iterator[None]:
+    """The inner pytest ends without the interpreter's exit, where Mooncake's client aborts the
+    process if it has lost its masters and was left open (`std::terminate` of a thread)."""
+    yield
+    if INSIDE_NETWORK:
+        sys.stdout.flush()
+        os._exit(exitstatus)
+
+
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """A case with nothing in it yet. When the test has passed, it is judged (`Scene.judge`)."""

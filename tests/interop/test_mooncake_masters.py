@@ -121,7 +121,7 @@ def backend(port: int, scheme: str = "etcd") -> MooncakeBackend:
 
 def test_objects_are_stored_again_after_another_master_is_elected(tmp_path: Path) -> None:
     """The elected master is killed. The other one's index is empty, calls fail until then, and no
-    byte is wrong. Then etcd ends, and the client is left open, since closing it would block the
+    byte is wrong. Then every master ends: the client is left open, since closing it would block the
     process for half a minute."""
     raise_loopback()
     arena = Arena(4, SIZE, trailer=HEADER.size)
