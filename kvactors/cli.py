@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import structlog
@@ -36,14 +37,7 @@ from kvactors.scenario.trace import read_trace
 from kvactors.settings import check, read_toml
 from kvactors.settings_report import config as config_app
 from kvactors.settings_report import size
-from kvactors.signals import (
-    GONE,
-    flush_stdout,
-    run_terminable,
-    sigterm_ends,
-    temporary_folder,
-    usable_streams,
-)
+from kvactors.signals import GONE, escape_characters, flush_stdout, run_terminable, sigterm_ends
 from kvactors.top import top
 
 
@@ -169,7 +163,7 @@ def replay_command(
     check_distinct((trace, config), json=json, html=html, trace_out=trace_out)
     watching = Watching(json=json, html=html, trace=trace_out, port=metrics_port, host=metrics_host)
     trace = find_file(trace, "trace")
-    with temporary_folder() as folder:
+    with TemporaryDirectory(prefix="kvactors-") as folder:
         data = read_toml(find_file(config, "settings")) if config else {}
         settings = ReplayConfig.from_mapping(with_temporary(data, folder))
         given = {
@@ -377,32 +371,29 @@ def joined_outputs(words: list[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Invalid input gives exit status 2 and one line on standard error."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    closed_stdout = sys.stdout is None
-    with usable_streams():
-        try:
-            status = carry_out(words, closed_stdout=closed_stdout)
+    escape_characters()
+    try:
+        status = carry_out(words)
+        flush_stdout()
+    except SystemExit as end:  # rich ends so if standard output is a pipe that nothing reads
+        if not isinstance(end.__context__, BrokenPipeError):
+            raise
+        status = GONE
+    except (CycloptsError, KVActorsError, OSError, UnicodeDecodeError) as error:
+        status = GONE if isinstance(error, BrokenPipeError) else 2
+        if status != GONE:
+            text = str(error)
+            if isinstance(error, OSError) and error.filename is not None:
+                text = f"{error.filename}: {error.strerror}"
+            print("kvactors:", " ".join(text.split()), file=sys.stderr)
+        with suppress(OSError):
             flush_stdout()
-        except SystemExit as end:  # rich ends so if standard output is a pipe that nothing reads
-            if not isinstance(end.__context__, BrokenPipeError):
-                raise
-            status = GONE
-        except (CycloptsError, KVActorsError, OSError, UnicodeDecodeError) as error:
-            status = GONE if isinstance(error, BrokenPipeError) else 2
-            if status != GONE:
-                text = str(error)
-                if isinstance(error, OSError) and error.filename is not None:
-                    text = f"{error.filename}: {error.strerror}"
-                print("kvactors:", " ".join(text.split()), file=sys.stderr)
-            with suppress(OSError):
-                flush_stdout()
     sys.exit(status)
 
 
-def carry_out(words: list[str], *, closed_stdout: bool = False) -> int:
+def carry_out(words: list[str]) -> int:
     """Carry out the command of some arguments. Returns the exit status."""
     words = joined_outputs(words)
-    if closed_stdout and (options := [word[:-1] for word in words if word.endswith("=-")]):
-        raise ConfigError(f"{options[0]}-: standard output is closed")
     errors_only = structlog.make_filtering_bound_logger(40)
     with (
         sigterm_ends(),

@@ -1,38 +1,4 @@
-"""Every error that the package raises.
-
-KVActorsError
-├── ConfigError (ValueError)      a setting is unknown, malformed or contradicts another
-├── NoRoom                        not enough device blocks, even after all possible evictions
-│   └── NeverFits                 the request needs more blocks than the device has
-├── NumBlocksUnset                the number of device blocks is not set yet
-├── DeadlineExceeded (TimeoutError)  an operation was not answered in time
-├── Paused                        the cache is paused and did not resume before the deadline
-├── CacheAsleep                   the cache sleeps, and its memory is released: wake() first
-├── LeasesOpen                    leases are open, so the cache cannot sleep
-├── SleepUnsupported              a part of the cache cannot release its memory
-├── NotReady                      the lease still waits for loads: await wait_ready() first
-├── LeaseEnded                    the lease was finished, preempted, abandoned or lost in a restart
-├── LeaseBusy (RuntimeError)      another call on the lease has not returned yet
-├── TokensCommitted (ValueError)  tokens that other requests may share cannot be dropped
-├── WrongLoop (RuntimeError)      a call from another event loop or thread than the cache's
-├── WrongThread (RuntimeError)    a call of a TierCache from another thread than its owner's
-├── CacheClosed                   the cache is not open (any more)
-├── CacheFailed                   a required actor failed too often (actors.max_restarts_per_minute)
-├── ChannelError
-│   └── ChannelClosed             the receiver of this channel has ended
-├── LeakedError (RuntimeError)    a client library raised a BaseException that is no Exception
-├── ActorFailed                   an actor failed while (or before) it handled an ask
-├── WiringError                   the declared channel graph is inconsistent
-├── LayoutError (ValueError)      shapes, dtypes or counts of blocks do not match
-├── DeviceError                   a device cannot be used, or its memory has changed
-│   └── CudaError                 (data_plane.cuda.driver) a call of the CUDA driver failed
-├── RankError                     a tensor-parallel rank cannot join, or the leader cannot listen
-│   └── RankLost                  a rank has lost the memory of a lease's blocks
-├── StoreError (OSError)          a storage back end cannot do an operation
-│   ├── StoreUnavailable          the back end does not answer
-│   └── StoreUnsupported          the configured store has no such operation
-└── SinkError                     a flush sink did not accept a task
-    └── SdkError                  AttentionStore's SDK is not installed, or refused a call"""
+"""Every error that the package raises."""
 
 from __future__ import annotations
 

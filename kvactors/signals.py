@@ -1,5 +1,4 @@
-"""Commands that SIGTERM ends as Ctrl-C does: their processes end and their temporary folders are
-removed."""
+"""Commands that SIGTERM ends as Ctrl-C does, and their standard streams."""
 
 from __future__ import annotations
 
@@ -7,7 +6,6 @@ import asyncio
 import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
@@ -87,25 +85,6 @@ def run_terminable(main: Coroutine[Any, Any, Result]) -> Result:
 
 
 @contextmanager
-def temporary_folder(prefix: str = "kvactors-") -> Iterator[str]:
-    """A new folder that is removed in the end, whenever SIGINT or SIGTERM arrives.
-
-    The handler of a signal may raise between the system call that makes a folder and the
-    assignment that remembers it. Signals that arrive meanwhile are therefore raised afterwards.
-    """
-    arrived, folder = list[int](), None
-    try:
-        with signals_noted(arrived):
-            folder = tempfile.TemporaryDirectory(prefix=prefix)
-        for number in arrived:
-            signal.raise_signal(number)
-        yield folder.name
-    finally:
-        if folder is not None:
-            folder.cleanup()
-
-
-@contextmanager
 def signals_noted(arrived: list[int]) -> Iterator[None]:
     """SIGINT and SIGTERM that arrive in the block interrupt nothing: their numbers are appended to
     `arrived`. No effect outside of the main thread."""
@@ -124,37 +103,19 @@ def signals_noted(arrived: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# -- standard streams: closed ones, a reader that has gone, locales without the characters
+# -- standard streams: a reader that has gone, locales without the characters
 
 
 GONE = 128 + 13
 """Exit status of a command whose output nothing reads any more, as a shell gives it (SIGPIPE)."""
 
 
-@contextmanager
-def usable_streams() -> Iterator[None]:
-    """Standard output and error take any text while the block runs.
-
-    A closed stream discards its text. Its number is taken, so that no file of the command gets it
-    and other programs' messages with it. Characters that the locale lacks are written as escapes.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
-    closed = [name for name in ("stdout", "stderr") if getattr(sys, name) is None]
-    for name in closed:
-        setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
+def escape_characters() -> None:
+    """Make standard output and error take any text: characters that the locale lacks are written
+    as escapes."""
     for stream in (sys.stdout, sys.stderr):
         if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
             reconfigure(errors="backslashreplace")
-    try:
-        yield
-    finally:
-        for name in closed:
-            getattr(sys, name).close()
-            setattr(sys, name, None)
 
 
 def flush_stdout() -> None:

@@ -5,14 +5,9 @@ Texts and numbers come from another process: any of them may be wrong.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import os
-import select
-import sys
-import termios
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -25,7 +20,6 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import ProxyHandler, build_opener
 
-import anyio
 import msgspec
 from cyclopts import Parameter
 from rich.console import Console, Group, RenderableType
@@ -33,16 +27,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from kvactors.actor.clock import now
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.observe.metrics import PREFIX
 from kvactors.scenario.output import Output, need, to_stdout, write_output
 from kvactors.settings.check import human
-from kvactors.signals import run_terminable
-from kvactors.threads import DaemonExecutor
-
-STEP_S = 0.1
-"""Seconds between two looks at the terminal."""
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.25, 3600.0
 """Limits of the interval. The endpoint renders metrics at most four times a second."""
@@ -87,30 +75,24 @@ def parse_url(text: str) -> str:
     return f"{parts.scheme}://{host}:{port}{path}"
 
 
-def _get(url: str, seconds: float) -> tuple[int, bytes]:
+def fetch(url: str, seconds: float) -> tuple[int, bytes]:
+    """One GET. Returns the status and the body. seconds: for the connection and for each read."""
     try:
-        answer = build_opener(ProxyHandler({})).open(url, timeout=seconds)
-    except HTTPError as error:
-        answer = error
-    with answer:
-        body = answer.read(MAX_ANSWER_BYTES + 1)
-        if len(body) > MAX_ANSWER_BYTES:
-            raise ValueError(f"more than {MAX_ANSWER_BYTES >> 20} MiB")
-        if getattr(answer, "length", None):
-            raise ValueError("the connection ended before the end of the answer")
-        return answer.status, body
-
-
-async def fetch(url: str, seconds: float) -> tuple[int, bytes]:
-    """One GET, which may take some seconds in all. Returns the status and the body."""
-    try:
-        with anyio.fail_after(seconds):
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(DaemonExecutor("kvactors-top"), _get, url, seconds)
-    except TimeoutError as error:
-        raise Unreachable(f"{url} did not answer within {seconds:g} s") from error
+        try:
+            answer = build_opener(ProxyHandler({})).open(url, timeout=seconds)
+        except HTTPError as error:
+            answer = error
+        with answer:
+            body = answer.read(MAX_ANSWER_BYTES + 1)
+            if len(body) > MAX_ANSWER_BYTES:
+                raise ValueError(f"more than {MAX_ANSWER_BYTES >> 20} MiB")
+            if getattr(answer, "length", None):
+                raise ValueError("the connection ended before the end of the answer")
+            return answer.status, body
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
+        if isinstance(reason, TimeoutError):
+            raise Unreachable(f"{url} did not answer within {seconds:g} s") from error
         text = (getattr(reason, "strerror", None) or "").lower() or str(reason)
         brief = " ".join(text.split())[:200] or type(reason).__name__
         raise Unreachable(f"{url} cannot be read: {brief}") from error
@@ -539,57 +521,23 @@ def frame(view: Row, console: Console) -> RenderableType:
 # -- the command
 
 Show: TypeAlias = Callable[[Row], object]
-Ended: TypeAlias = Callable[[], bool]
-"""Whether the user has ended the command. Called several times a second."""
 
 
 @contextmanager
-def output(json: Output | None, *, once: bool) -> Iterator[tuple[Show, Ended]]:
+def output(json: Output | None, *, once: bool) -> Iterator[Show]:
     """The output that options and terminal ask for, while the block runs."""
     console = Console()
     if json is not None:
         with Path(os.devnull if to_stdout(json) else json).open("wb", buffering=0) as file:
             write = partial(write_output, path="-") if to_stdout(json) else file.write
-            yield lambda view: write(msgspec.json.encode(view) + b"\n"), lambda: False
+            yield lambda view: write(msgspec.json.encode(view) + b"\n")
     elif once or not console.is_terminal:
         width = console.width if console.is_terminal else None
         plain = Console(width=width, no_color=True, highlight=False)
-        yield lambda view: plain.print(frame(view, plain), ""), lambda: False
+        yield lambda view: plain.print(frame(view, plain), "")
     else:
-        shown = deque[Row](maxlen=1)
-
-        def screen() -> RenderableType:  # called several times a second: the size may change
-            return frame(shown[0], console) if shown else ""
-
-        with _keys() as typed, Live(console=console, screen=True, get_renderable=screen):
-            yield shown.append, lambda: "q" in typed()
-
-
-@contextmanager
-def _keys() -> Iterator[Callable[[], str]]:
-    """Read single keys, which the terminal does not show. Yields a function that returns those
-    typed since its last call."""
-    number, before = -1, None
-    with suppress(termios.error, OSError, ValueError):  # standard input is no terminal
-        number = sys.stdin.fileno()
-        before = termios.tcgetattr(number)
-        changed = termios.tcgetattr(number)
-        changed[3] &= ~(termios.ECHO | termios.ICANON)
-        changed[6][termios.VSUSP] = b"\0"  # Ctrl-Z would leave the shell in this mode
-        termios.tcsetattr(number, termios.TCSANOW, changed)
-
-    def typed() -> str:
-        with suppress(OSError, ValueError):
-            if before is not None and select.select([number], [], [], 0)[0]:
-                return os.read(number, 1024).decode(errors="replace")
-        return ""
-
-    try:
-        yield typed
-    finally:
-        if before is not None:
-            with suppress(termios.error, OSError):
-                termios.tcsetattr(number, termios.TCSANOW, before)
+        with Live(console=console, screen=True) as live:
+            yield lambda view: live.update(frame(view, console), refresh=True)
 
 
 def top(
@@ -601,7 +549,7 @@ def top(
     json: Output | None = None,
 ) -> int:
     """Show the state of a running process: health, occupancy and hit rates of the tiers, transfers,
-    latencies, leases, sinks and actors. It reads /metrics and /health of the process. q or Ctrl-C
+    latencies, leases, sinks and actors. It reads /metrics and /health of the process. Ctrl-C
     ends it. Without a terminal the frames are plain text, one after another. Needs the extra
     [metrics].
 
@@ -627,28 +575,22 @@ def top(
                 f"{name} must be {least or 'above 0'} to {MAX_INTERVAL_S:g} s, not {value:g}"
             )
     need("prometheus_client", "kvactors top needs prometheus_client", "metrics")
-    with output(json, once=once) as (show, ended):
-        view = run_terminable(watch(target, show, ended, interval, timeout, once=once))
-    return 0 if view is None or view["status"] in ("ok", "degraded") else 1
+    with output(json, once=once) as show:
+        view = watch(target, show, interval, timeout, once=once)
+    return 0 if view["status"] in ("ok", "degraded") else 1
 
 
-async def watch(
-    url: str, show: Show, ended: Ended, interval: float, timeout: float, *, once: bool
-) -> Row | None:
-    """Read a process and show it, until the user ends it or after the second reading. Raises
-    Unreachable, BadMetrics: at the first reading, or with `once`."""
+def watch(url: str, show: Show, interval: float, timeout: float, *, once: bool) -> Row:
+    """Read a process and show it, without end or until the second reading. Raises Unreachable,
+    BadMetrics: at the first reading, or with `once`."""
     readings = Readings()
-    readings.add(await read(url, timeout))
+    readings.add(read(url, timeout))
     if not once:
         show(readings.view(url, time.time()))
     while True:
-        due = now() + interval
-        while (left := due - now()) > 0:
-            await anyio.sleep(min(left, STEP_S))
-            if ended():
-                return None
+        time.sleep(interval)
         try:
-            readings.add(await read(url, timeout))
+            readings.add(read(url, timeout))
             view = readings.view(url, time.time())
         except (Unreachable, BadMetrics) as error:
             if once:
@@ -659,9 +601,9 @@ async def watch(
             return view
 
 
-async def read(url: str, timeout: float) -> Reading:
+def read(url: str, timeout: float) -> Reading:
     """One reading of a process."""
-    status, body = await fetch(url, timeout)
+    status, body = fetch(url, timeout)
     if status != 200:
         raise Unreachable(f"{url} answers with status {status}")
     try:
@@ -671,6 +613,6 @@ async def read(url: str, timeout: float) -> Reading:
     health = None
     if "health" in metrics.samples:  # else the process has no such path
         with suppress(Unreachable, msgspec.DecodeError, UnicodeDecodeError):
-            _, body = await fetch(url.rpartition("/")[0] + "/health", timeout)
+            _, body = fetch(url.rpartition("/")[0] + "/health", timeout)
             health = msgspec.json.decode(body, type=ShownHealth)
-    return Reading(now(), metrics, health)
+    return Reading(time.monotonic(), metrics, health)

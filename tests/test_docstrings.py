@@ -120,26 +120,6 @@ def test_settings_are_described_by_attributes_that_exist(table):
     assert described <= fields
 
 
-def test_the_tree_of_errors_is_complete():
-    lines = (errors.__doc__ or "").splitlines()
-    listed, chain = {}, []
-    for line in lines[2:]:
-        found = re.match(r"((?:│   |    )*)(├── |└── )?(\w+)(?: \((\w+)\))?", line)
-        assert found, line
-        depth = len(found[1]) // 4 + bool(found[2])
-        chain = [*chain[:depth], found[3]]
-        listed[found[3]] = (chain[-2] if depth else "Exception", found[4])
-    defined = {
-        name: tuple(base.__name__ for base in kind.__bases__)
-        for name, kind in vars(errors).items()
-        if inspect.isclass(kind) and kind.__module__ == errors.__name__
-    }
-    listed.pop("CudaError")  # defined beside the driver
-    assert {
-        name: tuple(base for base in bases if base) for name, bases in listed.items()
-    } == defined
-
-
 def exists(name):
     """Whether an error is the package's or Python's."""
     return inspect.isclass(getattr(errors, name, None) or getattr(builtins, name, None))

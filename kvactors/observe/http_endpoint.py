@@ -1,9 +1,8 @@
 """HTTP endpoint of a cache: `/metrics` for Prometheus, `/health` for load balancers, and
 `/statistics` as JSON.
 
-The endpoint runs on the cache's event loop. Everything that a client can make it do is bounded:
-connections, bytes and seconds of a request, seconds of the answer, and the share of the time in
-which it renders. A thread makes the text of the metrics.
+The endpoint runs on the cache's event loop. Connections, their time and the renderings a second are
+bounded. A thread makes the text of the metrics.
 """
 
 from __future__ import annotations
@@ -35,11 +34,10 @@ log = get_logger()
 
 LOOPBACK = "127.0.0.1"
 
-MAX_CONNECTIONS = 32  # whose request has not arrived, and as many that are answered
+MAX_CONNECTIONS = 32  # at once: the oldest is closed for a new one
 MAX_HEAD_BYTES = 8192  # bytes of a request's head
-EXCHANGE_LIMIT_S = 5.0  # in which a request must arrive, in which its answer is made, and taken
-FRESH_S = 0.25  # seconds for which one rendering answers every request for it, at least
-RENDER_SHARE = 0.25  # share of the time that may be spent on renderings, at most
+EXCHANGE_LIMIT_S = 5.0  # seconds of a connection
+FRESH_S = 0.25  # seconds for which one rendering answers every request for it
 
 
 class HttpAnswer(NamedTuple):
@@ -57,34 +55,6 @@ class HttpAnswer(NamedTuple):
         ).encode()
 
 
-class Rendering:
-    """An answer that many requests share, while it is made and while it is fresh."""
-
-    def __init__(self, make: Callable[[], Awaitable[HttpAnswer]]) -> None:
-        self._make = make
-        self._stale_at = 0.0
-        self._task: asyncio.Task[HttpAnswer] | None = None
-
-    async def get(self) -> HttpAnswer:
-        if self._task is None or (self._task.done() and now() >= self._stale_at):
-            self._task = asyncio.create_task(self._made())
-        return await asyncio.shield(self._task)
-
-    async def _made(self) -> HttpAnswer:
-        began = now()
-        try:
-            return await self._make()
-        finally:
-            self._stale_at = max(began + FRESH_S, began + (now() - began) / RENDER_SHARE)
-
-    async def drop(self) -> None:
-        """Forget the answer: the cache that it is about is another one now."""
-        task, self._task = self._task, None
-        if task is not None:
-            task.cancel()
-            await asyncio.wait([task])
-
-
 class HttpEndpoint:
     """Answers for the cache that was opened last, of those that are open."""
 
@@ -93,12 +63,9 @@ class HttpEndpoint:
         self._fastdeploy = fastdeploy_names
         self._observed: list[CacheMetrics] = []
         self._server: asyncio.Server | None = None
-        self._asking = Unclaimed[asyncio.Task[None]](MAX_CONNECTIONS, asyncio.Task.cancel)
-        self._answered = Unclaimed[asyncio.Task[None]](MAX_CONNECTIONS, asyncio.Task.cancel)
-        self._renderings = {
-            b"/metrics": Rendering(self._metrics),
-            b"/statistics": Rendering(self._statistics),
-        }
+        self._connections = Unclaimed[asyncio.Task[None]](MAX_CONNECTIONS, asyncio.Task.cancel)
+        # by path: the rendering that was begun last, and when
+        self._rendered: dict[bytes, tuple[asyncio.Task[HttpAnswer], float]] = {}
 
     @asynccontextmanager
     async def observing(self, cache: OpenCache) -> AsyncIterator[None]:
@@ -106,21 +73,17 @@ class HttpEndpoint:
 
         metrics = CacheMetrics(cache, fastdeploy_names=self._fastdeploy)
         self._observed.append(metrics)
-        await self._drop_renderings()
+        self._rendered.clear()
         try:
             yield
         finally:
             self._observed.remove(metrics)
-            await self._drop_renderings()
+            self._rendered.clear()
             metrics.close()
-
-    async def _drop_renderings(self) -> None:
-        for rendering in self._renderings.values():
-            await rendering.drop()
 
     @asynccontextmanager
     async def attached(self, host: str, port: int, cache: OpenCache) -> AsyncIterator[None]:
-        """HttpAnswer for a cache, and listen while the first of the caches is open."""
+        """Answer for a cache, and listen while the first of the caches is open."""
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self.observing(cache))
             if self._server is None:
@@ -147,53 +110,31 @@ class HttpEndpoint:
             yield self
         finally:
             self._server.close()
-            tasks = [*self._asking, *self._answered]
+            tasks = [*self._connections]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            with suppress(Exception):
-                await self._server.wait_closed()
             self._server = None
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task: Any = asyncio.current_task()
-        self._asking.add(task)
+        self._connections.add(task)
+        # A cancellation closes the connection for a newer one, or with the endpoint.
+        gone = (OSError, EOFError, asyncio.LimitOverrunError, asyncio.CancelledError)
         try:
-            with suppress(OSError, EOFError):
-                head, answer = b"", HttpAnswer(408, b"the request did not arrive in time\n")
-                with anyio.move_on_after(EXCHANGE_LIMIT_S):
-                    try:
-                        head = await reader.readuntil(b"\r\n\r\n")
-                    except asyncio.LimitOverrunError:
-                        answer = HttpAnswer(431, b"the request is too large\n")
-                self._asking.discard(task)
-                self._answered.add(task)
-                if head:
-                    answer = HttpAnswer(503, b"no answer was made in time\n")
-                    with anyio.move_on_after(EXCHANGE_LIMIT_S):
-                        answer = await self.answer(head)
-                body = b"" if head.startswith(b"HEAD ") else answer.body
-                await self._send(reader, writer, answer.head() + body)
-        except asyncio.CancelledError:
-            pass  # closed for a newer one, or with the endpoint. asyncio would log it
+            with suppress(*gone):
+                with anyio.fail_after(EXCHANGE_LIMIT_S):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    answer = await self.answer(head)
+                    body = b"" if head.startswith(b"HEAD ") else answer.body
+                    writer.transport.set_write_buffer_limits(high=0)
+                    writer.write(answer.head() + body)
+                    await writer.drain()  # until the client has taken all
         except Exception as error:
             log.error("metrics endpoint failed", error=type(error).__name__)
         finally:
-            self._asking.discard(task)
-            self._answered.discard(task)
-            writer.transport.abort()  # everything that is sent was taken, or is late
-
-    async def _send(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes
-    ) -> None:
-        writer.write(data)
-        with anyio.move_on_after(EXCHANGE_LIMIT_S):
-            writer.transport.set_write_buffer_limits(high=0)
-            await writer.drain()  # until the client has taken all
-            writer.write_eof()
-            # A socket that is closed with unread bytes resets the connection, and the client loses
-            # the answer.
-            await reader.read(MAX_HEAD_BYTES)
+            self._connections.discard(task)
+            writer.transport.abort()
 
     # -- answers
 
@@ -206,9 +147,19 @@ class HttpEndpoint:
             return HttpAnswer(405, b"only GET and HEAD\n")
         if target == b"/health":
             return self._health()
-        if target in self._renderings:
-            return await self._renderings[target].get()
+        if target == b"/metrics":
+            return await self._shared(target, self._metrics)
+        if target == b"/statistics":
+            return await self._shared(target, self._statistics)
         return HttpAnswer(404, b"/metrics, /health or /statistics\n")
+
+    async def _shared(self, path: bytes, make: Callable[[], Awaitable[HttpAnswer]]) -> HttpAnswer:
+        """The answer that is being made, or is fresh: many requests cost one rendering."""
+        task, began = self._rendered.get(path, (None, 0.0))
+        if task is None or (task.done() and now() >= began + FRESH_S):
+            task = asyncio.ensure_future(make())
+            self._rendered[path] = task, now()
+        return await asyncio.shield(task)
 
     async def _metrics(self) -> HttpAnswer:
         from kvactors.observe.prometheus import CONTENT_TYPE, NO_CACHE

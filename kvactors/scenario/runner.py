@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -38,7 +39,7 @@ from kvactors.scenario.workload import Script, chat, random_tokens
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.sinks import AttentionStoreConfig, JsonLinesSinkConfig, MemorySinkConfig
 from kvactors.settings.tables import QuotaConfig
-from kvactors.signals import run_terminable, temporary_folder
+from kvactors.signals import run_terminable
 from kvactors.storage.backend import Backend
 from kvactors.storage.factory import make_backend
 from kvactors.storage.inspect import keys_in
@@ -319,7 +320,7 @@ def run_scenario(
 ) -> tuple[Scenario, Report]:
     """Run the scenario of a file. observe: entered with the open cache of the run that counts. Not
     called if the run has several processes."""
-    with temporary_folder() as folder:
+    with tempfile.TemporaryDirectory(prefix="kvactors-") as folder:
         data = with_temporary(data, folder)
         scenario = Scenario.from_mapping(data)
         if seed is None:

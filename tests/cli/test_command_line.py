@@ -320,12 +320,11 @@ def test_a_signal_leaves_no_temporary_files(tmp_path, number, status, interrupts
     )
     try:
         ends = time.monotonic() + 120
-        while not any(
-            temporary.glob("kvactors-*")
-        ):  # tempfile tries the folder with a file of another name first
+        while not any(temporary.glob("kvactors-*")):
             assert process.poll() is None, process.stderr.read()
             assert time.monotonic() < ends
             time.sleep(0.01)
+        time.sleep(0.2)  # the run has begun
         process.send_signal(number)
         _, err = process.communicate(timeout=120)
         assert process.returncode == status, err

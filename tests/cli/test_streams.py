@@ -11,7 +11,7 @@ from io import StringIO
 
 import pytest
 
-from kvactors.scenario.output import check_distinct, print_fields, print_rows, write_output
+from kvactors.scenario.output import check_distinct, print_fields, print_rows
 from tests.cli.test_sweep_command import TRACE
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -45,14 +45,6 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence(arguments, trace):
     done = shell('set -o pipefail; "$@" | sleep 0', *arguments)
     # `sleep` closes the pipe before the first byte, as Python takes longer to start
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_closed_streams_get_nothing_and_the_error_goes_to_no_other_stream(trace, tmp_path):
-    done = shell('"$@" >&-', "sweep", trace, "--json", "-")
-    assert done.returncode == 2
-    assert done.stderr == "kvactors: --json=-: standard output is closed\n"
-    done = shell('"$@" 2>&-', "sweep", tmp_path / "none")
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
 
 
 def test_a_full_standard_output_is_named(trace):
@@ -133,13 +125,6 @@ def test_a_trace_goes_to_standard_output(kvactors, tmp_path, monkeypatch):
     assert status == 0
     assert json.loads(out)["traceEvents"]
     assert {path.name for path in tmp_path.iterdir()} == {"s.toml"}
-
-
-def test_text_streams_of_a_program_take_outputs_too(monkeypatch):
-    stream = StringIO()
-    monkeypatch.setattr(sys, "stdout", stream)
-    write_output("ö".encode(), "-")
-    assert stream.getvalue() == "ö"
 
 
 @pytest.mark.parametrize(

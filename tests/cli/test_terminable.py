@@ -4,12 +4,11 @@ exceptions."""
 import asyncio
 import gc
 import signal
-import tempfile
 import threading
 
 import pytest
 
-from kvactors.signals import STATUS, run_terminable, sigterm_ends, temporary_folder
+from kvactors.signals import STATUS, run_terminable, sigterm_ends
 
 SLEEP = 5.0
 """Seconds after which a main task that was not cancelled goes on."""
@@ -132,33 +131,6 @@ def test_in_another_thread_it_is_asyncio_run():
     thread.start()
     thread.join(60)
     assert results == [5]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_that_comes_while_a_folder_is_made_leaves_none(tmp_path, monkeypatch, number):
-    make = tempfile.mkdtemp
-
-    def interrupted(*arguments, **rest):
-        made = make(*arguments, **rest)
-        signal.raise_signal(number)
-        return made
-
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(tempfile, "mkdtemp", interrupted)
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt), temporary_folder():
-            pytest.fail("the signal was lost")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_temporary_folder_is_removed_in_the_end(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    with temporary_folder() as folder:
-        assert [str(one) for one in tmp_path.iterdir()] == [folder]
-    assert list(tmp_path.iterdir()) == []
 
 
 class Interrupting:
