@@ -123,18 +123,3 @@ def test_settings_are_described_by_attributes_that_exist(table):
 def exists(name):
     """Whether an error is the package's or Python's."""
     return inspect.isclass(getattr(errors, name, None) or getattr(builtins, name, None))
-
-
-def test_gaps_are_found():
-    def method(self, first, second):
-        """Do something.
-
-        Args:
-            first: a number.
-
-        Raises:
-            NoSuchError: never.
-        """
-
-    assert undescribed(None, method) == ["second"]
-    assert [name for name in raised(method.__doc__) if not exists(name)] == ["NoSuchError"]

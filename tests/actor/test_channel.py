@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvactors.actor import Channel
 from kvactors.errors import ChannelClosed
-from kvactors.testing.loop import Deadlock, SimLoop, simulate
+from kvactors.testing.loop import simulate
 
 
 @pytest.fixture(params=["stdlib", "uvloop"], autouse=True)
@@ -183,24 +183,6 @@ def test_exactly_once_under_cancellation_anywhere(seed, bound, cancels):
         assert channel._granted == 0
 
     simulate(main, seed)
-
-
-def test_the_simulated_loop_names_a_deadlock_and_skips_time():
-    async def stuck():
-        await asyncio.get_running_loop().create_future()
-
-    with pytest.raises(Deadlock, match="nothing is ready"):
-        simulate(stuck)
-
-    async def long():
-        await asyncio.sleep(3600)
-        return asyncio.get_running_loop().time()
-
-    assert simulate(long) == 3600
-    loop = SimLoop()
-    with pytest.raises(RuntimeError, match="thread"):
-        loop.run_in_executor(None, len)
-    loop.close()
 
 
 def test_an_actors_own_work_and_the_data_lane_take_turns():

@@ -16,10 +16,9 @@ import pytest
 
 from kvactors.actor import ActorRef, InFlight, loop, on
 from kvactors.actor.channel import Channel
-from kvactors.actor.instrument import Instrument
 from kvactors.errors import ActorFailed, ChannelClosed
 from kvactors.testing.loop import SimLoop, simulate
-from tests.actor.test_actor import Boom, Note, Park, Ping, Server, Slow, Wired, Worked
+from tests.actor.test_actor import Boom, Note, Park, Ping, Server, Wired, Worked
 from tests.support.deadline import deadline_after
 
 BAD = 1_000_000
@@ -135,24 +134,6 @@ async def test_inline_turns_in_one_pass_are_bounded(monkeypatch, seconds):
             await asyncio.sleep(0)
 
 
-async def test_a_caller_that_never_waits_lets_others_run():
-    system = wired(Quick)
-    async with system.running():
-        ran = 0
-
-        async def other():
-            nonlocal ran
-            while True:
-                ran += 1
-                await asyncio.sleep(0)
-
-        task = asyncio.create_task(other())
-        for value in range(20 * loop.INLINE_TURNS):
-            await ask(system, Ping(value))
-        task.cancel()
-        assert ran >= 19
-
-
 async def test_turns_and_their_jobs_run_in_the_context_of_the_actor():
     system = wired()
     async with system.running():
@@ -202,17 +183,6 @@ async def test_an_error_of_an_inline_turn_keeps_nothing_alive():
             gc.enable()
 
 
-async def test_messages_to_a_full_receiver_leave_without_another_message():
-    system = Wired()
-    async with system.running():
-        for value in range(8):
-            with anyio.fail_after(30):
-                assert await ask(system, Ping(value)) == value + 1
-        with anyio.fail_after(30):
-            await system.in_flight.wait_idle()
-        assert system.supervisor.actor("sink").notes == list(range(8))
-
-
 async def test_the_last_messages_to_a_full_receiver_leave_too():
     system = Wired()
     async with system.running():
@@ -222,42 +192,6 @@ async def test_the_last_messages_to_a_full_receiver_leave_too():
         with anyio.move_on_after(30):
             await system.in_flight.wait_idle()
         assert system.supervisor.actor("sink").notes[:2] == [1, 2]
-
-
-async def test_the_end_of_a_system_ends_inline_turns():
-    system = Wired()
-    async with system.running():
-        assert system.server.try_tell(Slow(0.0))
-    assert system.server.entrance is system.server
-
-
-async def test_instruments_see_an_inline_turn():
-    seen = []
-
-    class Log(Instrument):
-        def sent(self, receiver, envelope, turn):
-            seen.append(("sent", type(envelope.message)))
-
-        def taken(self, receiver, envelope):
-            seen.append(("taken", type(envelope.message)))
-
-        def answered(self, receiver, envelope, value, error):
-            seen.append(("answered", value))
-
-        def finished(self, receiver, envelope):
-            seen.append(("finished", type(envelope.message)))
-
-    system = Wired()
-    async with system.running():
-        system.server.instruments.add(Log())
-        assert in_one_step(ask(system, Ping(1))) == 2
-        assert seen == [
-            ("sent", Ping),
-            ("taken", Ping),
-            ("sent", Note),
-            ("answered", 2),
-            ("finished", Ping),
-        ]
 
 
 @pytest.mark.parametrize(("share", "least", "most"), [(0.0, 0, 0), (0.5, 20, 80), (1.0, 100, 100)])
@@ -373,18 +307,6 @@ async def test_an_interrupt_reaches_the_asker_and_the_actor(error):
     assert in_flight.count == 0
 
 
-async def test_a_pass_that_begins_with_an_ask_that_has_waited_has_an_end(monkeypatch):
-    """Later passes have inline turns as well."""
-    monkeypatch.setattr(loop, "INLINE_TURNS", 1)
-    system = wired(Seen)
-    async with system.running():
-        await passes()
-        assert await asyncio.gather(*(ask(system, Ping(value)) for value in (1, 2))) == [2, 3]
-        for value in (3, 4):
-            await passes()
-            assert in_one_step(ask(system, Ping(value))) == value + 1
-
-
 async def test_an_ask_beyond_the_bound_waits_for_a_pass(monkeypatch):
     monkeypatch.setattr(loop, "INLINE_TURNS", 2)
     system = wired(Seen)
@@ -480,19 +402,6 @@ async def test_a_cancelled_ask_that_waits_for_a_pass_is_not_made(monkeypatch):
         assert system.server.open_asks == 0
 
 
-async def test_messages_put_before_it_come_first(monkeypatch):
-    monkeypatch.setattr(loop, "INLINE_TURNS", 1)
-    system = wired(Seen)
-    async with system.running():
-        await passes()
-        tasks = [asyncio.create_task(ask(system, Ping(value))) for value in (1, 2, 3)]
-        await asyncio.sleep(0)
-        assert seen(system) == [("inline", 1)]
-        assert system.server.try_tell(Note(9))
-        assert await asyncio.gather(*tasks) == [2, 3, 4]
-        assert [value for _, value in seen(system)] == [1, 9, 2, 3]
-
-
 async def test_asks_that_wait_while_the_actor_restarts(monkeypatch):
     monkeypatch.setattr(loop, "INLINE_TURNS", 2)
     system = wired(Seen)
@@ -523,58 +432,6 @@ async def test_asks_that_wait_while_the_actor_stops(monkeypatch):
         assert result == value + 1 or isinstance(result, (ChannelClosed, ActorFailed))
     assert system.in_flight.count == 0
     assert system.server.open_asks == 0
-
-
-async def mixed():
-    """Clients that are cancelled now and then. Returns all that happened, in order."""
-    system, log = wired(Seen), []
-    async with system.running():
-        await passes()
-
-        async def client(number):
-            for step in range(12):
-                value = [number, -number, BAD if step == number else 1][step % 3]
-                with suppress(ActorFailed):
-                    log.append((number, step, await ask(system, Ping(value))))
-
-        tasks = [asyncio.create_task(client(number)) for number in range(10)]
-        for number in (3, 5):
-            await asyncio.sleep(0)
-            tasks[number].cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await system.in_flight.wait_idle()
-        log.append(system.supervisor.statistics().failures)
-    return log
-
-
-@pytest.mark.parametrize("share", [0.3, 1.0])
-def test_a_run_on_virtual_time_repeats_from_its_seed(monkeypatch, share):
-    monkeypatch.setattr(loop, "INLINE_TURNS", 3)
-    runs = {}
-    for seed in range(20):
-        first, again = (simulate(mixed, loop=SimLoop(seed, direct=share)) for _ in range(2))
-        assert first == again
-        runs[seed] = str(first)
-    assert len(set(runs.values())) > 10, "the seed has no influence"
-
-
-def test_clients_of_another_event_loop_share_a_pass(monkeypatch):
-    uvloop = pytest.importorskip("uvloop")
-    monkeypatch.setattr(loop, "INLINE_TURNS", 16)
-    monkeypatch.setattr(loop, "SHARE_TURNS", 2)
-
-    async def run():
-        system = wired(Seen)
-        async with system.running():
-            await passes()
-            turns, lead = await served(64, 20, system)
-            assert sum(turns) == 20 * 64
-            assert max(turns) <= 2 * 64
-            assert lead <= 16 + 2 * 2
-            assert system.in_flight.count == 0
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
 
 
 async def test_a_pass_wakes_as_many_asks_as_share_its_turns(monkeypatch):

@@ -24,7 +24,7 @@ from kvactors.actor import (
 )
 from kvactors.actor.uncancelled import ThreadWaits, uncancelled, wait_uncancelled
 from kvactors.errors import ActorFailed, LeakedError
-from kvactors.threads import Workers, in_thread
+from kvactors.threads import in_thread
 from tests.support.deadline import deadline_after
 
 
@@ -195,15 +195,3 @@ async def test_an_abandoned_wait_ends_and_is_counted():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert waits.abandoned == 1
-
-
-async def test_a_worker_goes_on_after_an_error():
-    workers = Workers(1, "kvactors-test")
-
-    def call():
-        raise Panic("leaked")
-
-    for _ in range(2):
-        with pytest.raises(LeakedError):
-            await asyncio.wrap_future(workers.submit(call))
-    workers.close()

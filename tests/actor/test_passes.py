@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import weakref
 from typing import ClassVar
 
 import anyio
@@ -117,24 +115,6 @@ async def test_a_timer_that_is_due_runs_before_the_turn_of_an_actor_that_has_ste
 
 
 @pytest.mark.usefixtures("no_time")
-async def test_no_actor_starves_while_others_take_all_the_time():
-    pair = Pair()
-    async with pair.running():
-        for round_ in range(20):
-            for ref in (pair.server, pair.other):
-                for number in range(4):
-                    assert ref.try_tell(Note(4 * round_ + number))
-            answers = [
-                ref.ask(Ping(-1), deadline=deadline_after(30)) for ref in (pair.server, pair.other)
-            ]
-            assert await asyncio.gather(*answers) == [-1, -1]
-        await pair.in_flight.wait_idle()
-    for name in ("server", "other"):
-        noted = [one[1] for one in pair.log if one[0] == name and one[1] >= 0]
-        assert noted == list(range(80))
-
-
-@pytest.mark.usefixtures("no_time")
 async def test_a_message_taken_by_an_actor_that_stops_aside_is_answered():
     pair = Pair()
     async with pair.running(drain=0.0):
@@ -165,16 +145,6 @@ async def test_a_cache_serves_when_no_pass_has_time_for_two_turns():
                 await asyncio.gather(*pair)
         await cache.wait_idle()
         assert cache.statistics().host.loaded > 0
-
-
-def test_a_loop_that_has_ended_is_forgotten():
-    async def used():
-        async with Pair().running():
-            return weakref.ref(asyncio.get_running_loop())
-
-    ended = asyncio.run(used())
-    gc.collect()
-    assert ended() is None
 
 
 async def test_caches_on_one_loop_share_its_passes_and_a_loop_of_virtual_time_has_none():

@@ -11,7 +11,7 @@ import pytest
 
 import kvactors
 from kvactors.actor.loop import MailboxLoop
-from kvactors.errors import DeadlineExceeded, NotReady, Paused
+from kvactors.errors import NotReady, Paused
 from kvactors.identity import PLAIN
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.waiting import TURN_REQUESTS, WaitQueue
@@ -150,26 +150,6 @@ async def end_each(waiting):
             await (await one).finish()
         except kvactors.NoRoom:
             continue
-
-
-async def test_waiting_requests_expire_in_steps_that_do_not_grow():
-    """A save holds all blocks. The queue for them is never searched: `waiting` is by lease and
-    `blocks_promised` is a running sum."""
-    async with opened(device=8, host=HOST) as cache:
-        core = cache.system.index_actor
-        core.saves.in_flight[-1] = None  # a save that does not end: blocks may still come
-        held = await cache.acquire("all", prompt(1, 8))
-        waiting = [
-            asyncio.ensure_future(cache.acquire(f"r{n}", [n], deadline=3.0)) for n in range(300)
-        ]
-        while len(core.queue.waiting) < 300:
-            await asyncio.sleep(0)
-        assert core.index.promised == 300
-        results = await asyncio.gather(*waiting, return_exceptions=True)
-        assert all(isinstance(one, DeadlineExceeded) for one in results)
-        assert len(core.queue.waiting) == core.index.promised == 0
-        del core.saves.in_flight[-1]
-        await held.finish()
 
 
 async def test_no_timer_outlasts_its_wait_or_the_cache():

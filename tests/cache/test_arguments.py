@@ -271,12 +271,6 @@ async def test_every_wrong_argument_is_refused(owner, method):
     await refuses([one for one in WRONG if one[:2] == (owner, method)])
 
 
-@given(st.lists(st.sampled_from(WRONG), min_size=1, max_size=40))
-@hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
-def test_a_wrong_argument_is_refused_and_changes_nothing(wrong):
-    asyncio.run(refuses(wrong))
-
-
 @given(st.data())
 @hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
 def test_no_arguments_fail_an_actor(data):
@@ -365,19 +359,6 @@ async def serve_sixty(cache, found, reading):
             await lease.finish(2 * BLOCK, hints=kvactors.Hints(ttl=5.0))
     assert cache.statistics().prefix.device_hits > 0
     assert cache.check() == []
-
-
-async def test_numpy_integers_are_integers():
-    async with opened() as cache:
-        tokens = np.array(prompt(1, 3), np.uint32)
-        image = (np.int64(1), np.uint8(2), np.int32(77))
-        lease = await cache.acquire("a", tokens, extra_keys=[image], deadline=np.float32(5))
-        await lease.commit(np.int32(2 * BLOCK))
-        assert lease.hashes(np.int8(0), np.uint64(1))
-        await lease.finish(np.uint16(3 * BLOCK), deadline=np.int64(2))
-        again = await cache.acquire("b", tokens, extra_keys=((1, 2, 77),))
-        assert again.cached_tokens == 2 * BLOCK
-        again.abandon()
 
 
 async def test_a_buffer_is_copied_before_the_call_returns_to_the_loop():

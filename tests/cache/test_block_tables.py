@@ -38,26 +38,6 @@ async def test_reserved_blocks_are_used_by_the_next_tokens_and_given_back():
         assert cache.statistics().prefix.blocks_free == 8
 
 
-async def test_tokens_after_rejected_ones_are_cached_under_their_own_hashes():
-    async with opened(device=16) as cache:
-        tokens = prompt(1, 1, tail=1)
-        lease = await cache.acquire("a", tokens)
-        await lease.reserve(2 * BLOCK)
-        await lease.extend(drafts := prompt(2, 2))
-        rejected = lease.hashes(0, 3)
-        await lease.truncate(len(tokens) + 2)
-        await lease.extend(more := prompt(3, 1, tail=1))
-        tokens = tokens + drafts[:2] + more
-        full = len(tokens) // BLOCK
-        assert lease.num_tokens == len(tokens)
-        cache.device.fill(list(lease.block_table[:full]), lease.hashes(0, full))
-        await lease.finish(len(tokens))
-        assert (await hashes(cache, tokens)) != rejected[: 32 * full]
-        served = await serve(cache, "again", tokens)
-        assert served.hits.device >= full - 1
-        assert served.hashes(0, full) == await hashes(cache, tokens)
-
-
 async def test_committed_tokens_are_not_dropped():
     async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 3, tail=1)) as lease:
         await lease.commit(2 * BLOCK + 1)
@@ -82,19 +62,6 @@ async def test_tokens_are_not_dropped_while_blocks_load():
                 await lease.truncate(1)
 
 
-async def test_blocks_that_cannot_be_had_are_refused_and_nothing_changes():
-    async with (
-        opened(device=6) as cache,
-        await cache.acquire("b", prompt(2, 3)),
-        await cache.acquire("a", prompt(1, 2)) as lease,
-    ):
-        table = lease.block_table
-        with pytest.raises(NoRoom, match="2 device blocks needed"):
-            await lease.reserve(2 * BLOCK)
-        assert lease.block_table == table
-        assert len(await lease.reserve(BLOCK)) == 1
-
-
 async def test_more_than_a_turn_takes_is_not_reserved_at_once():
     async with opened(device=6) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
         with pytest.raises(ValueError, match="num_tokens must be between 0 and 8192"):
@@ -102,19 +69,6 @@ async def test_more_than_a_turn_takes_is_not_reserved_at_once():
         with pytest.raises(NoRoom):
             await lease.reserve(2_048 * BLOCK)
         assert len(lease.block_table) == 2
-
-
-async def test_changes_of_one_table_at_once_are_refused():
-    async with opened(host=HOST) as cache:
-        await serve(cache, "other", prompt(2, 7))
-        async with await cache.acquire("a", [1]) as lease:
-            waits = asyncio.ensure_future(lease.reserve(2 * BLOCK))
-            await asyncio.sleep(0)
-            for call in (lease.extend([2]), lease.reserve(BLOCK), lease.truncate(0)):
-                with pytest.raises(LeaseBusy, match="another reserve"):
-                    await call
-            assert len(await waits) == 2
-            await lease.extend([2])
 
 
 async def test_a_truncate_between_the_parts_of_a_commit_is_refused(monkeypatch, queued):

@@ -85,27 +85,10 @@ async def test_cancelled_at_every_step(how):
     assert len(seen) >= 3
 
 
-@pytest.mark.parametrize("how", ["task.cancel", "anyio scope"])
-async def test_cancelled_while_threads_copy(how):
-    """The threads decide how far the request comes in so many steps. Nothing is left over in any
-    case."""
-    for step in range(0, 60, 2):
-        await cancelled_after(step, how, inline=False)
-
-
 async def test_a_forgotten_lease_comes_back_with_a_warning():
     async with opened() as cache:
         leases = [await cache.acquire("forgetful", prompt(1, 3))]
         with pytest.warns(ResourceWarning, match="forgetful"):
             leases.clear()
-        await cache.wait_idle()
-        assert cache.statistics().prefix.blocks_free == 8
-
-
-async def test_an_error_inside_the_lease_gives_it_back():
-    async with opened() as cache:
-        with pytest.raises(RuntimeError, match="engine"):
-            async with await cache.acquire("a", prompt(1, 3)):
-                raise RuntimeError("engine")
         await cache.wait_idle()
         assert cache.statistics().prefix.blocks_free == 8

@@ -188,17 +188,6 @@ def test_ctrl_c_while_the_arena_is_touched_ends_the_process_in_order(times):
     assert done.stdout.split()[-1] == "interrupted"
 
 
-def test_a_timeout_while_the_arena_is_touched_ends_the_process_in_order():
-    body = (
-        "async with asyncio.timeout(0.01), kvactors.open(config) as cache: await asyncio.sleep(60)"
-    )
-    program = textwrap.dedent(CHILD).format(times=0, body=body)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
-    assert (done.returncode, done.stdout.split()) == (0, ["timed", "out"]), done.stderr[-2000:]
-
-
 IN_NATIVE_CODE = """
     import sys, threading
     import numpy as np

@@ -85,12 +85,6 @@ async def test_other_requests_have_the_blocks_of_later_chunks():
         await lease.finish()
 
 
-async def test_a_prompt_that_can_never_be_covered_is_refused():
-    async with opened(device=4) as cache:
-        with pytest.raises(kvactors.NeverFits):
-            await cache.acquire("chunked", prompt(1, 5), chunk_tokens=1)
-
-
 async def test_tokens_without_blocks_cannot_be_committed():
     async with opened(device=8) as cache:
         lease = await cache.acquire("chunked", prompt(1, 4), chunk_tokens=BLOCK)
@@ -124,18 +118,3 @@ async def test_a_chunk_is_waited_for():
         assert len(lease.block_table) == 3
         await first.finish()
         await lease.finish()
-
-
-async def test_a_thread_takes_chunks():
-    async with opened(device=8) as cache:
-
-        def work():
-            with cache.from_thread.acquire("r", prompt(1, 5), chunk_tokens=BLOCK) as lease:
-                assert lease.covered_tokens == BLOCK
-                lease.next_chunk(2 * BLOCK)
-                assert lease.covered_tokens == 3 * BLOCK
-                lease.commit(3 * BLOCK)
-                lease.finish()
-
-        await asyncio.to_thread(work)
-        assert cache.lookup(prompt(1, 5)).device == 3

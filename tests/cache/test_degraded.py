@@ -11,12 +11,9 @@ import pytest
 import kvactors
 from kvactors.actor import Control, State
 from kvactors.actor.supervisor import SWITCHED_OFF
-from kvactors.flush_notifier.sinks import MemorySink
-from kvactors.settings.sinks import MemorySinkConfig
-from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
 from kvactors.types import Tier
-from tests.support.cache import BLOCK, opened, prompt, serve, settings
+from tests.support.cache import opened, prompt, serve, settings
 
 HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_through", "readers": 1, "writers": 1}
@@ -250,26 +247,3 @@ def test_a_request_in_flight_is_given_the_root_cause(restarts):
     else:
         with pytest.raises(kvactors.CacheFailed):
             simulate(main)
-
-
-@pytest.mark.parametrize("kind", ["lookups", "reads", "writes"])
-def test_a_store_that_does_not_answer_and_a_sink_that_fails_are_named_until_they_recover(kind):
-    async def main():
-        sink = FaultySink(MemorySink(MemorySinkConfig(name="memory"), BLOCK))
-        async with opened(inline=True, host=HOST, storage=STORE, sinks=(), given=[sink]) as cache:
-            attempts = getattr(cache.system.store.attempts, kind)
-            for _ in range(20):
-                attempts.failed()
-            sink.fault_mode = "down"
-            await requests(cache, 1)
-            await asyncio.sleep(0.05)
-            health = cache.health()
-            assert health.status == "degraded"
-            assert {one.component for one in health.reasons} == {"store", "sink memory"}
-            assert len(health.reasons) == 2
-            attempts.worked()
-            sink.fault_mode = ""
-            await asyncio.sleep(120)
-            assert cache.health() == ("ok", ())
-
-    simulate(main)

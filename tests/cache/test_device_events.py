@@ -9,7 +9,7 @@ import gc
 import pytest
 
 from kvactors.device.events import POLL_S, DeviceEvents
-from kvactors.errors import DeadlineExceeded, DeviceError, LeakedError, LeaseBusy, LeaseEnded
+from kvactors.errors import DeadlineExceeded, DeviceError, LeakedError, LeaseBusy
 from tests.support.cache import BLOCK, opened, prompt
 
 
@@ -146,20 +146,6 @@ async def test_a_call_cancelled_during_its_event_did_not_happen(call):
         assert await shared(cache, prompt(1, 2)) == 0
 
 
-@pytest.mark.parametrize("call", ["finish", "preempt"])
-async def test_a_lease_ends_after_the_event(call):
-    async with opened(device=16) as cache:
-        lease, event = await cache.acquire("a", prompt(1, 2)), Event()
-        task = asyncio.ensure_future(getattr(lease, call)(2 * BLOCK, event=event))
-        await passes()
-        assert cache.statistics().prefix.leases == 1
-        event.state = True
-        await task
-        assert await shared(cache, prompt(1, 2)) == 2
-        with pytest.raises(LeaseEnded):
-            await lease.commit(0)
-
-
 async def test_tokens_of_a_commit_that_waits_are_not_dropped():
     """Other tokens in their place would be found under the bytes of the first."""
     async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 3)) as lease:
@@ -172,28 +158,6 @@ async def test_tokens_of_a_commit_that_waits_are_not_dropped():
         await lease.extend(prompt(4, 1))
         event.state = True
         assert await commit == 2
-
-
-async def test_a_commit_that_waits_ends_with_its_lease():
-    async with opened(device=16) as cache:
-        lease, event = await cache.acquire("a", prompt(1, 2)), Event()
-        commit = asyncio.ensure_future(lease.commit(2 * BLOCK, event=event))
-        await passes()
-        await lease.finish()
-        event.state = True
-        with pytest.raises(LeaseEnded):
-            await commit
-
-
-@pytest.mark.parametrize("event", [5, "event", object()])
-async def test_what_is_no_event_is_refused(event):
-    async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
-        for call in (lease.commit, lease.finish, lease.preempt):
-            with pytest.raises(TypeError, match="event"):
-                await call(BLOCK, event=event)
-        with pytest.raises(ValueError, match="the lease has 8 tokens"):
-            await lease.commit(2 * BLOCK + 1, event=Event())
-        await lease.extend([1])
 
 
 async def test_many_waiters_of_one_event_cost_one_query():

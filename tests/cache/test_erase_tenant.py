@@ -151,13 +151,6 @@ async def test_a_store_without_salts_refuses_and_nothing_is_cleared():
             await cache.clear(salt="gone", erase=True)
 
 
-async def test_without_a_store_a_clear_of_it_is_done():
-    async with opened(device=32, host=HOST) as cache:
-        await fill(cache, "gone")
-        assert await cache.clear(salt="gone", storage=True, erase=True) == (4, 0)
-        assert await found(cache, "gone", 1, 2) == (0, 0)
-
-
 async def test_after_a_failure_the_whole_store_is_cleared(tmp_path):
     async with opened(device=32, storage=files(tmp_path)) as cache:
         await fill(cache, "gone", "stays")

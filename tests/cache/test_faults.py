@@ -4,20 +4,14 @@ leak."""
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
 import kvactors
 from kvactors.actor import Control
 from kvactors.data_plane.base import Direction
-from kvactors.device.host import HostDevice
-from kvactors.gpu_swapper.messages import Copied
-from kvactors.layout import make_layout
-from kvactors.storage.messages import Outcome, Probed
-from kvactors.testing.loop import simulate
-from kvactors.types import Tier
-from tests.support.cache import BLOCK, opened, prompt, serve, settings
+from kvactors.storage.messages import Outcome
+from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_back"}
@@ -114,15 +108,6 @@ async def test_a_block_matched_again_while_it_is_offloaded_is_kept(monkeypatch):
         await lease.finish()
         await (await waiting).finish()
         await cache.wait_idle()
-
-
-async def test_without_waiting_an_eviction_refuses_and_frees_blocks_for_later():
-    async with opened(host=HOST) as cache:
-        await serve(cache, "a", prompt(1, 8))
-        with pytest.raises(kvactors.NoRoom):
-            await cache.acquire("b", prompt(2, 4), wait_for_evictions=False)
-        await cache.wait_idle()
-        await (await cache.acquire("b", prompt(2, 4), wait_for_evictions=False)).finish()
 
 
 async def test_device_blocks_are_kept_free_ahead_of_need():
@@ -236,94 +221,3 @@ async def test_any_actor_may_fail_at_any_time(victim):
         for seed in (1, 2, 3, 1):
             await serve(cache, "after", prompt(seed, 6, tail=1))
         await cache.wait_flushed()
-
-
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("victim", ["reader", "writer"])
-def test_reports_of_a_failed_storage_actor_are_sent_by_its_next_incarnation(victim, seed):
-    """A small store evicts and reads all the time. A sink that follows storage still ends equal to
-    it."""
-    rng = random.Random(seed)
-    store = {**STORE, "capacity_blocks": 10, "exclusive": True, "readers": 1, "writers": 1}
-
-    async def main():
-        async with opened(
-            inline=True, host=HOST, storage=store, actors={"max_restarts_per_minute": 100}
-        ) as cache:
-            system = cache.system
-            ref = system.readers[0] if victim == "reader" else system.writers[0]
-            slow_down(system.backend, rng)
-            for _ in range(6):
-                for _ in range(3):
-                    await serve(cache, "r", prompt(rng.randrange(8), 6, tail=1))
-                await asyncio.sleep(rng.random() * 0.02)
-                ref.try_tell(Unwelcome())
-            await cache.wait_flushed(10)
-            assert cache.count_divergent_blocks() == 0
-            assert cache.statistics().supervisor.failures == 6
-
-    simulate(main, seed)
-
-
-def slow_down(backend, rng):
-    """Every call takes a while, so that a failure finds some in flight."""
-    load, save = backend.load, backend.save
-
-    async def slow_load(key, into):
-        await asyncio.sleep(rng.random() * 0.01)
-        return await load(key, into)
-
-    async def slow_save(key, data):
-        await asyncio.sleep(rng.random() * 0.01)
-        return await save(key, data)
-
-    backend.load, backend.save = slow_load, slow_save
-
-
-async def test_answers_to_unknown_operations_are_ignored():
-    async with opened(host=HOST, storage=STORE) as cache:
-        cache.system.evictor.try_tell(Copied(999, ()))
-        cache.system.evictor.try_tell(Probed(999, 3))
-        await cache.wait_idle()
-        assert cache.statistics().supervisor.failures == 0
-
-
-async def test_clear_empties_every_tier_with_copies_in_flight():
-    async with opened(host=HOST, storage=STORE) as cache:
-        await pressed(cache)
-        waiting = asyncio.create_task(cache.acquire("c", prompt(3, 8)))
-        await asyncio.sleep(0)
-        await cache.clear(storage=True)
-        await (await waiting).finish()
-        await cache.wait_flushed()
-        view = cache.sinks["memory"].view()
-        assert view[Tier.HOST] == view[Tier.STORAGE] == set()
-        assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits == (0, 0, 0)
-
-
-async def test_a_device_of_another_block_size_is_refused():
-    config = settings()
-    device = HostDevice(make_layout(config.layout, 2 * BLOCK), 4)
-    with pytest.raises(kvactors.LayoutError, match="block_size"):
-        async with kvactors.open(config, device):
-            pass
-
-
-async def test_a_closed_cache_raises_in_every_call():
-    async with kvactors.open(settings()) as cache:
-        pass
-    with pytest.raises(kvactors.CacheClosed):
-        await cache.acquire("a", [1])
-
-
-@pytest.mark.parametrize(
-    ("table", "near"),
-    [
-        ({"cahe": {}}, "cache"),
-        ({"host": {"slot": 3}}, "slots"),
-        ({"flush": {"sinks": [{"kind": "memory", "tier": []}]}}, "tiers"),
-    ],
-)
-def test_an_unknown_key_names_the_nearest(table, near):
-    with pytest.raises(kvactors.ConfigError, match=f"Did you mean '{near}'"):
-        kvactors.Config.from_mapping(table)

@@ -13,7 +13,6 @@ import kvactors
 from kvactors.device.base import Device
 from kvactors.device.tensors import TensorDevice
 from kvactors.errors import (
-    CacheClosed,
     DeadlineExceeded,
     DeviceError,
     LeaseBusy,
@@ -126,33 +125,6 @@ async def test_a_block_that_the_parent_committed_leaves_the_tree_and_stays_with_
         await fork.finish(2 * BLOCK)
         await other.finish()
         assert (await serve(cache, "a", prompt(1, 2))).hits.device == 1
-
-
-async def test_a_clear_leaves_the_blocks_to_both():
-    async with opened(device=4) as cache:
-        lease = await cache.acquire("a", prompt(1, 2))
-        fork = await lease.fork()
-        await lease.commit(2 * BLOCK)
-        await lease.finish()
-        await cache.clear()
-        async with await cache.acquire("b", prompt(2, 2)) as other:
-            assert set(other.block_table).isdisjoint(fork.block_table)
-        await fork.finish(2 * BLOCK)
-        async with await cache.acquire("b", prompt(3, 4)):
-            pass
-
-
-@pytest.mark.parametrize("end", ["finish", "preempt", "abandon"])
-async def test_a_lease_that_has_ended_is_not_forked(end):
-    async with opened(device=4) as cache:
-        lease = await cache.acquire("a", prompt(1, 2))
-        done = getattr(lease, end)()
-        if done is not None:
-            await done
-        with pytest.raises(LeaseEnded):
-            await lease.fork()
-    with pytest.raises(CacheClosed):
-        await lease.fork()
 
 
 async def test_without_a_block_for_the_copy_nothing_changes():
@@ -397,20 +369,6 @@ async def test_salt_media_and_hints_are_inherited():
         await fork.finish()
 
 
-async def test_one_change_of_a_lease_at_a_time():
-    async with opened(device=16) as cache:
-        lease = await cache.acquire("a", prompt(1, 1, tail=1))
-        first = asyncio.ensure_future(lease.fork())
-        await asyncio.sleep(0)
-        with pytest.raises(LeaseBusy, match="another fork"):
-            await lease.extend([1])
-        with pytest.raises(LeaseBusy, match="another fork"):
-            await lease.fork()
-        fork = await first
-        await fork.finish()
-        await lease.finish()
-
-
 @pytest.mark.parametrize("steps", range(8))
 async def test_a_cancelled_fork_leaves_nothing(steps):
     async with opened(device=6, inline=True) as cache:
@@ -469,24 +427,6 @@ async def test_a_copy_that_fails_changes_nothing(monkeypatch):
         await lease.finish()
 
 
-async def test_bad_arguments_change_nothing():
-    async with opened(device=8) as cache:
-        lease = await cache.acquire("a", prompt(1, 1, tail=1))
-        for arguments, error in (
-            ((0,), ValueError),
-            (("2",), TypeError),
-            ((2, ("b",)), ValueError),
-            ((1, "b"), TypeError),
-            ((1, (3,)), TypeError),
-        ):
-            with pytest.raises(error):
-                await lease.fork_many(*arguments)
-        with pytest.raises(TypeError):
-            await lease.fork(7)
-        assert cache.statistics().prefix.forks == 0
-        await lease.finish()
-
-
 async def test_many_forks_of_a_long_prompt_go_in_several_messages(monkeypatch):
     monkeypatch.setattr("kvactors.lease.FORK_TURN_BLOCKS", 9)
     async with opened(device=12) as cache:
@@ -499,22 +439,6 @@ async def test_many_forks_of_a_long_prompt_go_in_several_messages(monkeypatch):
         assert cache.statistics().prefix.leases == 6
         for one in (lease, *forks):
             await one.finish()
-
-
-def test_forks_from_another_thread():
-    async def main():
-        async with opened(device=16) as cache:
-            await asyncio.get_running_loop().run_in_executor(None, threaded, cache.from_thread)
-            assert cache.statistics().prefix.forks == 3
-
-    def threaded(cache):
-        with cache.acquire("a", prompt(1, 1, tail=1)) as lease, lease.fork("b") as fork:
-            assert fork.block_table[0] == lease.block_table[0]
-            for more in fork.fork_many(2):
-                assert more.request_id == "b"
-                more.finish()
-
-    asyncio.run(main())
 
 
 async def test_a_device_without_its_own_copy_goes_by_way_of_the_host():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvactors import Hints
-from kvactors.hints import check_hints
 
 
 @pytest.mark.parametrize(
@@ -45,9 +44,3 @@ def test_every_field_is_accepted_in_its_range() -> None:
     for priority in range(-2, 3):
         assert Hints(priority=priority, ttl=0.5, pin=True, returns_in=3).priority == priority
     assert Hints(session_ends=True).session_ends
-
-
-def test_hints_are_one_struct_and_nothing_else() -> None:
-    assert check_hints(Hints(priority=1)) == Hints(priority=1)
-    with pytest.raises(TypeError, match=r"kvactors\.Hints"):
-        check_hints({"priority": 1})

@@ -9,7 +9,7 @@ import pytest
 
 from kvactors import Hints
 from kvactors.testing.loop import simulate
-from tests.cache.test_quotas import BLOCK, held, hosted, settle, tokens_of, use
+from tests.cache.test_quotas import held, hosted, settle, tokens_of, use
 from tests.support.cache import opened
 
 DAY = 86_400.0
@@ -196,30 +196,4 @@ async def test_a_quota_of_one_block_keeps_the_first_and_serves_all():
         await use(cache, 9, salt="b", blocks=4)
         await use(cache, 8, salt="b", blocks=3)
         assert held(cache, 5, salt="a", blocks=8) == 1
-        await settle(cache)
-
-
-async def test_a_quota_of_no_block_is_refused_by_name_and_nothing_changes():
-    async with opened(device=8, quota={"salts": {"a": {"device": 2}}}) as cache:
-        for size in (0, -1, True, 1.5, None.__class__, "", "-1 GiB", "1 B"):
-            with pytest.raises((ValueError, TypeError), match="device"):
-                await cache.set_quota("a", device=size)
-            with pytest.raises((ValueError, TypeError), match="host"):
-                await cache.set_quota("a", host=size)
-        with pytest.raises(TypeError, match="salt"):
-            await cache.set_quota(None, device=1)
-        assert dict(cache.system.index_actor.index.policy.quotas)["a"].device == 2
-
-
-@pytest.mark.parametrize("hints", [{}, {"pin": True}, 1, "pin", Hints, [Hints()], object()])
-async def test_nonsense_in_place_of_hints_changes_nothing(hints):
-    async with opened(device=8) as cache:
-        with pytest.raises(TypeError, match=r"must be a kvactors\.Hints"):
-            await cache.acquire("r", tokens_of(1), hints=hints)
-        assert cache.statistics().prefix.requests == 0
-        lease = await cache.acquire("r", tokens_of(1), hints=Hints(pin=True))
-        with pytest.raises(TypeError, match=r"must be a kvactors\.Hints"):
-            await lease.finish(2 * BLOCK, hints=hints)
-        await lease.finish(2 * BLOCK)
-        assert lease.pinned_blocks == 2
         await settle(cache)

@@ -124,31 +124,6 @@ async def test_a_call_whose_coroutine_is_closed_did_not_happen_or_ended_the_leas
         assert cache.statistics().prefix.leases == 0
 
 
-async def test_a_cancelled_and_repeated_extend_never_serves_wrong_bytes():
-    """A request whose extends are cancelled at any moment and tried again: its blocks are hit under
-    the tokens they were computed for."""
-    async with opened(device=64) as cache:
-        for number in range(150):
-            tokens = prompt(1_000 + number, 1)
-            lease = await cache.acquire("a", tokens)
-            try:
-                for piece in range(3):
-                    more = [number, piece, 7, 8]
-                    task = asyncio.ensure_future(lease.extend(more))
-                    for _ in range((number + piece) % 7):
-                        await asyncio.sleep(0)
-                    if task.cancel():
-                        await asyncio.gather(task, return_exceptions=True)
-                        await lease.extend(more)
-                    tokens += more
-                assert lease.num_tokens == len(tokens)
-                cache.device.fill(list(lease.block_table), lease.hashes(0, 4))
-                await lease.finish(4 * BLOCK)
-            except LeaseEnded:
-                continue
-            await serve(cache, "again", [*tokens, 1])
-
-
 async def test_an_extend_while_another_waits_is_refused_and_changes_nothing():
     async with opened(host=HOST) as cache:
         await serve(cache, "other", prompt(2, 7))
@@ -162,17 +137,6 @@ async def test_an_extend_while_another_waits_is_refused_and_changes_nothing():
         assert (lease.num_tokens, len(lease.block_table)) == (1 + 3 * BLOCK, 4)
         assert agree(cache, lease)
         await lease.finish()
-
-
-async def test_an_extend_that_waits_ends_with_its_lease():
-    async with opened(host=HOST) as cache:
-        await serve(cache, "other", prompt(2, 7))
-        lease = await cache.acquire("a", [1])
-        waits = asyncio.ensure_future(lease.extend([2] * (2 * BLOCK)))
-        await asyncio.sleep(0)
-        await lease.finish()
-        with pytest.raises(LeaseEnded):
-            await waits
 
 
 async def test_a_cancelled_extend_releases_its_collected_blocks():
@@ -336,40 +300,6 @@ async def test_a_layer_after_a_failed_load_renews_the_table():
         assert agree(cache, lease)
         lease.pending = False
         await lease.finish(0)
-
-
-async def test_a_thread_has_all_the_calls_of_the_loop():
-    async with opened(host=HOST, storage=STORE) as cache:
-        door = cache.from_thread
-
-        def work():
-            assert door.prefetch(prompt(1, 3, tail=1)) == 0
-            with door.acquire("t", prompt(1, 3, tail=1)) as lease:
-                lease.wait_ready()
-                assert (lease.request_id, lease.num_tokens, lease.pending) == (
-                    "t",
-                    3 * BLOCK + 1,
-                    False,
-                )
-                assert lease.wait_layer(0) == lease.cached_tokens == 0
-                assert len(lease.hashes(0, 3)) == 96
-                assert lease.extend([1, 2, 3]) == ()
-                cache.device.fill(list(lease.block_table), lease.hashes(0, 4))
-                lease.finish(4 * BLOCK)
-            other = door.acquire("u", prompt(2, 1))
-            other.abandon()
-            door.wait_idle()
-            assert door.statistics().prefix.leases == 0
-            assert door.check() == []
-            assert door.health().status == "ok"
-            door.wait_flushed(sinks=["memory"], at_rest=False)
-            assert door.count_divergent_blocks() == door.count_divergent_blocks(["memory"]) == 0
-            with pytest.raises(ValueError, match="no sink"):
-                door.wait_flushed(sinks=["nope"])
-
-        await asyncio.to_thread(work)
-        with pytest.raises(WrongLoop):
-            door.statistics()
 
 
 # -- leases that have ended

@@ -28,21 +28,6 @@ async def test_cold_then_hit_on_the_device():
         assert not again.pending
 
 
-async def test_fresh_blocks_are_the_lowest_and_all_come_back():
-    async with opened() as cache:
-        lease = await cache.acquire("a", prompt(1, 2))
-        assert lease.block_table == (0, 1)
-        assert cache.statistics().prefix.blocks_free == 6
-        await lease.finish()
-        assert cache.statistics().prefix.blocks_free == 8
-
-
-@pytest.mark.parametrize(("tokens", "blocks"), [(1, 1), (BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2)])
-async def test_required_blocks_are_rounded_up(tokens, blocks):
-    async with opened() as cache, await cache.acquire("a", list(range(tokens))) as lease:
-        assert len(lease.block_table) == blocks
-
-
 async def test_a_full_hit_leaves_a_block_to_compute_unless_configured():
     async with opened() as cache:
         await serve(cache, "a", prompt(1, 2))
@@ -65,15 +50,6 @@ async def test_every_kind_of_token_buffer_names_the_same_blocks():
         await serve(cache, "list", tokens)
         for kind in kinds:
             assert (await serve(cache, "other", kind)).hits == (2, 0, 0)
-
-
-@pytest.mark.parametrize("bad", [[-1, 2], [2**32], np.array([-5]), [], np.array([1.5]), ["x"]])
-async def test_bad_tokens_are_named_errors_and_change_nothing(bad):
-    async with opened() as cache:
-        before = cache.statistics().prefix
-        with pytest.raises((ValueError, TypeError)):
-            await cache.acquire("a", bad)
-        assert cache.statistics().prefix == before
 
 
 async def test_a_refused_request_changes_nothing():
@@ -103,19 +79,6 @@ async def test_extend_takes_blocks_only_across_a_boundary():
             await lease.extend([-1])
         assert lease.num_tokens == 2 * BLOCK + 1
         await lease.commit(2 * BLOCK)
-
-
-async def test_output_tokens_are_found_by_the_next_turn():
-    async with opened() as cache:
-        tokens, answer = prompt(1, 2), prompt(2, 2)
-        lease = await cache.acquire("turn 1", tokens)
-        await lease.commit(len(tokens))
-        await lease.extend(answer)
-        await lease.commit(lease.num_tokens)
-        await lease.finish()
-        assert (
-            await serve(cache, "turn 2", tokens + answer + prompt(3, 1), verify=False)
-        ).hits.device == 4
 
 
 async def test_the_first_committed_copy_is_canonical():
@@ -149,13 +112,6 @@ async def test_salt_lora_namespace_and_media_keep_requests_apart():
         assert (await serve(cache, "new", tokens)).hits == (0, 0, 0)
         await cache.set_namespace("default")
         assert (await serve(cache, "old", tokens)).hits == (2, 0, 0)
-
-
-@pytest.mark.parametrize("media", [[(0, 0, b"x")], [(-1, 2, b"x")], [(0, 99, b"x")]])
-async def test_bad_media_is_refused(media):
-    async with opened() as cache:
-        with pytest.raises(ValueError):
-            await cache.acquire("a", prompt(1, 2), extra_keys=media)
 
 
 async def test_offload_and_load_bring_the_same_bytes_back():
@@ -216,16 +172,6 @@ async def test_flush_only_neither_reads_nor_writes_storage(tmp_path, monkeypatch
             pass
 
 
-async def test_preempt_keeps_the_computed_blocks():
-    async with opened() as cache:
-        lease = await cache.acquire("a", prompt(1, 4))
-        await lease.preempt(2 * BLOCK + 1)
-        assert cache.statistics().prefix.blocks_free == 6
-        assert (await serve(cache, "a resumed", prompt(1, 4), verify=False)).hits == (2, 0, 0)
-        with pytest.raises(kvactors.LeaseEnded):
-            await lease.commit(BLOCK)
-
-
 async def test_clear_with_a_lease_in_use():
     async with opened(host=EXCLUSIVE) as cache:
         await serve(cache, "a", prompt(1, 4))
@@ -241,42 +187,6 @@ def test_a_cache_needs_a_running_asyncio_loop():
     """Under trio too there is none."""
     with pytest.raises(WrongLoop, match="asyncio"):
         kvactors.open().__aenter__().send(None)
-
-
-async def test_pause_holds_acquires_until_resume():
-    async with opened() as cache:
-        await cache.pause()
-        with pytest.raises(kvactors.Paused):
-            await cache.acquire("a", prompt(1, 1), deadline=0.05)
-        import asyncio
-
-        waiting = asyncio.create_task(cache.acquire("b", prompt(1, 1)))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        await cache.resume()
-        await (await waiting).finish()
-
-
-async def test_from_another_thread():
-    import anyio
-
-    async with opened(host=EXCLUSIVE) as cache:
-        door = cache.from_thread
-
-        def serving_thread():
-            for turn in range(3):
-                with door.acquire("t", np.array(prompt(turn, 3, tail=1))) as lease:
-                    lease.wait_ready()
-                    lease.extend([1, 2, 3, 4])
-                    lease.commit(3 * BLOCK)
-            with pytest.raises(kvactors.NoRoom):
-                door.acquire("too long", prompt(9, 9))
-            return lease.hits
-
-        assert await anyio.to_thread.run_sync(serving_thread) == (0, 0, 0)
-        with pytest.raises(RuntimeError, match="other threads"):
-            door.acquire("here", [1])
-        assert (await serve(cache, "after", prompt(2, 3, tail=1), verify=False)).hits.device == 3
 
 
 def test_a_cleared_store_is_not_hit_even_before_it_is_empty():

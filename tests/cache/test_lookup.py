@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
-import kvactors
-from kvactors.actor.clock import now
 from kvactors.lease import Hits
 from kvactors.storage.attempts import Attempts
 from tests.support.cache import BLOCK, opened, prompt, serve
@@ -57,12 +53,6 @@ async def test_hits_in_tokens_and_the_blocks_that_a_prompt_needs():
         lease = await cache.acquire("r", prompt(1, 3) + prompt(2, 2, tail=1))
         assert cache.free_blocks().available == before.available - hits.new_blocks - hits.device
         await lease.finish()
-
-
-async def test_the_last_token_of_a_full_hit_is_left_to_compute():
-    async with opened(device=16) as cache:
-        await serve(cache, "first", prompt(1, 3))
-        assert cache.lookup(prompt(1, 3)) == Hits(2, 0, 0)
 
 
 @pytest.mark.parametrize("scope", [{"salt": "s"}, {"lora": "l"}, {"salt": ""}])
@@ -159,37 +149,3 @@ async def test_free_blocks_adds_up():
         await lease.finish(3 * BLOCK)
         assert cache.free_blocks() == (8, 5, 3, 0, 0)
         assert cache.free_blocks().available == 8
-
-
-async def test_lookups_are_refused_once_the_cache_is_closed():
-    async with opened() as cache:
-        pass
-    with pytest.raises(kvactors.CacheClosed):
-        cache.lookup([1])
-    with pytest.raises(kvactors.CacheClosed):
-        cache.free_blocks()
-
-
-async def test_other_threads_look_up_while_requests_come_and_go():
-    """Each thread finds its prompt cached, and the number of blocks adds up."""
-    tokens = prompt(1, 3, tail=1)
-    async with opened(device=64) as cache:
-        await serve(cache, "first", tokens)
-        blocked = await asyncio.to_thread(cache.from_thread.lookup, tokens)
-        assert blocked == Hits(3, 0, 0)
-
-        def look():
-            for _ in range(50):
-                assert cache.from_thread.lookup(tokens) == Hits(3, 0, 0)
-                found = cache.from_thread.free_blocks()
-                assert 0 <= found.free + found.evictable <= found.total == 64
-
-        until = now() + 60.0
-        threads = [asyncio.ensure_future(asyncio.to_thread(look)) for _ in range(3)]
-        number = 0
-        while not all(thread.done() for thread in threads) and now() < until:
-            number += 1
-            await serve(cache, "r", prompt(number % 5, 4))
-        await asyncio.gather(*threads)
-        with pytest.raises(kvactors.WrongLoop):
-            cache.from_thread.lookup(tokens)

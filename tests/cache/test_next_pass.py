@@ -4,16 +4,13 @@ cancellation, restarts and the end of the cache."""
 from __future__ import annotations
 
 import asyncio
-import random
 
-import anyio
 import pytest
 
-import kvactors
 from kvactors.actor import loop
-from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom
+from kvactors.errors import LeaseBusy
 from kvactors.prefix_index.messages import Acquire
-from tests.support.cache import BLOCK, opened, prompt, settings
+from tests.support.cache import BLOCK, opened, prompt
 
 timeout = asyncio.timeout  # noqa: TID251  (as callers may use it)
 
@@ -112,40 +109,6 @@ async def test_a_cancelled_call_that_waits_was_not_made(how):
         assert cache.free_blocks().free == 8
 
 
-async def test_a_commit_that_waits_while_the_index_restarts(monkeypatch):
-    async with opened(device=8, sinks=()) as cache:
-        lease = await cache.acquire("a", prompt(1, 1))
-        actor = index_of(cache)
-        monkeypatch.setattr(actor.leases, "get", None)
-        await passes()
-        with pytest.raises(kvactors.ActorFailed):
-            await lease.commit(0)
-        with pytest.raises((kvactors.ActorFailed, LeaseEnded)):
-            await lease.commit(BLOCK)
-        async with await cache.acquire("a", prompt(1, 1)) as lease:
-            assert await lease.commit(BLOCK) == 1
-        await cache.system.in_flight.wait_idle()
-        assert cache.statistics().supervisor.restarts == 1
-
-
-@pytest.mark.parametrize("kind", ["acquire", "commit", "finish"])
-async def test_the_end_of_the_cache_ends_calls_that_wait(kind):
-    async with kvactors.open(settings(device=8, sinks=())) as cache:
-        lease = await cache.acquire("a", prompt(1, 1))
-        calls = hot_calls(cache, lease)
-        await passes()
-        spends = await cache.acquire("spends", [1])
-        task = asyncio.ensure_future(calls[kind]())
-        cache.close()
-    with anyio.fail_after(30):
-        [done] = await asyncio.gather(task, return_exceptions=True)
-    if isinstance(done, BaseException):
-        assert isinstance(done, (kvactors.CacheClosed, LeaseEnded)), done
-    for one in (lease, spends):
-        one.abandon()
-    assert cache.system.in_flight.count == 0
-
-
 def hot_calls(cache, lease):
     """The calls of a request that hits."""
     return {
@@ -171,46 +134,6 @@ async def test_a_call_that_waits_for_a_pass_is_answered_there(monkeypatch, kind,
         assert seconds == 0 or cache.system.index.channel.taken == taken
         for one in (lease, spends, other, *([found] if kind == "acquire" else [])):
             one.abandon()
-
-
-@pytest.mark.parametrize("device", [1, 2, 5])
-@pytest.mark.parametrize("turns", [1, 3, 128])
-async def test_eight_clients_of_a_small_device_that_try_again(monkeypatch, device, turns):
-    """Some calls are cancelled in the middle. Each client gets its requests done, and nothing is
-    left."""
-    monkeypatch.setattr(loop, "INLINE_TURNS", turns)
-    async with opened(device=device, sinks=()) as cache:
-
-        async def client(number):
-            chance, done = random.Random(number), 0
-            while done < 25:
-                tokens = prompt(chance.randint(1, 3), chance.randint(1, min(2, device)))
-                try:
-                    async with timeout(chance.choice([0, 30, 30, 30])):
-                        lease = await cache.acquire(
-                            f"{number}-{done}", tokens, wait_for_room=chance.random() < 0.3
-                        )
-                except NoRoom:
-                    await asyncio.sleep(0)
-                    continue
-                except TimeoutError:
-                    continue
-                try:
-                    async with timeout(chance.choice([0, 30, 30])):
-                        await lease.commit(len(tokens))
-                        await asyncio.sleep(0)
-                        await lease.finish(len(tokens))
-                    done += 1
-                except TimeoutError:
-                    lease.abandon()
-
-        with anyio.fail_after(50):
-            await asyncio.gather(*(client(number) for number in range(8)))
-        await cache.system.in_flight.wait_idle()
-        statistics = cache.statistics().prefix
-        assert statistics.leases == statistics.waiting == 0
-        assert statistics.blocks_free + statistics.evictable == device
-        index_of(cache).check()
 
 
 async def test_a_request_that_waits_for_blocks_is_handled_in_the_order_of_the_calls(monkeypatch):

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 import kvactors
 from kvactors import ConfigError, DeadlineExceeded, LayoutError, NumBlocksUnset
 from kvactors.data_plane.engine import InlineCopies
-from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
 from kvactors.errors import CacheClosed, DeviceError, RankError
 from kvactors.flush_notifier.messages import Deliver
@@ -19,7 +17,6 @@ from kvactors.layout import GQALayout
 from kvactors.prefix_index.messages import Proceed
 from kvactors.settings import DeviceConfig
 from kvactors.testing.loop import simulate
-from kvactors.testing.sim import Sim
 from tests.ranks.simulated import Clients, Rank
 from tests.ranks.simulated import settings as rank_settings
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
@@ -76,35 +73,6 @@ async def test_requests_are_refused_until_the_number_is_set():
         await cache.resume()
         await cache.set_num_blocks(6)
         await uses(cache, 6)
-
-
-async def test_a_thread_sets_the_number():
-    async with later() as cache:
-        await asyncio.to_thread(cache.from_thread.set_num_blocks, 5)
-        await uses(cache, 5)
-        free = await asyncio.to_thread(cache.from_thread.free_blocks)
-        assert free.total == 5
-
-
-@pytest.mark.parametrize(
-    ("bad", "error"),
-    [
-        (0, ValueError),
-        (-1, ValueError),
-        (2**40, ValueError),
-        (5.0, TypeError),
-        ("5", TypeError),
-        (None, TypeError),
-        (True, TypeError),
-        (np.array([3]), TypeError),
-    ],
-)
-async def test_a_bad_number_changes_nothing(bad, error):
-    async with later() as cache:
-        with pytest.raises(error, match="num_blocks"):
-            await cache.set_num_blocks(bad)
-        await cache.set_num_blocks(np.int32(4))
-        await uses(cache, 4)
 
 
 async def test_the_number_is_set_once():
@@ -267,41 +235,6 @@ async def test_the_cache_ends_while_the_number_is_set():
         await task
     with pytest.raises(CacheClosed):
         await cache.set_num_blocks(6)
-
-
-async def test_a_part_that_is_late_does_not_end_the_cache(monkeypatch):
-    class NeverOpens(InlineCopies):
-        async def open(self) -> None:
-            await asyncio.Event().wait()
-
-    async with later(actors={"open_timeout_s": 0.01}) as cache:
-        plane = cache.system.plane
-        make = plane.make_engine
-        plane.make_engine = lambda device: NeverOpens(device, plane.arena)
-        with pytest.raises(DeviceError, match="did not open"):
-            await cache.set_num_blocks(6)
-        plane.make_engine = make
-        await cache.set_num_blocks(6)
-        await uses(cache, 6)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_simulated_caches_take_the_number_late(seed):
-    sim = Sim(seed, device=LATER)
-
-    async def run():
-        async with sim.open() as cache:
-            sim.faults.plan(sim.faults.draw(3))
-            await asyncio.sleep(sim.random.random() * 0.05)
-            await cache.set_num_blocks(12)
-
-            async def one(number: int) -> None:
-                await serve(cache, str(number), prompt(number % 4, 8), wait_for_room=True)
-
-            await asyncio.gather(*(one(number) for number in range(8)))
-            assert isinstance(cache.device, Device)
-
-    sim.run(run)
 
 
 def test_ranks_join_when_the_number_is_set():

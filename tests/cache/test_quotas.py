@@ -69,14 +69,6 @@ async def test_blocks_that_a_lease_takes_later_count_for_the_quota_of_its_salt(c
         await settle(cache)
 
 
-async def test_without_a_quota_the_same_flood_evicts_the_other_salt():
-    async with opened(device=8) as cache:
-        await use(cache, 1, salt="quiet")
-        for number in range(2, 12):
-            await use(cache, number, salt="noisy")
-        assert held(cache, 1, salt="quiet") == 0
-
-
 async def test_a_quota_refuses_no_request_and_uses_free_blocks():
     async with opened(device=8, quota={"device": 2}) as cache:
         await use(cache, 1, salt="a", blocks=8)

@@ -244,15 +244,3 @@ async def test_unsupported_parts_refuse(monkeypatch):
         with pytest.raises(ValueError, match="level"):
             await cache.sleep(3)
         await serve(cache, "a", TOKENS)
-
-
-def test_sleep_and_wake_from_another_thread():
-    async def main():
-        async with opened(device=8, host=HOST) as cache:
-            await asyncio.get_running_loop().run_in_executor(None, cache.from_thread.sleep, 2)
-            with pytest.raises(CacheAsleep):
-                await cache.acquire("b", TOKENS)
-            await asyncio.get_running_loop().run_in_executor(None, cache.from_thread.wake)
-            await serve(cache, "b", TOKENS)
-
-    asyncio.run(main())

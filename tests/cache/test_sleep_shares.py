@@ -6,13 +6,12 @@ import asyncio
 
 import pytest
 
-import kvactors
 from kvactors import Hints
 from kvactors.errors import CacheAsleep, LeasesOpen
 from tests.cache.test_fork_lease import holds_back
-from tests.cache.test_quotas import held, hosted, settle, tokens_of, use
+from tests.cache.test_quotas import held, hosted, settle, use
 from tests.cache.test_sleep import HOST, TOKENS, stored
-from tests.support.cache import BLOCK, opened, prompt, serve
+from tests.support.cache import opened, prompt, serve
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -33,18 +32,6 @@ async def test_a_sleep_ends_pins_and_keeps_quotas(level, tmp_path):
             await use(cache, number, salt="noisy")
         assert held(cache, 1, salt="quiet") == 2, "the quota of before the sleep is kept"
         assert cache.statistics().prefix.pinned == 0
-        await settle(cache)
-
-
-async def test_a_quota_can_be_changed_during_the_sleep():
-    async with opened(device=8, host=HOST) as cache:
-        await cache.sleep()
-        await cache.set_quota("noisy", device=4)
-        await cache.wake()
-        await use(cache, 1, salt="quiet")
-        for number in range(2, 8):
-            await use(cache, number, salt="noisy")
-        assert held(cache, 1, salt="quiet") == 2
         await settle(cache)
 
 
@@ -133,35 +120,3 @@ async def test_a_cancelled_wake_leaves_the_cache_asleep_or_awake(steps, tmp_path
                 await asyncio.sleep(0)
         assert cache.health() == ("ok", ())
         assert (await serve(cache, "a", TOKENS)).hits.storage == 3
-
-
-@pytest.mark.parametrize("steps", [3, 5, 6, 7, 9, 10, 11, 12, 14, 20, 24, 28, 40, 48, 56])
-async def test_a_cancelled_sleep_ends_pins_alone(steps, tmp_path):
-    async with opened(device=8, host=HOST, storage=stored(tmp_path), inline=True) as cache:
-        await use(cache, 1, hints=Hints(pin=True))
-        call = asyncio.ensure_future(cache.sleep(2))
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        if cache.system.asleep:
-            await cache.wake()
-        lease = await cache.acquire("again", [*tokens_of(1), 1])
-        await lease.wait_ready()
-        assert lease.cached_tokens == 2 * BLOCK
-        await lease.finish()
-        await settle(cache)
-
-
-async def test_nonsense_changes_nothing():
-    async with opened(device=8, host=HOST) as cache:
-        for level in (0, 3, -1, True, 1.0, "1", None):
-            with pytest.raises((TypeError, ValueError), match="level"):
-                await cache.sleep(level)
-        for deadline in (-1.0, float("nan"), "1"):
-            with pytest.raises((TypeError, ValueError), match="deadline"):
-                await cache.sleep(deadline=deadline)
-            with pytest.raises((TypeError, ValueError), match="deadline"):
-                await cache.wake(deadline=deadline)
-        assert cache.health() == ("ok", ())
-        assert issubclass(LeasesOpen, kvactors.KVActorsError)

@@ -241,20 +241,6 @@ async def test_no_call_slips_in_during_a_step(call, queued):
             await lease.finish()
 
 
-async def test_leases_that_wait_for_blocks_do_not_hold_up_the_others():
-    """The device is full of cached blocks, whose eviction needs copies."""
-    async with opened(device=8, host=HOST) as cache:
-        leases = await acquired(cache, 3)
-        await serve(cache, "other", prompt(2, 5))
-        outcomes = await cache.step([Step(one, [1] * (BLOCK + 1), BLOCK) for one in leases[:2]])
-        assert [(len(one.blocks), one.committed_blocks, one.error) for one in outcomes] == [
-            (2, 1, None)
-        ] * 2
-        for lease in leases:
-            assert agree(cache, lease)
-            await lease.finish()
-
-
 async def test_long_steps_go_in_parts(monkeypatch):
     monkeypatch.setattr("kvactors.prefix_index.work.TURN_BLOCKS", 2)
     async with opened(device=64) as cache:
@@ -266,26 +252,6 @@ async def test_long_steps_go_in_parts(monkeypatch):
         for lease in (first, second):
             assert agree(cache, lease)
             await lease.finish()
-
-
-async def test_a_lease_that_changes_is_busy_for_a_step_and_the_other_way_round(queued):
-    async with opened(device=8, host=HOST) as cache:
-        lease, other = await acquired(cache, 2)
-        await serve(cache, "other", prompt(2, 6))
-        waits = asyncio.ensure_future(lease.extend([2] * (2 * BLOCK)))
-        await asyncio.sleep(0)
-        busy, fine = await cache.step([Step(lease, [1]), Step(other, [], BLOCK)])
-        assert isinstance(busy.error, LeaseBusy)
-        assert fine == Stepped((), 1)
-        await waits
-        steps = asyncio.ensure_future(cache.step([Step(lease, [1])]))
-        await asyncio.sleep(0)
-        with pytest.raises(LeaseBusy, match="another step"):
-            await lease.extend([1])
-        await steps
-        await lease.extend([1])
-        for one in (lease, other):
-            await one.finish()
 
 
 async def test_a_step_waits_for_its_event():

@@ -59,18 +59,6 @@ async def test_a_flood_of_one_salt_leaves_the_blocks_of_another_in_the_store():
         await settle(cache)
 
 
-async def test_without_a_quota_the_same_flood_empties_the_store():
-    async with opened(storage=store()) as cache:
-        await use(cache, 1, salt="quiet")
-        for number in range(2, 12):
-            await use(cache, number, salt="noisy")
-            await cache.wait_idle()
-        assert stored(cache, 1, salt="quiet") == 0
-        assert cache.tenants().unnamed["noisy"].storage_blocks == 8
-        assert cache.statistics().store.quota_evictions == 0
-        await settle(cache)
-
-
 async def test_a_quota_of_the_store_can_be_changed_while_the_cache_runs():
     async with opened(storage=store()) as cache:
         await use(cache, 1, salt="quiet")
@@ -116,20 +104,6 @@ async def test_a_clear_of_the_store_ends_its_counts():
         assert cache.tenants().unnamed["a"].storage_blocks == 4
         await cache.clear(storage=True)
         assert cache.tenants().unnamed["a"].storage_blocks == 0
-        await settle(cache)
-
-
-async def test_blocks_of_a_sleeping_cache_stay_with_their_salts():
-    async with opened(host=HOST, storage=store(), quota={"storage": 2}) as cache:
-        await use(cache, 1, salt="a", blocks=4)
-        await cache.wait_idle()
-        await cache.sleep(level=2)
-        await cache.wake()
-        assert cache.tenants().unnamed["a"].storage_blocks == 4
-        await use(cache, 2, salt="b", blocks=6)
-        await cache.wait_idle()
-        held = {salt: one.storage_blocks for salt, one in cache.tenants().unnamed.items()}
-        assert held == {"a": 4, "b": 4}  # b is above its quota with the blocks that it adds
         await settle(cache)
 
 

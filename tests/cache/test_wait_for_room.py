@@ -135,19 +135,6 @@ async def test_a_request_that_pins_keep_out_is_refused_at_once(tokens):
         await (await cache.acquire("large", large)).finish()
 
 
-async def test_pinned_blocks_of_a_prompt_do_not_keep_it_out():
-    async with opened(device=16) as cache:
-        await serve(cache, "system", prompt(1, 4), hints=kvactors.Hints(pin=True))
-        runs = await cache.acquire("runs", prompt(2, 1))
-        own = asyncio.ensure_future(
-            cache.acquire("w", [*prompt(1, 4), *prompt(3, 12)], wait_for_room=True)
-        )
-        while not waiting(cache):
-            await asyncio.sleep(0)
-        await runs.finish()
-        await (await own).finish()
-
-
 @pytest.mark.parametrize("ttl", [0.05, 100.0])
 async def test_a_request_waits_for_pins_that_end_before_its_deadline(ttl):
     async with opened(device=16) as cache:
@@ -172,27 +159,6 @@ async def test_a_pin_refuses_the_requests_that_wait_and_can_get_no_blocks_any_mo
         assert not small.done()
         await other.finish()
         await (await small).finish()
-
-
-async def test_running_requests_extend_before_those_that_wait():
-    async with opened(device=4) as cache:
-        lease = await cache.acquire("runs", prompt(1, 2))
-        one = await queued(cache, 1, 1, 4)
-        await lease.extend(prompt(2, 2))
-        await cache.wait_idle()
-        assert not one.done()
-        await lease.finish()
-        await (await one).finish()
-
-
-async def test_a_large_request_is_refused_at_once_with_the_sizes():
-    async with opened(device=4) as cache:
-        lease = await cache.acquire("runs", prompt(1, 1))
-        for wait in (False, True):
-            with pytest.raises(kvactors.NeverFits) as never:
-                await cache.acquire("large", prompt(2, 4, tail=1), wait_for_room=wait)
-            assert (never.value.needed, never.value.available, never.value.total) == (5, 3, 4)
-        await lease.finish()
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.3])
@@ -238,24 +204,6 @@ async def test_a_request_cancelled_at_any_step_leaves_nothing(tiers, long, monke
             await serve(cache, "all", prompt(5, 8))
 
 
-@pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
-async def test_it_is_admitted_under_the_namespace_of_its_admission(tiers):
-    tokens = prompt(1, 3, tail=1)
-    async with opened(device=8, **tiers) as cache:
-        await serve(cache, "old", tokens)
-        lease = await cache.acquire("runs", prompt(2, 8))
-        one = asyncio.ensure_future(cache.acquire("waits", tokens, wait_for_room=True))
-        while not waiting(cache):
-            await asyncio.sleep(0)
-        await cache.set_namespace("new")
-        await lease.finish()
-        granted = await one
-        await granted.wait_ready()
-        assert granted.cached_tokens == 0
-        assert granted._path.root == cache.system.roots.root(kvactors.identity.PLAIN)
-        await granted.finish()
-
-
 async def test_requests_that_wait_are_not_admitted_during_a_pause():
     async with opened(device=4) as cache:
         lease = await cache.acquire("runs", prompt(1, 4))
@@ -271,16 +219,6 @@ async def test_requests_that_wait_are_not_admitted_during_a_pause():
         assert not later.done(), "a request of a pause overtook one that had waited before"
         await granted.finish()
         await (await later).finish()
-
-
-async def test_a_clear_wakes_it():
-    async with opened(device=8, host=HOST) as cache:
-        lease = await cache.acquire("runs", prompt(1, 4))
-        one = await queued(cache, 1, 1, 8)
-        assert not one.done()
-        await cache.clear()
-        await lease.finish()
-        await (await one).finish()
 
 
 @pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
@@ -308,20 +246,6 @@ async def test_long_requests_wait_too(tiers, monkeypatch):
         await (await behind).finish()
 
 
-async def test_a_restart_of_the_index_ends_the_wait(monkeypatch):
-    async with opened(device=4) as cache:
-        lease = await cache.acquire("runs", prompt(1, 4))
-        one = await queued(cache, 1, 1, 4)
-        monkeypatch.setattr(cache.system.index_actor.leases, "get", None)
-        with pytest.raises(kvactors.ActorFailed):
-            await lease.commit(0)
-        with pytest.raises(kvactors.ActorFailed):
-            await one
-        lease.abandon()
-        await cache.wait_idle()
-        await serve(cache, "after", prompt(2, 4))
-
-
 async def test_many_requests_on_few_blocks_all_get_theirs():
     """More requests than fit, of all sizes, without a poll and without a failure."""
     async with opened(device=8, host=HOST) as cache:
@@ -335,21 +259,3 @@ async def test_many_requests_on_few_blocks_all_get_theirs():
         assert len(sizes) == 120
         assert waiting(cache) == 0
         assert cache.statistics().no_room == 0
-
-
-async def test_other_threads_wait_for_space():
-    async with opened(device=8, host=HOST) as cache:
-        door = cache.from_thread
-
-        def work(worker):
-            for number in range(12):
-                tokens = prompt(worker, 1 + (worker + number) % 8)
-                with door.acquire("r", tokens, wait_for_room=True, deadline=120.0) as lease:
-                    lease.wait_ready()
-                    lease.finish()
-
-        await asyncio.gather(*(asyncio.to_thread(work, worker) for worker in range(4)))
-        with pytest.raises(kvactors.NeverFits):
-            await asyncio.to_thread(door.acquire, "r", prompt(1, 9), wait_for_room=True)
-        assert waiting(cache) == 0
-        assert cache.statistics().no_room == 1

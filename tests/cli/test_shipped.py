@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import os
 import shutil
@@ -194,31 +193,3 @@ print(json.dumps(found))
             f"needs Linux (file locks, O_DIRECT, futexes), and this system is {system}"
             in (found[name])
         ), name
-
-
-LINUX_ONLY = {
-    "eventfd",
-    "posix_fallocate",
-    "O_DIRECT",
-    "fdatasync",
-    "preadv",
-    "pwritev",
-    "register_at_fork",
-    "O_DIRECTORY",
-    "O_NOFOLLOW",
-}
-"""Names of `os` that macOS or Windows lacks."""
-
-
-def test_settings_and_layouts_use_no_function_of_linux_alone():
-    """fcntl is imported by `kvactors.native` alone, whose import names the reason elsewhere."""
-    free = {"settings", "layout", "errors.py", "types.py"}
-    wrong = []
-    for file in PACKAGE.rglob("*.py"):
-        tree, top = ast.parse(file.read_text("utf-8")), file.relative_to(PACKAGE).parts[0]
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import) and any(one.name == "fcntl" for one in node.names):
-                wrong += [file.name] if file.name != "native.py" else []
-            if isinstance(node, ast.Attribute) and node.attr in LINUX_ONLY and top in free:
-                wrong.append(file.name)
-    assert wrong == []

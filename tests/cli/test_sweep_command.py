@@ -53,16 +53,6 @@ def test_it_writes_what_it_is_asked_for(kvactors, trace, tmp_path):
     assert names["png"].stat().st_size > 1000
 
 
-def test_a_report_on_standard_output_is_alone_there(kvactors, trace):
-    status, out, err = kvactors(trace, "--device", 2, "--device", 4, "--json", "-")
-    assert status == 0
-    assert [point["blocks"] for point in json.loads(out)["points"]] == [2, 4]
-    assert "most hits possible" in err
-    status, out, _ = kvactors(trace, "--html", "-")
-    assert status == 0
-    assert out.startswith("<!doctype html>")
-
-
 def test_bad_input_is_one_line_and_status_2(kvactors, trace, tmp_path):
     for arguments, words in (
         ((tmp_path / "none.jsonl",), "none.jsonl"),

@@ -113,14 +113,6 @@ class TestRunTerminable:
         assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_cancellation_without_sigterm_is_raised():
-    async def main():
-        raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        run_terminable(main())
-
-
 def test_in_another_thread_it_is_asyncio_run():
     results = []
 
@@ -131,29 +123,3 @@ def test_in_another_thread_it_is_asyncio_run():
     thread.start()
     thread.join(60)
     assert results == [5]
-
-
-class Interrupting:
-    """Gets a signal in its finalizer, where Python drops the exception of the handler."""
-
-    def __del__(self):
-        signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_that_python_drops_before_the_loop_ends_the_command():
-    async def endless():
-        await asyncio.sleep(60)
-
-    def command():
-        with sigterm_ends():
-            Interrupting()
-            run_terminable(endless())
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            command()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -17,49 +17,11 @@ def with_sinks(*sinks, **tables):
     return Config.from_mapping({"flush": {"sinks": list(sinks)}, **tables})
 
 
-def test_without_variables_nothing_changes():
-    base = Config.from_mapping({"device": {"num_blocks": 7}})
-    assert Config.from_env({}, base) == base
-    assert Config.from_env({"FD_AS_ONLY_FLUSH": "", "AS_NAMESPACE": ""}, base) == base
-
-
-@pytest.mark.parametrize(("value", "only"), [("1", True), ("0", False), (" 1 ", True)])
-def test_flush_only_mode(value, only):
-    assert Config.from_env({"FD_AS_ONLY_FLUSH": value}).flush.flush_only is only
-
-
-def test_a_config_that_is_flush_only_stays_so():
-    base = Config.from_mapping({"flush": {"mode": "flush_only"}})
-    assert Config.from_env({"FD_AS_ONLY_FLUSH": "0"}, base).flush.flush_only
-
-
 @pytest.mark.parametrize("name", ["FD_AS_ONLY_FLUSH", "ENABLE_EP_DP_IN_FD"])
 @pytest.mark.parametrize("value", ["maybe", "true", "2", "-1"])
 def test_a_switch_is_0_or_1(name, value):
     with pytest.raises(ConfigError, match=f"{name} must be 0 or 1, not '{value}'"):
         Config.from_env({name: value})
-
-
-def test_attention_store_by_variables():
-    environ = {
-        "AS_NAMESPACE": "ns",
-        "AS_POD_NAME": "pod-3",
-        "AS_MODEL_VERSION": "v7",
-        "ENABLE_EP_DP_IN_FD": "0",
-    }
-    store = Config.from_env(environ).attention_store
-    assert (store.namespace, store.pod_name, store.model_version, store.role_suffix) == (
-        "ns",
-        "pod-3",
-        "v7",
-        False,
-    )
-
-
-def test_the_process_environment_is_read_unless_another_is_given(monkeypatch):
-    monkeypatch.setenv("FD_AS_ONLY_FLUSH", "1")
-    assert Config.from_env().flush.flush_only
-    assert not Config.from_env({}).flush.flush_only
 
 
 def test_each_kind_of_sink_has_its_own_settings():

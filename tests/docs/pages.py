@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-HOW_TO = Path(__file__).parents[2] / "docs" / "how-to"
+DOCS = Path(__file__).parents[2] / "docs"
+HOW_TO = DOCS / "how-to"
 
 
 def blocks_of(page: Path, language: str = "python") -> list[str]:

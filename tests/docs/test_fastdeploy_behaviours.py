@@ -77,18 +77,6 @@ def test_every_row_names_tests_that_run_or_a_reason() -> None:
             assert functions_of(row.file).get(name), f"{row.file}::{name}"
 
 
-def test_a_test_that_is_skipped_does_not_count() -> None:
-    code = """
-@pytest.mark.parametrize("n", [1])
-def test_a(n): ...
-@pytest.mark.skipif(True, reason="")
-async def test_b(): ...
-@pytest.mark.xfail
-def test_c(): ...
-"""
-    assert always_run(code) == {"test_a": True, "test_b": False, "test_c": False}
-
-
 @pytest.mark.parametrize("subject", NUMBERS)
 def test_no_scenario_is_missing(subject: str) -> None:
     chapter = list(NUMBERS).index(subject) + 1

@@ -17,10 +17,8 @@ from kvactors.observe.invariants import (
     in_slices,
     residency_steps,
 )
-from kvactors.prefix_index.messages import PinExpired
-from kvactors.testing.sim import left_over, problems_at_rest
 from kvactors.types import Tier
-from tests.support.cache import BLOCK, opened, prompt, serve
+from tests.support.cache import opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16, "mode": "inclusive"}
 STORE = {"backend": "memory", "write_policy": "write_through"}
@@ -43,18 +41,6 @@ async def test_a_violation_is_found_in_both_forms():
         assert await cache.check_slices() == cache.check()
         assert await cache.count_divergent_blocks_slices() == cache.count_divergent_blocks()
         entries[key] = entry
-
-
-async def test_a_sink_that_differs_is_found_in_both_forms():
-    async with opened(host=HOST, storage=STORE) as cache:
-        await serve(cache, "a", prompt(1, 4))
-        await cache.wait_flushed()
-        held = cache.sinks["memory"]._held[Tier.DEVICE]
-        key = held.pop()
-        assert await cache.count_divergent_blocks_slices() == cache.count_divergent_blocks() == 1
-        assert [line for line in cache.check() if "sink memory differs on 1 blocks" in line]
-        assert await cache.check_slices() == cache.check()
-        held.add(key)
 
 
 async def test_under_load_nothing_is_reported_that_is_not_so():
@@ -131,17 +117,6 @@ async def test_an_actor_that_changed_between_two_steps_is_checked_again():
         broken = True
         assert await cache.check_slices() == ["prefix_index: really so"]
         broken = False
-
-
-async def test_residency_is_gathered_page_by_page():
-    blocks = 2 * PAGE_KEYS + 1
-    async with opened(device=blocks) as cache:
-        await serve(cache, "long", prompt(1, blocks), verify=False)
-        await cache.wait_flushed()
-        where = {}
-        assert sum(1 for _ in residency_steps(cache.system, where)) == 3
-        assert sum(map(len, where.values())) == blocks
-        assert BLOCK * blocks == len(prompt(1, blocks))
 
 
 class Entries(dict):
@@ -270,29 +245,6 @@ async def test_work_that_no_actor_will_end_is_found_at_rest(leave, words):
         index.ref._asks = asks
         assert [words in one for one in found] == [True]
         assert cache.check() == []
-
-
-async def test_left_over_names_a_lease_that_is_held():
-    async with opened() as cache:
-        async with await cache.acquire("held", prompt(1, 3)) as lease:
-            await lease.wait_ready()
-            assert left_over(cache) == ["the lease of 'held' was never finished"]
-        assert await problems_at_rest(cache) == []
-
-
-async def test_a_message_that_comes_with_the_answer_is_waited_for(monkeypatch):
-    """As of a pin whose time is over, or of a lease that was collected just then."""
-    async with opened() as cache:
-        wait_flushed, sent = cache.wait_flushed, []
-
-        async def answered(deadline):
-            await wait_flushed(deadline)
-            if not sent:
-                sent.append(cache.system.index.try_tell(PinExpired(1)))
-
-        monkeypatch.setattr(cache, "wait_flushed", answered)
-        assert await problems_at_rest(cache, 10) == []
-        assert sent == [True]
 
 
 async def test_nothing_is_reported_in_any_iteration_of_the_loop():

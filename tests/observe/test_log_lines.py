@@ -54,18 +54,6 @@ def test_a_cache_is_opened_with_its_sizes_in_bytes(caplog):
     simulate(main, 1)
 
 
-def test_a_store_that_is_unreachable_and_back(caplog):
-    async def main():
-        async with opened(inline=True, host=HOST, storage=STORE) as cache:
-            for _ in range(FAILURES + 3):
-                cache.system.store.attempts.reads.failed("no")
-            assert len(events(caplog, "store fails")) == 1
-            cache.system.store.attempts.reads.worked()
-            assert len(events(caplog, "store works again")) == 1
-
-    simulate(main, 1)
-
-
 def test_a_full_store_is_a_reason_of_health_until_a_write_finds_space(caplog):
     async def main():
         async with opened(inline=True, host=HOST, storage=STORE) as cache:
@@ -88,24 +76,6 @@ def test_a_full_store_is_a_reason_of_health_until_a_write_finds_space(caplog):
             await cache.wait_idle()
             assert len(events(caplog, "store works again")) == 1
             assert cache.health() == ("ok", ())
-
-    simulate(main, 1)
-
-
-def test_a_corrupt_object(caplog):
-    async def main():
-        async with opened(inline=True, host={"slots": 0}, storage=STORE, device=8) as cache:
-            await requests(cache, 1)
-            await cache.wait_idle()
-            await cache.clear()
-            await cache.wait_idle()
-            objects = cache.system.backend.objects
-            assert objects
-            for key, (data, checksum) in list(objects.items()):
-                objects[key] = (data, checksum ^ 1)
-            await requests(cache, 1)
-            await cache.wait_idle()
-            assert sum(line["objects"] for line in events(caplog, "corrupt object")) > 0
 
     simulate(main, 1)
 

@@ -50,17 +50,6 @@ def test_a_step_frees_few_keys(kind):
     assert left == 0
 
 
-def test_a_set_is_a_set():
-    keys = names(100)
-    found = ShardedSet(keys[:60])
-    found.update(keys[50:90])
-    assert found == set(keys[:90])
-    assert set(found) == set(keys[:90])
-    assert keys[89] in found
-    assert keys[90] not in found
-    assert found >= set(keys[:10])
-
-
 async def test_a_check_frees_what_it_made_in_steps(monkeypatch):
     """Nothing that has an entry for each block is left for the end of a check."""
     made = []
