@@ -307,20 +307,6 @@ def test_a_frame_fits_any_width_and_has_no_control_characters_of_the_process(wid
         assert "[bold]" in page, "labels are no markup"
 
 
-def test_colours_name_the_states():
-    readings = Readings()
-    readings.add(reading(0.0, ShownHealth("degraded", (ShownReason("store", "is full", 90.0),))))
-    page = shown(readings.view("http://x", 100.0), 100, force_terminal=True)
-    assert "\x1b[" in page
-    plain = shown(readings.view("http://x", 100.0), 100, no_color=True)
-    assert "health: degraded" in plain
-    assert "store: is full for 10 s" in plain
-    assert "\x1b" not in plain
-    gone = shown(readings.unreachable("http://x", 100.0, "connection refused"), 100)
-    assert "unreachable" in gone
-    assert "connection refused" in gone
-
-
 # -- the command
 
 LIMIT = 60.0

@@ -16,9 +16,9 @@ import pytest
 
 from kvactors.actor import ActorRef, InFlight, loop, on
 from kvactors.actor.channel import Channel
-from kvactors.errors import ActorFailed, ChannelClosed
+from kvactors.errors import ActorFailed
 from kvactors.testing.loop import SimLoop, simulate
-from tests.actor.test_actor import Boom, Note, Park, Ping, Server, Wired, Worked
+from tests.actor.test_actor import Boom, Note, Ping, Server, Wired, Worked
 from tests.support.deadline import deadline_after
 
 BAD = 1_000_000
@@ -105,18 +105,6 @@ async def test_it_overtakes_no_message():
 
         assert await asyncio.create_task(in_order()) == 3
         assert server.turns_seen == [1, 2]
-
-
-async def test_an_unanswered_inline_ask_waits_like_any_other():
-    system = Wired()
-    async with system.running():
-        parked = asyncio.create_task(ask(system, Park()))
-        await asyncio.sleep(0)
-        assert system.server.open_asks == 1
-        parked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await parked
-        assert system.server.open_asks == 0
 
 
 @pytest.mark.parametrize("seconds", [30.0, -1.0])
@@ -417,21 +405,6 @@ async def test_asks_that_wait_while_the_actor_restarts(monkeypatch):
             await system.in_flight.wait_idle()
         assert await ask(system, Ping(8)) == 9
         assert system.supervisor.statistics().failures == 1
-
-
-async def test_asks_that_wait_while_the_actor_stops(monkeypatch):
-    monkeypatch.setattr(loop, "INLINE_TURNS", 1)
-    system = wired(Seen)
-    async with system.running():
-        await passes()
-        tasks = [asyncio.create_task(ask(system, Ping(value))) for value in range(8)]
-        await asyncio.sleep(0)
-    with anyio.fail_after(30):
-        results = await asyncio.gather(*tasks, return_exceptions=True)
-    for value, result in enumerate(results):
-        assert result == value + 1 or isinstance(result, (ChannelClosed, ActorFailed))
-    assert system.in_flight.count == 0
-    assert system.server.open_asks == 0
 
 
 async def test_a_pass_wakes_as_many_asks_as_share_its_turns(monkeypatch):

@@ -5,16 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import ClassVar
 
-import anyio
 import pytest
 
 from kvactors.actor import loop as actor_loop
 from kvactors.actor import on
-from kvactors.errors import KVActorsError
 from kvactors.testing.loop import SimLoop
 from tests.actor.test_actor import Note, Ping, Server, Wired
-from tests.support.cache import opened, prompt, serve
-from tests.support.deadline import deadline_after
 
 
 @pytest.fixture(autouse=True)
@@ -112,39 +108,6 @@ async def test_a_timer_that_is_due_runs_before_the_turn_of_an_actor_that_has_ste
         first, second, third = pair.log[:3]
         assert {first[0], third[0]} == {"server", "other"}
         assert second == "timer"
-
-
-@pytest.mark.usefixtures("no_time")
-async def test_a_message_taken_by_an_actor_that_stops_aside_is_answered():
-    pair = Pair()
-    async with pair.running(drain=0.0):
-        await asyncio.sleep(0.01)
-        assert pair.server.try_tell(Note(1))
-        asks = [
-            asyncio.create_task(pair.other.ask(Ping(i), deadline=deadline_after(30)))
-            for i in range(3)
-        ]
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-    with anyio.fail_after(30):
-        results = await asyncio.gather(*asks, return_exceptions=True)
-    assert all(isinstance(one, int | KVActorsError) for one in results)
-
-
-@pytest.mark.usefixtures("no_time")
-async def test_a_cache_serves_when_no_pass_has_time_for_two_turns():
-    storage = {"backend": "memory", "write_policy": "write_through"}
-    host = {"slots": 40, "transit_slots": 40}
-    async with opened(device=32, host=host, storage=storage) as cache:
-        for _ in range(2):
-            for seed in range(0, 8, 2):
-                pair = (
-                    serve(cache, f"{one}", prompt(one, 6, tail=1), wait_for_room=True)
-                    for one in (seed, seed + 1)
-                )
-                await asyncio.gather(*pair)
-        await cache.wait_idle()
-        assert cache.statistics().host.loaded > 0
 
 
 async def test_caches_on_one_loop_share_its_passes_and_a_loop_of_virtual_time_has_none():

@@ -4,8 +4,6 @@ the counters and announcements."""
 from __future__ import annotations
 
 import asyncio
-import gc
-import weakref
 
 import pytest
 
@@ -15,7 +13,7 @@ from kvactors.errors import NotReady, Paused
 from kvactors.identity import PLAIN
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.waiting import TURN_REQUESTS, WaitQueue
-from tests.support.cache import BLOCK, opened, prompt, serve, settings
+from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_through"}
@@ -82,23 +80,6 @@ async def test_a_waiting_request_is_admitted_under_the_namespace_of_its_admissio
                 )
 
 
-async def test_the_namespace_outlives_a_restart_of_the_index(monkeypatch):
-    tokens = prompt(1, 3, tail=1)
-    async with opened(host=HOST, storage=STORE) as cache:
-        await serve(cache, "old weights", tokens)
-        await cache.wait_idle()
-        await cache.set_namespace("new weights")
-        lease = await cache.acquire("victim", prompt(2, 1))
-        actor = cache.system.index_actor
-        monkeypatch.setattr(actor.leases, "get", None)
-        with pytest.raises(kvactors.ActorFailed):
-            await lease.commit(0)
-        lease.abandon()
-        await cache.wait_idle()
-        assert cache.namespace == "new weights"
-        assert (await serve(cache, "new weights", tokens)).cached_tokens == 0
-
-
 # -- waiting
 
 
@@ -150,41 +131,6 @@ async def end_each(waiting):
             await (await one).finish()
         except kvactors.NoRoom:
             continue
-
-
-async def test_no_timer_outlasts_its_wait_or_the_cache():
-    """Deadlines of an hour: nothing is left on the loop's clock once requests are over, and a
-    closed cache can be collected."""
-    loop = asyncio.get_running_loop()
-
-    def timers():
-        return sum(
-            not one.cancelled() and one.when() > loop.time() + 600 for one in loop._scheduled
-        )
-
-    async with kvactors.open(settings(host=HOST, storage=STORE, sinks=())) as cache:
-        for number in range(20):
-            await serve(cache, "a", prompt(number % 3, 6, tail=1), deadline=3600.0)
-        await cache.pause()
-        waits = asyncio.ensure_future(cache.acquire("held", prompt(1, 2), deadline=3600.0))
-        await asyncio.sleep(0)
-        waits.cancel()
-        await asyncio.gather(waits, return_exceptions=True)
-        await cache.wait_idle()
-        assert timers() == 0
-        held = asyncio.ensure_future(cache.acquire("held", prompt(1, 2), deadline=3600.0))
-        await asyncio.sleep(0)
-        actor = weakref.ref(cache.system.index_actor)
-    with pytest.raises(kvactors.CacheClosed, match="closed during"):
-        await held
-    assert timers() == 0
-    del cache, held, waits
-    for _ in range(200):
-        gc.collect()
-        if actor() is None:
-            break
-        await asyncio.sleep(0.02)  # the sweep of open asks looks every 50 ms
-    assert actor() is None
 
 
 async def test_a_pause_ends_a_wait_at_its_deadline_only():

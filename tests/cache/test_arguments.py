@@ -326,7 +326,7 @@ def test_open_refuses_wrong_arguments_before_it_is_entered(wrong, named):
         kvactors.open(**wrong)
 
 
-@pytest.mark.parametrize("reading", [nan, inf, 10**400])
+@pytest.mark.parametrize("reading", [nan, inf])
 def test_open_refuses_a_clock_that_is_not_finite(reading):
     with pytest.raises(ValueError, match="clock must return a finite number"):
         kvactors.open(clock=lambda: reading)

@@ -62,15 +62,6 @@ async def test_tokens_are_not_dropped_while_blocks_load():
                 await lease.truncate(1)
 
 
-async def test_more_than_a_turn_takes_is_not_reserved_at_once():
-    async with opened(device=6) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
-        with pytest.raises(ValueError, match="num_tokens must be between 0 and 8192"):
-            await lease.reserve(2_048 * BLOCK + 1)
-        with pytest.raises(NoRoom):
-            await lease.reserve(2_048 * BLOCK)
-        assert len(lease.block_table) == 2
-
-
 async def test_a_truncate_between_the_parts_of_a_commit_is_refused(monkeypatch, queued):
     monkeypatch.setattr("kvactors.prefix_index.work.TURN_BLOCKS", 1)
     async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 6)) as lease:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 import kvactors
@@ -92,29 +90,4 @@ async def test_tokens_without_blocks_cannot_be_committed():
             with pytest.raises(ValueError, match="blocks for 4 of its 16 tokens"):
                 await call(2 * BLOCK)
         await lease.commit(BLOCK)
-        await lease.finish()
-
-
-async def test_an_extend_takes_the_blocks_of_the_prompt_too():
-    async with opened(device=8) as cache:
-        lease = await cache.acquire("chunked", prompt(1, 4), chunk_tokens=1)
-        assert len(await lease.extend([1])) == 4
-        assert lease.covered_tokens == lease.num_tokens == 4 * BLOCK + 1
-        await lease.finish()
-
-
-async def test_a_chunk_is_waited_for():
-    """It is smaller than what is free later, though the whole prompt is not."""
-    async with opened(device=8) as cache:
-        first = await cache.acquire("first", prompt(1, 5))
-        second = await cache.acquire("second", prompt(2, 3))
-        waits = asyncio.ensure_future(
-            cache.acquire("chunked", prompt(3, 8), chunk_tokens=3 * BLOCK, wait_for_room=True)
-        )
-        while not cache.free_blocks().waiting:
-            await asyncio.sleep(0)
-        await second.finish()
-        lease = await waits
-        assert len(lease.block_table) == 3
-        await first.finish()
         await lease.finish()

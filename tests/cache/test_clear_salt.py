@@ -4,11 +4,9 @@ them."""
 from __future__ import annotations
 
 import asyncio
-import random
 
 import pytest
 
-from kvactors.errors import NoRoom
 from kvactors.native import BlockTree
 from tests.cache.test_quotas import BLOCK, held, settle, tokens_of, use
 from tests.support.cache import opened
@@ -70,50 +68,6 @@ async def test_blocks_of_a_clear_in_progress_are_taken_without_a_copy(wait, host
         await cache.wait_idle()
         assert cache.statistics().prefix.offloads_in_flight == 0
         assert host == {} or cache.statistics().host.offloaded == 0
-        await settle(cache)
-
-
-async def test_a_clear_that_is_cancelled_goes_on():
-    async with opened(device=16) as cache:
-        await use(cache, 1, salt="a", blocks=8)
-        lease = await cache.acquire("open", tokens_of(2, 4), salt="a")
-        await lease.commit(4 * BLOCK)
-        task, _ = await begun(cache)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await lease.finish()
-        await settle(cache)
-        assert cache.statistics().prefix.blocks_free == 16
-
-
-@pytest.mark.parametrize("seed", range(6))
-async def test_clears_between_requests_of_several_salts(seed):
-    rng = random.Random(seed)
-    host = {"slots": 6, "transit_slots": 6} if seed % 2 else {}
-    async with opened(device=16, host=host, quota={"device": 6} if seed % 3 else {}) as cache:
-        cache.system.index_actor.index.turn_blocks = 1
-        open_, clears = [], []
-        for _ in range(60):
-            salt, kind = rng.choice("abc"), rng.random()
-            if kind < 0.5:
-                try:
-                    lease = await cache.acquire("r", tokens_of(rng.randrange(6), 3), salt=salt)
-                    await lease.wait_ready()
-                except NoRoom:
-                    continue
-                open_.append(lease)
-            elif kind < 0.8 and open_:
-                lease = open_.pop(rng.randrange(len(open_)))
-                await lease.finish(lease.num_tokens)
-            elif kind < 0.95:
-                clears.append(asyncio.create_task(cache.clear(salt=rng.choice([salt, None]))))
-                await asyncio.sleep(0)
-                if rng.random() < 0.3:
-                    clears.pop().cancel()
-        for lease in open_:
-            await lease.finish(lease.num_tokens)
-        await asyncio.gather(*clears)
         await settle(cache)
 
 

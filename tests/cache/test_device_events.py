@@ -91,23 +91,6 @@ async def test_a_failed_event_shares_nothing_and_the_lease_goes_on(error, cause,
         await lease.extend([1])
 
 
-async def test_an_awaitable_that_fails_or_is_cancelled_shares_nothing():
-    async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
-
-        async def fail() -> None:
-            raise RuntimeError("lost")
-
-        with pytest.raises(DeviceError, match="lost"):
-            await lease.commit(BLOCK, event=fail())
-        future = asyncio.get_running_loop().create_future()
-        commit = asyncio.ensure_future(lease.commit(BLOCK, event=future))
-        await asyncio.sleep(0)
-        future.cancel()
-        with pytest.raises(DeviceError, match="was cancelled"):
-            await commit
-        assert await shared(cache, prompt(1, 2)) == 0
-
-
 @pytest.mark.parametrize("form", ["event", "future", "coroutine"])
 async def test_an_event_has_a_deadline(form):
     async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
@@ -132,18 +115,6 @@ async def test_an_event_has_a_deadline(form):
             await lease.finish(BLOCK, event=Event(), deadline=0.02)
         assert await shared(cache, prompt(1, 2)) == 0
         await lease.extend([1])
-
-
-@pytest.mark.parametrize("call", ["commit", "finish", "preempt"])
-async def test_a_call_cancelled_during_its_event_did_not_happen(call):
-    async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
-        task = asyncio.ensure_future(getattr(lease, call)(2 * BLOCK, event=Event()))
-        await passes()
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        assert not len(events_of(cache))
-        await lease.truncate(BLOCK)
-        assert await shared(cache, prompt(1, 2)) == 0
 
 
 async def test_tokens_of_a_commit_that_waits_are_not_dropped():

@@ -195,20 +195,6 @@ async def test_an_erasure_stops_at_the_deadline_and_can_be_continued(tmp_path, m
         assert not any(one in contents(tmp_path) for one in secret)
 
 
-async def test_a_refused_erasure_is_an_error(tmp_path, monkeypatch):
-    async with opened(device=32, storage=files(tmp_path)) as cache:
-        await fill(cache, "gone")
-
-        def refuse(slots):
-            raise OSError(5, "refused")
-
-        monkeypatch.setattr(cache.system.store.inner.files, "wipe", refuse)
-        with pytest.raises(StoreError, match=r"bytes of objects .* remain: .*refused"):
-            await cache.clear(storage=True, erase=True)
-        await fill(cache, "gone")
-        await settle(cache)
-
-
 async def test_an_erasure_ends_when_the_cache_is_closed(tmp_path, monkeypatch):
     monkeypatch.setattr("kvactors.storage.file.store.WIPE_BYTES", 1)
     config = settings(device=32, storage=files(tmp_path))

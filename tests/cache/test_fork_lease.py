@@ -96,20 +96,6 @@ async def table_of(cache, tokens):
         return lease.block_table
 
 
-async def test_both_extend_to_the_same_tokens_and_one_block_stays_cached():
-    async with opened(device=12) as cache:
-        lease = await cache.acquire("a", prompt(1, 2, tail=1))
-        fork = await lease.fork()
-        for one in (lease, fork):
-            await one.extend([5, 6, 7])
-            cache.device.fill(list(one.block_table), one.hashes(0, 3))
-        assert lease.hashes(0, 3) == fork.hashes(0, 3)
-        await lease.finish(3 * BLOCK)
-        await fork.finish(3 * BLOCK)
-        assert cache.statistics().prefix.nodes == 3
-        assert cache.statistics().prefix.blocks_free == 9
-
-
 async def test_a_block_that_the_parent_committed_leaves_the_tree_and_stays_with_the_fork():
     async with opened(device=4) as cache:
         lease = await cache.acquire("a", prompt(1, 2))
@@ -141,17 +127,6 @@ async def test_without_a_block_for_the_copy_nothing_changes():
             await fork.fork_many(5)
         await fork.finish()
         await lease.finish()
-
-
-async def test_a_fork_waits_for_an_eviction_within_its_deadline():
-    async with opened(device=4, host=HOST) as cache:
-        await serve(cache, "old", prompt(9, 2))
-        lease = await cache.acquire("a", prompt(1, 1, tail=1))
-        fork = await lease.fork()
-        more = await lease.fork()  # an old block is copied to the host first
-        assert len({*lease.block_table, *fork.block_table, *more.block_table}) == 4
-        for one in (lease, fork, more):
-            await one.finish()
 
 
 def holds_back(monkeypatch, device, call: str) -> threading.Event:
@@ -236,35 +211,6 @@ async def test_a_fork_waits_for_other_leases_if_it_is_asked_to(monkeypatch):
         for one in (*(await forks), lease):
             await one.finish()
         await (await behind).finish()
-
-
-async def test_a_fork_that_its_own_lease_or_pins_keep_out_is_refused_at_once():
-    async with opened(device=8) as cache:
-        await serve(cache, "system", prompt(3, 2), hints=kvactors.Hints(pin=True))
-        lease = await cache.acquire("a", prompt(1, 3, tail=1))
-        with pytest.raises(NoRoom, match="7 device blocks needed, 2 available, 2 pinned"):
-            await lease.fork_many(3, wait_for_room=True)
-        with pytest.raises(kvactors.NeverFits):
-            await lease.fork_many(5, wait_for_room=True)
-        for fork in await lease.fork_many(2):
-            await fork.finish()
-        await lease.finish()
-
-
-async def test_forks_that_fit_overtake_one_that_waits(monkeypatch):
-    monkeypatch.setattr("kvactors.prefix_index.waiting.OVERTAKEN", 1)
-    async with opened(device=9) as cache:
-        large, small = [await cache.acquire("a", prompt(n, 1, tail=1)) for n in (1, 2)]
-        other = await cache.acquire("b", prompt(3, 4))
-        waits = asyncio.ensure_future(large.fork_many(4, wait_for_room=True))
-        await asyncio.sleep(0)
-        assert cache.statistics().prefix.waiting == 1
-        await (await small.fork()).finish()
-        with pytest.raises(NoRoom):
-            await small.fork_many(2)  # it would delay the one that waits
-        await other.finish()
-        for one in (*(await waits), large, small):
-            await one.finish()
 
 
 @pytest.mark.parametrize("ends", ["deadline", "cancel", "finish", "abandon", "clear"])

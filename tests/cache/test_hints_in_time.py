@@ -56,19 +56,6 @@ def test_the_time_counts_from_the_last_use():
     in_virtual_time(main)
 
 
-def test_expired_blocks_leave_before_those_of_a_salt_above_its_quota():
-    async def main(cache):
-        await use(cache, 1, salt="a", hints=Hints(ttl=1.0))
-        await use(cache, 2, salt="noisy", blocks=6)
-        await asyncio.sleep(2.0)
-        await use(cache, 3, salt="b")
-        assert held(cache, 1, salt="a") == 0
-        assert held(cache, 2, salt="noisy", blocks=6) == 6
-        await settle(cache)
-
-    in_virtual_time(main, quota={"device": 2})
-
-
 def test_expired_blocks_leave_the_host_tier_first():
     async def main(cache):
         await use(cache, 1, hints=Hints(ttl=5.0), blocks=4)
@@ -98,37 +85,6 @@ def test_a_pin_ends_with_its_time():
         await use(cache, 6, blocks=7)
         assert held(cache, 1) == 0
         assert await cache.unpin(tokens_of(1)) == 0
-        await settle(cache)
-
-    in_virtual_time(main)
-
-
-def test_a_pin_that_is_repeated_lasts_from_then_on():
-    async def main(cache):
-        for _ in range(3):
-            await use(cache, 1, hints=Hints(pin=True, ttl=10.0))
-            await asyncio.sleep(8.0)
-        assert cache.statistics().prefix.pinned == 2
-        await use(cache, 1, hints=Hints(pin=True))  # and now without a time
-        await asyncio.sleep(DAY)
-        prefix = cache.statistics().prefix
-        assert (prefix.pinned, prefix.pins_expired) == (2, 0)
-        assert await cache.unpin(tokens_of(1)) == 2
-        await settle(cache)
-
-    in_virtual_time(main)
-
-
-def test_a_pin_that_a_clear_has_ended_expires_no_more():
-    async def main(cache):
-        await use(cache, 1, hints=Hints(pin=True, ttl=10.0))
-        await cache.clear()
-        await use(cache, 1, hints=Hints(pin=True, ttl=100.0))
-        await asyncio.sleep(50.0)
-        prefix = cache.statistics().prefix
-        assert (prefix.pinned, prefix.pins_expired) == (2, 0)
-        await asyncio.sleep(60.0)
-        assert cache.statistics().prefix.pinned == 0
         await settle(cache)
 
     in_virtual_time(main)
@@ -185,15 +141,4 @@ async def test_a_quota_below_what_is_resident_moves_no_block_at_once():
         assert held(cache, 2, salt="b", blocks=3) == 3
         await cache.set_quota("a")  # none
         await use(cache, 1, salt="a", blocks=6)
-        await settle(cache)
-
-
-async def test_a_quota_of_one_block_keeps_the_first_and_serves_all():
-    async with opened(device=8, quota={"salts": {"a": {"device": 1}}}) as cache:
-        for number in range(1, 6):
-            await use(cache, number, salt="a", blocks=8)
-        assert held(cache, 5, salt="a", blocks=8) == 8  # as long as nothing needs the blocks
-        await use(cache, 9, salt="b", blocks=4)
-        await use(cache, 8, salt="b", blocks=3)
-        assert held(cache, 5, salt="a", blocks=8) == 1
         await settle(cache)

@@ -52,23 +52,6 @@ async def test_every_kind_of_token_buffer_names_the_same_blocks():
             assert (await serve(cache, "other", kind)).hits == (2, 0, 0)
 
 
-async def test_a_refused_request_changes_nothing():
-    async with opened() as cache:
-        lease = await cache.acquire("a", prompt(1, 6))
-        before = cache.statistics().prefix
-        with pytest.raises(kvactors.NoRoom) as refused:
-            await cache.acquire("b", prompt(2, 3))
-        assert (refused.value.needed, refused.value.available) == (3, 2)
-        with pytest.raises(kvactors.NoRoom):
-            await lease.extend(prompt(2, 3))
-        assert len(lease.block_table) == 6
-        after = cache.statistics().prefix
-        assert after._replace(no_room=0, refused_size=0) == before
-        with pytest.raises(kvactors.NoRoom):
-            await cache.acquire("c", prompt(3, 9))
-        await lease.finish()
-
-
 async def test_extend_takes_blocks_only_across_a_boundary():
     async with opened() as cache, await cache.acquire("a", prompt(1, 1, tail=1)) as lease:
         assert await lease.extend([7, 8, 9]) == ()

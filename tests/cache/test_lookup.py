@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvactors.lease import Hits
 from kvactors.storage.attempts import Attempts
 from tests.support.cache import BLOCK, opened, prompt, serve
@@ -53,16 +51,6 @@ async def test_hits_in_tokens_and_the_blocks_that_a_prompt_needs():
         lease = await cache.acquire("r", prompt(1, 3) + prompt(2, 2, tail=1))
         assert cache.free_blocks().available == before.available - hits.new_blocks - hits.device
         await lease.finish()
-
-
-@pytest.mark.parametrize("scope", [{"salt": "s"}, {"lora": "l"}, {"salt": ""}])
-async def test_hits_are_of_the_same_scope(scope):
-    tokens = prompt(1, 3, tail=1)
-    async with opened(device=16) as cache:
-        await serve(cache, "first", tokens, **scope)
-        assert (cache.lookup(tokens).blocks, cache.lookup(tokens, **scope).blocks) == (0, 3)
-        await cache.set_namespace("other")
-        assert cache.lookup(tokens, **scope).blocks == 0
 
 
 async def test_a_media_item_is_hit_whole_or_not_at_all():

@@ -78,16 +78,6 @@ async def test_a_restarted_notifier_announces_the_current_namespace(namespace):
         assert await held(cache) == expected
 
 
-async def test_the_same_namespace_again_sends_nothing():
-    async with opened(device=16, host={"slots": 8}) as cache:
-        await serve(cache, "one", prompt(4, 4))
-        await held(cache)
-        sent = len(cache.sinks["memory"].tasks)
-        await cache.set_namespace(cache.namespace)
-        assert await held(cache) == 4
-        assert len(cache.sinks["memory"].tasks) == sent
-
-
 async def scoped_hits(cache, tokens, **scope) -> int:
     found = cache.lookup([*tokens, 1], **scope)
     async with await cache.acquire("again", [*tokens, 1], **scope) as lease:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from kvactors.types import Reason, Residency, Tier, split_hashes
+from kvactors.types import Residency, Tier, split_hashes
 from tests.support.cache import opened, prompt, serve
 
 STORE = {"backend": "memory", "write_policy": "write_back"}
@@ -67,26 +67,6 @@ async def test_from_an_exclusive_host_tier_back_to_the_device(layerwise, bound):
         assert gaps(cache.sinks["memory"]) == 0
 
 
-async def test_a_read_of_an_exclusive_store_is_announced_again_at_its_end():
-    """See decision 17: the block is in a transit slot, which no index is sent."""
-    store = {**STORE, "exclusive": True}
-    async with opened(device=8, host={"slots": 2, "transit_slots": 40}, storage=store) as cache:
-        for i in range(8):
-            await serve(cache, f"r{i}", prompt(i % 3, 6))
-        await cache.wait_flushed(10)
-        sink = cache.sinks["memory"]
-        assert cache.statistics().prefix.storage_hits > 10
-        assert gaps(sink) > 0
-        held = set.union(*sink.view().values())
-        promoted = {
-            key
-            for task in sink.tasks
-            if task.residency is Residency.GONE and task.reason is Reason.PROMOTION
-            for key in split_hashes(task.hashes)
-        }
-        assert promoted <= held
-
-
 async def test_through_the_host_to_storage():
     async with opened(device=8, host={"slots": 0, "transit_slots": 40}, storage=STORE) as cache:
         held_back(cache, 0.002)
@@ -113,19 +93,3 @@ async def test_a_block_on_its_way_to_storage_is_hit_and_announced():
         assert not sink.view()[Tier.STORAGE]
         lease = await serve(cache, "again", prompt(0, 4))
         assert lease.cached_tokens == 12, "all but the last block, which is computed for its logits"
-
-
-async def test_a_write_that_fails_is_reported_when_it_has_failed():
-    async with opened(device=8, host={"slots": 4, "transit_slots": 40}, storage=STORE) as cache:
-        for i in range(2):
-            await serve(cache, f"r{i}", prompt(i, 4))
-
-        async def failing(*_arguments):
-            raise OSError("no such store")
-
-        cache.system.store.inner.write = failing
-        for i in range(2, 6):
-            await serve(cache, f"r{i}", prompt(i, 4))
-        await cache.wait_flushed(10)
-        view = cache.sinks["memory"].view()
-        assert len(view[Tier.HOST]) <= 4

@@ -61,54 +61,6 @@ async def test_tokens_of_a_commit_that_waits_cannot_be_replaced(call):
         await other.finish()
 
 
-async def together(*calls):
-    async with asyncio.TaskGroup() as group:
-        for call in calls:
-            group.create_task(call())
-
-
-async def cancelled(how, spend, call):
-    """Cancel a call that waits for the next pass, since another one takes the turn of this one."""
-
-    async def fails():
-        raise ZeroDivisionError
-
-    if how == "timeout":
-        await spend()
-        with pytest.raises(TimeoutError):
-            async with timeout(0):
-                await call()
-    elif how == "group":
-        with pytest.raises(ExceptionGroup):
-            await together(fails, spend, call)
-    else:
-        spends, task = asyncio.create_task(spend()), asyncio.create_task(call())
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await spends
-
-
-@pytest.mark.parametrize("how", ["cancel", "timeout", "group"])
-async def test_a_cancelled_call_that_waits_was_not_made(how):
-    async with opened(device=8, sinks=()) as cache:
-        lease = await cache.acquire("a", prompt(1, 2))
-        other = await cache.acquire("other", [1])
-        for call in hot_calls(cache, lease).values():
-            await passes()
-            await cancelled(how, lambda: other.commit(0), call)
-            await cache.system.in_flight.wait_idle()
-        core = index_of(cache)
-        assert core.leases.requests == 2
-        assert core.leases.abandoned == 1
-        assert core.index.tree.statistics()["nodes"] == 0
-        await other.finish()
-        assert cache.system.in_flight.count == 0
-        assert cache.statistics().prefix.leases == 0
-        assert cache.free_blocks().free == 8
-
-
 def hot_calls(cache, lease):
     """The calls of a request that hits."""
     return {

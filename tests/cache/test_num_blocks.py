@@ -206,21 +206,6 @@ async def test_a_device_that_does_not_open_changes_nothing():
         await uses(cache, 5)
 
 
-@pytest.mark.parametrize("step", range(0, 24, 3))
-async def test_a_cancelled_call_sets_the_number_or_does_not(step):
-    async with later(host=HOST) as cache:
-        slow(cache)
-        task = asyncio.ensure_future(cache.set_num_blocks(6))
-        for _ in range(step):
-            await asyncio.sleep(0)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        if not cache.system.sized:
-            assert cache.free_blocks().total == 0
-            await cache.set_num_blocks(6)
-        await uses(cache, 6)
-
-
 async def test_the_cache_ends_while_the_number_is_set():
     class NeverOpens(InlineCopies):
         async def open(self) -> None:

@@ -12,7 +12,7 @@ import structlog
 
 import kvactors
 from kvactors import Step
-from kvactors.errors import DeadlineExceeded, DeviceError, LeaseEnded, LeasesOpen
+from kvactors.errors import DeadlineExceeded, DeviceError, LeaseEnded
 from kvactors.from_thread import ThreadLease
 from tests.cache.test_device_events import Event
 from tests.support.cache import BLOCK, opened, prompt, settings
@@ -141,21 +141,6 @@ async def test_a_truncate_that_drops_no_block_does_not_wait():
         complete()
 
 
-async def test_a_lease_waits_for_every_pass_that_it_takes_part_in():
-    async with opened(device=DEVICE) as cache:
-        lease = await cache.acquire("a", prompt(1, DEVICE))
-        events = [new_event("future") for _ in range(3)]
-        for event, _ in events:
-            cache.record_pass([lease], event=event)
-        lease.abandon()
-        other = asyncio.ensure_future(admitted(cache))
-        for _, complete in (events[2], events[0], events[1]):
-            await turns()
-            assert not other.done()
-            complete()
-        await (await other).finish()
-
-
 @pytest.mark.parametrize("form", ["event", "future"])
 async def test_a_pass_that_fails_is_over(form):
     async with opened(device=DEVICE) as cache:
@@ -189,24 +174,6 @@ async def test_an_overdue_pass_keeps_its_blocks_and_is_logged():
                 await asyncio.sleep(0.001)
             complete()
             await cache.wait_idle(deadline=5.0)
-
-
-async def test_a_cache_that_is_idle_has_no_lease_that_waits_for_a_pass():
-    async with opened(device=DEVICE) as cache:
-        lease = await cache.acquire("a", prompt(1, 1))
-        event, complete = new_event("event")
-        lease.abandon(event=event)
-        with pytest.raises(LeaseEnded):
-            await lease.extend([1])
-        with pytest.raises(LeasesOpen):
-            await cache.sleep()
-        with pytest.raises(DeadlineExceeded):
-            await cache.wait_idle(deadline=0.01)
-        await cache.pause()
-        await cache.resume()
-        complete()
-        await cache.wait_idle()
-        assert cache.statistics().prefix.leases == 0
 
 
 async def test_a_cache_closes_during_a_pass_that_does_not_end():
@@ -255,24 +222,6 @@ async def test_a_step_commits_when_the_pass_is_over():
         assert not step.done()
         complete()
         assert (await step)[0].committed_blocks == 2
-
-
-@pytest.mark.parametrize("form", ["event", "future", "coroutine"])
-async def test_a_cancelled_wait_leaves_the_pass_as_it_is(form):
-    async with opened(device=DEVICE) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
-        event, complete = new_event(form)
-        begun = cache.record_pass([lease], event=event)
-
-        async def wait():
-            await begun
-
-        client = asyncio.create_task(wait())
-        await turns()
-        client.cancel()
-        await asyncio.gather(client, return_exceptions=True)
-        assert not begun.is_over()
-        complete()
-        await begun
 
 
 async def test_the_error_of_a_pass_is_raised_where_it_is_awaited():

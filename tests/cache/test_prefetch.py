@@ -106,42 +106,9 @@ async def test_a_lookup_and_a_chunked_request_find_prefetched_blocks(exclusive, 
         await lease.finish()
 
 
-async def test_present_blocks_are_not_fetched_again():
-    async with opened(**tiers()) as cache:
-        await stored(cache, 1)
-        for _ in range(3):
-            await cache.prefetch(prompt(1, 6, tail=1))
-            await cache.wait_idle()
-        assert cache.statistics().host.fetched == 6
-        await serve(cache, "a", prompt(1, 6, tail=1))
-        assert await cache.prefetch(prompt(1, 6, tail=1)) == 0, "all of it is on the device"
-
-
-async def test_a_hint_for_nothing_known_changes_nothing():
-    async with opened(**tiers()) as cache:
-        await stored(cache, 1)
-        assert await cache.prefetch(prompt(9, 6, tail=1)) == 0
-        await cache.wait_idle()
-        assert cache.statistics().host.fetched == 0
-        with pytest.raises(ValueError, match="at least one token"):
-            await cache.prefetch([])
-
-
 async def test_without_a_host_tier_or_storage_nothing_is_looked_up():
     stored_only = {"backend": "memory", "write_policy": "write_through"}
     for tables in ({"storage": stored_only}, {"host": {"slots": 4}}):
         async with opened(device=8, **tables) as cache:
             await serve(cache, "a", prompt(1, 6, tail=1))
             assert await cache.prefetch(prompt(1, 6, tail=1)) == 0
-
-
-@pytest.mark.parametrize(("least", "hits"), [(6, 6), (7, 0)])
-async def test_a_run_that_is_too_short_is_not_worth_the_trip(least, hits):
-    async with opened(**tiers(min_fetch_blocks=least)) as cache:
-        await stored(cache, 1)
-        await cache.prefetch(prompt(1, 6, tail=1))
-        await cache.wait_idle()
-        assert cache.statistics().host.fetched == hits
-        await cache.clear()
-        lease = await serve(cache, "a", prompt(1, 6, tail=1))
-        assert lease.hits.storage == hits

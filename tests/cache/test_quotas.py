@@ -69,15 +69,6 @@ async def test_blocks_that_a_lease_takes_later_count_for_the_quota_of_its_salt(c
         await settle(cache)
 
 
-async def test_a_quota_refuses_no_request_and_uses_free_blocks():
-    async with opened(device=8, quota={"device": 2}) as cache:
-        await use(cache, 1, salt="a", blocks=8)
-        assert held(cache, 1, salt="a", blocks=8) == 8
-        await use(cache, 2, salt="b", blocks=6)
-        assert held(cache, 1, salt="a", blocks=8) == 2
-        await settle(cache)
-
-
 async def test_a_quota_is_kept_in_the_host_tier():
     host = {"slots": 4, "transit_slots": 8}
     async with opened(device=4, host=host, quota={"host": 2}) as cache:

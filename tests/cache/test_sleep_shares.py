@@ -35,48 +35,6 @@ async def test_a_sleep_ends_pins_and_keeps_quotas(level, tmp_path):
         await settle(cache)
 
 
-def state(cache):
-    """The state that a refused sleep leaves as it was."""
-    statistics = cache.statistics()
-    prefix, host = statistics.prefix, statistics.host
-    return (
-        (prefix.evicted, prefix.blocks_free, prefix.leases, prefix.waiting, prefix.pinned),
-        (host.resident, host.pinned_blocks),
-        held(cache, 1),
-        cache.system.asleep,
-    )
-
-
-@pytest.mark.parametrize("level", [1, 2])
-async def test_forks_and_calls_that_wait_refuse_the_sleep_and_nothing_changes(level, tmp_path):
-    options = {"hints": {"pin_share": 0.25}, "storage": stored(tmp_path)}
-    async with opened(device=8, host=HOST, **options) as cache:
-        await use(cache, 1, hints=Hints(pin=True))
-        lease = await cache.acquire("a", prompt(1, 1, tail=1))
-        fork = await lease.fork()
-        await lease.finish()
-        before = state(cache)
-        with pytest.raises(LeasesOpen, match="1 lease open"):
-            await cache.sleep(level)
-        assert state(cache) == before
-        other = await cache.acquire("c", prompt(3, 1))
-        waiting = asyncio.ensure_future(fork.fork_many(4, wait_for_room=True))
-        behind = asyncio.ensure_future(cache.acquire("b", prompt(2, 6), wait_for_room=True))
-        await asyncio.sleep(0.01)
-        before = state(cache)
-        with pytest.raises(LeasesOpen):
-            await cache.sleep(level)
-        assert state(cache) == before
-        for call in (waiting, behind):
-            assert not call.done()
-            call.cancel()
-        await asyncio.gather(waiting, behind, return_exceptions=True)
-        await fork.finish()
-        await other.finish()
-        await cache.sleep(level)
-        await cache.wake()
-
-
 async def test_a_sleep_waits_for_the_transfers_of_ended_leases(monkeypatch):
     async with opened(device=8, host=HOST) as cache:
         await serve(cache, "a", TOKENS)

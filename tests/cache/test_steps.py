@@ -138,38 +138,6 @@ async def test_an_error_concerns_its_lease_alone(bad, batch, at, monkeypatch):
                 await lease.finish()
 
 
-async def test_a_step_of_a_chunked_lease_takes_no_blocks(monkeypatch):
-    """However long it is: the commit of tokens without blocks is refused in the same way."""
-    monkeypatch.setattr("kvactors.prefix_index.work.TURN_BLOCKS", 2)
-    async with opened(device=16) as cache:
-        lease = await cache.acquire("chunked", prompt(1, 9), chunk_tokens=BLOCK)
-        for computed in (2 * BLOCK, 8 * BLOCK):
-            [outcome] = await cache.step([Step(lease, (), computed)])
-            assert isinstance(outcome.error, ValueError)
-            assert "next_chunk" in str(outcome.error)
-            assert lease.covered_tokens == BLOCK
-            assert agree(cache, lease)
-        assert await cache.step([Step(lease, (), BLOCK)]) == [Stepped((), 1)]
-        await lease.finish()
-
-
-async def test_steps_of_leases_from_before_a_clear_are_not_shared():
-    async with opened(device=16) as cache:
-        old, new = await acquired(cache, 2)
-        await old.commit(BLOCK)
-        await cache.clear()
-        fresh = await cache.acquire("fresh", prompt(9, 1))
-        steps = [Step(one, [1] * BLOCK, 2 * BLOCK) for one in (old, fresh, new)]
-        assert [one.committed_blocks for one in await cache.step(steps)] == [1, 2, 0]
-        for seed, hit in ((100, 0), (9, 2 * BLOCK), (101, 0)):
-            again = await cache.acquire("again", [*prompt(seed, 1), *[1] * BLOCK, 5])
-            assert again.cached_tokens == hit
-            await again.finish()
-        for lease in (old, fresh, new):
-            assert agree(cache, lease)
-            await lease.finish()
-
-
 @pytest.mark.parametrize("kind", ["list", "numpy", "steps", "media"])
 async def test_arguments_are_copied_at_the_call(kind):
     """The caller prepares its next step while this one waits for its event."""

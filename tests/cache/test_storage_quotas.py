@@ -97,16 +97,6 @@ async def test_a_batch_beyond_the_quota_of_its_salt_is_stored_from_the_root():
         await settle(cache)
 
 
-async def test_a_clear_of_the_store_ends_its_counts():
-    async with opened(storage=store(), quota={"storage": 2}) as cache:
-        await use(cache, 1, salt="a", blocks=4)
-        await cache.wait_idle()
-        assert cache.tenants().unnamed["a"].storage_blocks == 4
-        await cache.clear(storage=True)
-        assert cache.tenants().unnamed["a"].storage_blocks == 0
-        await settle(cache)
-
-
 # -- files
 
 
@@ -153,19 +143,6 @@ async def test_blocks_of_an_earlier_format_count_to_no_salt_and_stay_readable(
         assert stored(cache, 1, salt="noisy") == 2
         await settle(cache)
     assert any(number in path.read_bytes() for path in folders)
-
-
-async def test_a_store_of_a_smaller_capacity_keeps_the_quotas_when_it_opens(tmp_path):
-    quota = {"salts": {"noisy": {"storage": 1}}}
-    disk = store(kind="file", directory=str(tmp_path))
-    async with opened(storage=disk, quota=quota) as cache:
-        await use(cache, 1, salt="quiet")
-        await cache.wait_idle()
-        await use(cache, 2, salt="noisy", blocks=6)
-    async with opened(storage={**disk, "capacity_blocks": 4}, quota=quota) as cache:
-        assert stored(cache, 1, salt="quiet") == 2
-        assert cache.system.store.shares.held(salt_id("noisy")) == 2
-        await settle(cache)
 
 
 # -- stores without quotas

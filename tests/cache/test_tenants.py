@@ -15,7 +15,7 @@ from kvactors.observe.prometheus import CacheMetrics
 from kvactors.observe.statistics import SUMMED
 from kvactors.testing.loop import simulate
 from tests.cache.test_degraded import fail
-from tests.cache.test_quotas import BLOCK, held, hosted, settle, tokens_of, use
+from tests.cache.test_quotas import held, hosted, settle, tokens_of, use
 from tests.cache.test_sleep import HOST
 from tests.observe.test_http_endpoint import call, get
 from tests.support.cache import opened
@@ -144,21 +144,6 @@ async def test_evictions_of_a_quota_are_those_of_its_salt():
         assert entries(cache)["noisy"].device_quota_evictions == evicted
 
 
-async def test_the_last_host_victim_of_a_quota_is_counted():
-    """The device tier is too small for the prompts, and the host tier is full of one salt."""
-    quota = {"salts": {"own": {"host": 1}}}
-    async with opened(device=2, host={"slots": 4}, quota=quota) as cache:
-        for number in range(1, 4):
-            await use(cache, number, salt="own")
-        await settle(cache)
-        for number in range(4, 7):
-            await use(cache, number)
-        await settle(cache)
-        found = entries(cache)["own"]
-        assert found.host_blocks <= 1
-        assert found.host_quota_evictions >= 3
-
-
 async def test_at_most_1000_salts_without_a_quota_have_an_entry():
     async with opened(device=8, quota={"device": 4}) as cache:
         for number in range(1010):
@@ -180,27 +165,6 @@ async def test_at_most_1000_salts_without_a_quota_have_an_entry():
         assert "no more" not in tenants.unnamed
         assert len(tenants.unnamed) == 1000
         await settle(cache)
-
-
-async def test_nothing_is_counted_by_salt_without_salts_and_quotas():
-    async with opened(host=HOST) as cache:
-        await use(cache, 1)
-        await use(cache, 1)
-        tenants = cache.tenants()
-        assert (tenants.named, tenants.unnamed) == ({}, {})
-        assert (tenants.others.requests, tenants.others.device_blocks) == (2, 2)
-        assert tenants.others.host_blocks is tenants.others.device_quota is None
-        assert not cache.system.quotas.counts.rows
-        assert not cache.system.index_actor.index.tree.sharing
-
-
-async def test_a_request_that_comes_again_is_counted_once():
-    async with opened(device=8) as cache:
-        lease = await cache.acquire("r", tokens_of(1), salt="a")
-        await lease.preempt(2 * BLOCK)
-        lease = await cache.acquire("r", tokens_of(1), salt="a")
-        await lease.finish()
-        assert entries(cache)["a"].requests == 1
 
 
 async def test_only_salts_with_a_named_quota_are_shown_to_others():

@@ -100,22 +100,6 @@ async def test_a_request_is_overtaken_a_bounded_number_of_times(wait, monkeypatc
         await (await cache.acquire("small", prompt(2, 1), wait_for_room=wait)).finish()
 
 
-async def test_requests_that_fit_beside_those_that_wait_are_served(monkeypatch):
-    """Six of eight blocks are for the first request that waits: two can be used before."""
-    monkeypatch.setattr(queue, "OVERTAKEN", 0)
-    async with opened(device=8) as cache:
-        runs = await cache.acquire("runs", prompt(1, 4))
-        large = await queued(cache, 1, 1, 6)
-        beside = [await cache.acquire("small", prompt(n, 1)) for n in (2, 3)]
-        with pytest.raises(kvactors.NoRoom, match="requests that wait for room come first"):
-            await cache.acquire("small", prompt(4, 1))
-        await beside.pop().finish()
-        beside.append(await cache.acquire("small", prompt(4, 1)))
-        await runs.finish()
-        for one in (await large, *beside):
-            await one.finish()
-
-
 @pytest.mark.parametrize("tokens", [13 * BLOCK, 16 * BLOCK])
 async def test_a_request_that_pins_keep_out_is_refused_at_once(tokens):
     async with opened(device=16) as cache:
@@ -244,18 +228,3 @@ async def test_long_requests_wait_too(tiers, monkeypatch):
         assert len(set(granted.block_table)) == 9
         await granted.finish()
         await (await behind).finish()
-
-
-async def test_many_requests_on_few_blocks_all_get_theirs():
-    """More requests than fit, of all sizes, without a poll and without a failure."""
-    async with opened(device=8, host=HOST) as cache:
-
-        async def one(number):
-            tokens = prompt(number % 7, 1 + number % 8, tail=number % 3)[: 8 * BLOCK]
-            lease = await serve(cache, f"r{number}", tokens, wait_for_room=True, deadline=120.0)
-            return len(lease.block_table)
-
-        sizes = await asyncio.gather(*(one(number) for number in range(120)))
-        assert len(sizes) == 120
-        assert waiting(cache) == 0
-        assert cache.statistics().no_room == 0

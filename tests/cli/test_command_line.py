@@ -369,19 +369,3 @@ def test_a_terminal_shows_the_share_done_and_a_pipe_shows_nothing(tmp_path):
 def test_colours_are_for_terminals(kvactors, tmp_path):
     good = write(tmp_path / "good.toml", "")
     assert "\x1b" not in kvactors("config", "check", good)[1]
-
-
-def test_completion_is_installed(tmp_path):
-    output = tmp_path / "completion"
-    done = subprocess.run(
-        [*MODULE, "--install-completion", "--shell", "bash", "--output", str(output)],
-        env={**os.environ, "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    script = f"source {output}; complete -p kvactors"
-    assert subprocess.run(["bash", "-c", script], capture_output=True).returncode == 0
-    text = output.read_text()
-    assert all(word in text for word in ("replay", "--limit", "config", "metrics-port"))

@@ -118,22 +118,6 @@ def test_the_command_line_without_a_dependency_names_it(tmp_path):
     assert done.stderr.count("\n") == 1
 
 
-def test_a_source_tree_that_hides_the_installed_package_is_named(tmp_path, monkeypatch):
-    from kvactors import native as messages
-
-    class Installed:
-        def locate_file(self, name):
-            return PACKAGE.parent / name
-
-    monkeypatch.setattr(messages, "TREE", unbuilt(tmp_path))
-    monkeypatch.setattr(messages.metadata, "distribution", lambda _: Installed())
-    assert "which hides the installed kvactors. Run from another folder" in (
-        messages.native_missing("x")
-    )
-    monkeypatch.setattr(messages, "TREE", PACKAGE.parent)
-    assert not messages.installed_elsewhere()
-
-
 ELSEWHERE = """
 import sys, os, asyncio, ctypes, logging, mmap, multiprocessing, subprocess, tempfile
 import aiofiles, anyio, cyclopts, msgspec, numpy, rich.console, rich.progress, structlog, xxhash

@@ -164,15 +164,6 @@ def test_files_of_others_named_table_are_no_stores_and_stay(directory, tmp_path_
         assert (root / "project" / "slab-notes").read_text() == "of a user"
 
 
-def test_a_damaged_store_is_recognized_from_its_own_folder(directory, monkeypatch):
-    table = next(directory.rglob("table"))
-    table.write_bytes(bytes(4096))
-    monkeypatch.chdir(table.parent)
-    assert run("verify", ".") == 1
-    assert run("prune", ".") == 0
-    assert not table.exists()
-
-
 async def test_every_damaged_place_of_a_store_in_use_is_found_or_counted(tmp_path):
     """Of 14 damaged objects one is read by the process, and one is evicted, before the check. The
     entry of a third is damaged."""

@@ -108,11 +108,6 @@ def test_rank_0_alone_reports_to_attention_store():
     assert [sink.name for sink in make_sinks(config, LAYOUT)] == ["memory"]
 
 
-def test_two_sinks_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match="different names"):
-        with_sinks({"kind": "memory"}, {"kind": "memory"})
-
-
 def test_a_missing_sdk_is_named():
     with pytest.raises(SinkError, match="attentionstore_sdk"):
         make_sinks(with_sinks({"kind": "attention_store"}), LAYOUT)
