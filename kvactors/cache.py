@@ -14,6 +14,7 @@ import math
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
+from numbers import Real
 from os import PathLike
 from pathlib import Path as File
 from types import CoroutineType
@@ -381,16 +382,8 @@ class KVCache:
         Takes nothing: no block is held, evicted or marked as used, and the next call may find
         another count. After the copy of the tokens it takes some tens of nanoseconds a block that
         is cached on the device or the host, and a few hundred a block that a store has. It ends at
-        the first block that no tier has.
-
-        Args:
-            tokens: as in `acquire`.
-            extra_keys: as in `acquire`.
-            salt: as in `acquire`.
-            lora: as in `acquire`.
-
-        Returns:
-            The hits, by tier.
+        the first block that no tier has. `tokens`, `extra_keys`, `salt` and `lora` are those of
+        `acquire`.
 
         Raises:
             NumBlocksUnset: the number of device blocks is not set yet.
@@ -453,13 +446,8 @@ class KVCache:
         deadline: float | None = None,
     ) -> int:
         """Fetch the stored blocks of an expected request into the host tier, in the background.
-
-        Args:
-            tokens: as in `acquire`.
-            extra_keys: as in `acquire`.
-            salt: as in `acquire`.
-            lora: as in `acquire`.
-            deadline: seconds from now for the fetches.
+        `tokens`, `extra_keys`, `salt` and `lora` are those of `acquire`. The `deadline` is that of
+        the fetches.
 
         Returns:
             Blocks that the device lacks and a lower tier has, or may have if only a query can tell.
@@ -504,7 +492,6 @@ class KVCache:
                 tier, and indexes are sent them as gone. Their memory is freed as other blocks need
                 it. A new process finds stored blocks of the name again: see
                 docs/how-to/share_a_cache.md.
-            deadline: seconds from now.
 
         Returns:
             The blocks that the call has freed, and the objects that it has left.
@@ -587,7 +574,6 @@ class KVCache:
             host: as `device`, in the host tier.
             storage: as `device`, in the store. Objects that were written before stores kept the
                 salt of each object count to no salt.
-            deadline: seconds from now.
 
         Raises:
             ValueError: a size is malformed, or holds no block.
@@ -622,16 +608,9 @@ class KVCache:
         lora: str | None = None,
         deadline: float | None = None,
     ) -> int:
-        """End the pin of exactly the full blocks of `tokens`. They are evicted like others from now
-        on.
-
-        Args:
-            tokens: the prompt of the request that pinned them, with its output if the pin was a
-                hint of `Lease.finish`.
-            extra_keys: as in `acquire`.
-            salt: as in `acquire`.
-            lora: as in `acquire`.
-            deadline: seconds from now.
+        """End the pin of exactly the full blocks of `tokens`: the prompt of the request that pinned
+        them, with its output if the pin was a hint of `Lease.finish`. They are evicted like others
+        from now on. `extra_keys`, `salt` and `lora` are those of `acquire`.
 
         Returns:
             The blocks, 0 if they were not pinned as one path.
@@ -678,7 +657,6 @@ class KVCache:
         """Return when every sink's view equals the tiers.
 
         Args:
-            deadline: seconds from now.
             at_rest: first wait until the cache is idle. Without it, under load, the barrier covers
                 residency as of this call: later changes, transfers now in flight included, may or
                 may not have been delivered. The first wait after a failure of the notifier is one
@@ -875,7 +853,6 @@ class KVCache:
         Args:
             device: the device blocks of the engine, as many as before in the same layout. Required
                 if the cache was opened with a device, and else not allowed.
-            deadline: seconds from now.
 
         Raises:
             ConfigError: `device` is missing, or is not allowed, or has another number or kind.
@@ -1158,31 +1135,24 @@ class SafeClock:
         if not callable(clock):
             raise TypeError(f"clock must be a function that returns seconds, not {kind(clock)}")
         self._clock, self._failed = clock, False
-        self._last = seconds_of(clock())
+        self._last = self._read()
 
     def __call__(self) -> float:
         try:
-            self._last = seconds_of(self._clock())
+            self._last = self._read()
         except Exception as error:
             if not self._failed:
                 log.warning("clock failed", error=repr(error))
             self._failed = True
         return self._last
 
-
-def seconds_of(value: Any) -> float:
-    """A reading of a clock. TypeError if it is no number, ValueError if it is not finite."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(
-        value, (int, float, np.integer, np.floating)
-    ):
-        raise TypeError(f"clock must return a number of seconds, not {kind(value)}")
-    try:
-        seconds = float(value)
-    except OverflowError:
-        seconds = math.inf
-    if not math.isfinite(seconds):
-        raise ValueError(f"clock must return a finite number of seconds, not {seconds}")
-    return seconds
+    def _read(self) -> float:
+        seconds: Any = self._clock()
+        if isinstance(seconds, bool | np.bool_) or not isinstance(seconds, Real):
+            raise TypeError(f"clock must return a number of seconds, not {kind(seconds)}")
+        if not math.isfinite(seconds):
+            raise ValueError(f"clock must return a finite number of seconds, not {seconds}")
+        return float(seconds)
 
 
 class FromThread(LoopCaller):

@@ -3,7 +3,6 @@ the argument's name."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -52,15 +51,12 @@ def check_seconds(name: str, value: Any) -> float:
         value, (int, float, np.integer, np.floating)
     ):
         raise TypeError(f"{name} must be a number of seconds, not {kind(value)}")
-    if isinstance(value, int) and abs(value) > MAX_SECONDS:
-        raise ValueError(f"{name} must be at most {MAX_SECONDS:.0f} seconds")
-    seconds = float(value)
-    if not (math.isfinite(seconds) and 0 < seconds <= MAX_SECONDS):
+    if not 0 < value <= MAX_SECONDS:
         raise ValueError(
             f"{name} must be a positive, finite number of seconds (at most {MAX_SECONDS:.0f}), not "
-            f"{seconds!r}"
+            f"{value!r:.40}"
         )
-    return seconds
+    return float(value)
 
 
 def check_flag(name: str, value: Any) -> bool:

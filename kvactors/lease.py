@@ -389,7 +389,6 @@ class Lease:
             tokens: token ids as in `KVCache.acquire`, possibly none. They are copied.
             extra_keys: media items as in `KVCache.acquire`. Offsets count from the first of
                 `tokens`.
-            deadline: seconds from now.
 
         Returns:
             The device blocks added to the table.
@@ -416,7 +415,6 @@ class Lease:
         Args:
             num_tokens: tokens after the first `covered_tokens` that the block table shall have
                 place for. The rest of the lease's tokens if they are fewer.
-            deadline: seconds from now.
 
         Returns:
             The device blocks added to the table.
@@ -439,7 +437,6 @@ class Lease:
             num_tokens: tokens beyond those of the lease that the block table shall have place for.
                 Blocks that were reserved before count. At most the tokens of one turn (131,072, or
                 2,048 blocks if that is less).
-            deadline: seconds from now.
 
         Returns:
             The device blocks added to the table.
@@ -477,7 +474,6 @@ class Lease:
 
         Args:
             num_tokens: tokens to keep.
-            deadline: seconds from now.
 
         Returns:
             The device blocks removed from the end of the table.
@@ -550,7 +546,6 @@ class Lease:
             event: completes when the device has computed the last block (see `commit`). It is
                 waited for before the copy begins. None: the block is computed.
             stream: the engine's CUDA stream, in place of an event (see `commit`).
-            deadline: seconds from now.
             wait_for_evictions: whether to wait, within the deadline, for evictions and copies in
                 flight that will free blocks, as in `KVCache.acquire`.
             wait_for_room: whether to wait, within the deadline, until other requests release device
@@ -593,20 +588,9 @@ class Lease:
         wait_for_evictions: bool = True,
         wait_for_room: bool = False,
     ) -> tuple[Self, ...]:
-        """Make `count` forks at once (see `fork`): all of them or none.
-
-        Args:
-            count: how many, at least 1.
-            request_ids: one for each fork. None: that of this lease.
-            event: as in `fork`.
-            stream: as in `fork`.
-            deadline: seconds from now.
-            wait_for_evictions: as in `fork`.
-            wait_for_room: as in `fork`.
-
-        Raises:
-            LeaseBusy, NotReady, NoRoom, DeadlineExceeded, DeviceError: as in `fork`.
-        """
+        """Make `count` forks at once: all of them or none. `request_ids` has an id for each. None
+        stands for that of this lease. The arguments `event`, `stream`, `wait_for_evictions` and
+        `wait_for_room`, and the errors, are those of `fork`."""
         handle = self._handle
         at = handle.begin_call(deadline)
         number = check_int("count", count, 1, MAX_FORKS)
@@ -795,7 +779,6 @@ class Lease:
                 committed before stay cached.
             event: completes when the device uses no block of the lease any more (see `commit`).
             stream: in place of an event, the only one that uses the blocks still (see `commit`).
-            deadline: seconds from now.
             output_tokens: tokens that the model has produced, which the eviction policy `retain`
                 learns from. None: those that were added by `extend`, if any.
             hints: in place of those of `acquire`, whose pin is of the prompt's blocks only.
@@ -823,16 +806,11 @@ class Lease:
         deadline: float | None = None,
     ) -> None:
         """End the lease of a request that will be resumed. The next `acquire` with its request_id
-        continues it: statistics count the hits of the request once.
+        continues it: statistics count the hits of the request once. `event`, `stream` and the
+        errors are those of `finish`.
 
         Args:
             computed_tokens: commit that many tokens first (see `commit`).
-            event: as in `finish`.
-            stream: as in `finish`.
-            deadline: seconds from now.
-
-        Raises:
-            NotReady, DeviceError: as in `finish`.
         """
         message = Preempt(self._handle.id, check_int("computed_tokens", computed_tokens))
         await self._end(message, event, stream, deadline)

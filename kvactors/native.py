@@ -9,7 +9,6 @@ import errno
 import mmap
 import os
 import sys
-from importlib import metadata
 from pathlib import Path as File
 
 NEEDS = (
@@ -30,22 +29,11 @@ def native_missing(reason: str) -> str:
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     text = f"kvactors' native module is missing or was built for another Python than {version}"
     if (TREE / "native" / "CMakeLists.txt").exists():
-        text += f": {TREE} is a source tree"
-        if installed_elsewhere():
-            text += ", which hides the installed kvactors. Run from another folder, or build"
-        else:
-            text += ". Build it"
-        text += " with `pip install -e .` in that folder (needs a C++17 compiler)"
+        text += (
+            f": {TREE} is a source tree. Build it with `pip install -e .` in that folder (needs a "
+            "C++17 compiler), or run from another folder if kvactors is installed"
+        )
     return f"{text} ({reason})"
-
-
-def installed_elsewhere() -> bool:
-    """Whether kvactors is installed in another folder than this one."""
-    try:
-        found = metadata.distribution("kvactors").locate_file("kvactors/__init__.py")
-    except metadata.PackageNotFoundError:
-        return False
-    return File(str(found)).exists() and File(str(found)).resolve().parents[1] != TREE
 
 
 try:

@@ -25,18 +25,17 @@ from kvactors.actor import (
     Actor,
     ActorRef,
     ActorSpec,
-    ActorStatistics,
     Group,
     InFlight,
     RestartBudget,
     Supervisor,
+    counters_of,
 )
 from kvactors.actor.clock import clock_of
 from kvactors.actor.log import brief, get_logger
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.capacity import in_blocks, quotas_of
 from kvactors.cpu_evictor.actor import CpuEvictor
-from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED, HostStatistics
 from kvactors.cpu_evictor.messages import EmptyHost, HostReply, HostRequest
 from kvactors.cpu_evictor.requests import Peers
 from kvactors.cpu_evictor.slots import HostShares
@@ -50,13 +49,12 @@ from kvactors.flush_notifier.deliver import SinkStatistics, close_sink, open_sin
 from kvactors.flush_notifier.messages import Report, SetIdleLimit, WaitFlushed
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.fork import FORKED, SYSTEMS
-from kvactors.gpu_swapper.actor import GpuSwapper, SwapperStatistics
+from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.messages import CopiedWithin, Copy, CopyReply, CopyWithin, DataPlaneStatus
 from kvactors.identity import CacheScope
 from kvactors.lifecycle import QUIET, STOP, Opening, Shutdown
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import IndexRequest, SetNumBlocks
-from kvactors.prefix_index.reports import IndexStatistics
 from kvactors.prefix_index.settings import Clock, IndexSettings, Roots, TierPolicies
 from kvactors.prefix_index.tree import BlockIndex
 from kvactors.quotas import SaltCounts, salt_id
@@ -123,27 +121,6 @@ def summarize(system: Any) -> Summary:
 
 Record = TypeVar("Record", bound=NamedTuple)
 
-COUNTERS: Mapping[type[Any], tuple[str, ...]] = {
-    IndexStatistics: (
-        *("requests", "blocks_looked_up", "device_hits", "host_hits", "storage_hits", "no_room"),
-        *("refused_size", "refused_pins", "preempted", "abandoned", "evicted", "rescued"),
-        *("overdue_loads", "resumed", "forks", "tails_copied", "pins_refused", "pins_expired"),
-        "quota_evictions",
-    ),
-    HostStatistics: (
-        *("evicted", "offloaded", "loaded", "fetched", "written", "shed", "copy_failures"),
-        *("write_failures", *NOT_STORED, *NOT_FETCHED, "quota_evictions", "pins_refused"),
-    ),
-    SwapperStatistics: (
-        *("blocks_to_host", "blocks_to_device", "bytes_to_host", "bytes_to_device"),
-        *("seconds_to_host", "seconds_to_device", "failed", "blocks_within_device"),
-    ),
-    SinkStatistics: ("delivered", "resident", "gone", "blocks", "retried", "coalesced", "resyncs"),
-    ActorStatistics: ("turns", "sent", "late_replies", "skipped"),
-}
-"""The fields of each record that count from the start of an incarnation. The others describe the
-present."""
-
 
 class ReplacedCounters:
     """Sums of the counters of replaced incarnations, each of which counts from zero."""
@@ -183,7 +160,7 @@ class ReplacedCounters:
 
     def _add(self, name: str, record: Any) -> None:
         sums = self._sums[type(record), name]
-        for field in COUNTERS[type(record)]:
+        for field in counters_of(type(record)):
             sums[field] += getattr(record, field)
 
 

@@ -1,6 +1,6 @@
 """Actor runtime: channels, mailboxes, supervision. Independent of the cache."""
 
-from kvactors.actor.actor import Actor, ActorStatistics, on
+from kvactors.actor.actor import Actor, ActorStatistics, Count, Seconds, counters_of, on
 from kvactors.actor.channel import Channel, ChannelStatistics
 from kvactors.actor.context import Context, State, Timer
 from kvactors.actor.instrument import InjectedFailure, Instrument, Instruments, Turn
@@ -27,6 +27,7 @@ __all__ = [
     "ChannelStatistics",
     "Context",
     "Control",
+    "Count",
     "Edge",
     "Envelope",
     "Group",
@@ -38,6 +39,7 @@ __all__ = [
     "Message",
     "PeerRestarted",
     "RestartBudget",
+    "Seconds",
     "State",
     "Stop",
     "Supervisor",
@@ -45,6 +47,7 @@ __all__ = [
     "Timer",
     "Turn",
     "check_graph",
+    "counters_of",
     "edges",
     "on",
 ]

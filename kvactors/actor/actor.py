@@ -45,6 +45,20 @@ def on(message: type[Any]) -> Any:
     return mark
 
 
+# -- statistics
+
+Count: TypeAlias = int
+Seconds: TypeAlias = float
+"""Types of the fields of a record that count from the start of an incarnation. The other fields
+describe the present."""
+
+
+def counters_of(record: type[Any]) -> list[str]:
+    """The counters of a record."""
+    hints = record.__annotations__.items()
+    return [name for name, hint in hints if hint.__forward_arg__ in ("Count", "Seconds")]
+
+
 class ActorStatistics(NamedTuple):
     """A moment's picture of an actor's present incarnation.
 
@@ -65,13 +79,13 @@ class ActorStatistics(NamedTuple):
     name: str
     state: str
     restarts: int
-    turns: int
-    sent: int
+    turns: Count
+    sent: Count
     jobs: int
     outbox: int
     open_replies: int
-    late_replies: int
-    skipped: int
+    late_replies: Count
+    skipped: Count
     channel: ChannelStatistics
 
 

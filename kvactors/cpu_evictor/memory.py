@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from kvactors.actor import Timer
+from kvactors.actor import Count, Timer
 from kvactors.cpu_evictor.messages import (
     ClearHost,
     HostBlocksAdded,
@@ -82,26 +82,26 @@ class HostStatistics(NamedTuple):
     pinned: int
     capacity: int
     small_pages: str
-    evicted: int = 0
-    offloaded: int = 0
-    loaded: int = 0
-    fetched: int = 0
-    written: int = 0
-    shed: int = 0
-    copy_failures: int = 0
-    write_failures: int = 0
-    not_stored_refused: int = 0
-    not_stored_no_space: int = 0
-    not_stored_unavailable: int = 0
-    not_stored_late: int = 0
-    not_fetched_late: int = 0
-    not_fetched_gone: int = 0
-    not_fetched_failed: int = 0
-    not_fetched_few: int = 0
-    not_fetched_cleared: int = 0
-    not_fetched_no_slot: int = 0
-    quota_evictions: int = 0
-    pins_refused: int = 0
+    evicted: Count = 0
+    offloaded: Count = 0
+    loaded: Count = 0
+    fetched: Count = 0
+    written: Count = 0
+    shed: Count = 0
+    copy_failures: Count = 0
+    write_failures: Count = 0
+    not_stored_refused: Count = 0
+    not_stored_no_space: Count = 0
+    not_stored_unavailable: Count = 0
+    not_stored_late: Count = 0
+    not_fetched_late: Count = 0
+    not_fetched_gone: Count = 0
+    not_fetched_failed: Count = 0
+    not_fetched_few: Count = 0
+    not_fetched_cleared: Count = 0
+    not_fetched_no_slot: Count = 0
+    quota_evictions: Count = 0
+    pins_refused: Count = 0
     pinned_blocks: int = 0
 
 

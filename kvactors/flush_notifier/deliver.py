@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
-from kvactors.actor import Envelope, Timer
+from kvactors.actor import Count, Envelope, Timer
 from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
 from kvactors.actor.sliced import Sliced, finish
@@ -52,18 +52,18 @@ class SinkStatistics(NamedTuple):
 
     name: str
     pending: int
-    delivered: int
-    resident: int
-    gone: int
-    blocks: int
-    retried: int
-    coalesced: int
+    delivered: Count
+    resident: Count
+    gone: Count
+    blocks: Count
+    retried: Count
+    coalesced: Count
     oldest_pending_age: float
     in_flight: bool
     failures: int
     failing_for: float
     last_error: str
-    resyncs: int
+    resyncs: Count
 
 
 class SinkDelivery:

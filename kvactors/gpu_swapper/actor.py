@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from kvactors.actor import Actor, ActorRef, Message, on
+from kvactors.actor import Actor, ActorRef, Count, Message, Seconds, on
 from kvactors.actor.clock import now
 from kvactors.actor.context import MEMORY_LIMIT, Job, JobsRunOn
 from kvactors.data_plane.base import DataPlane, Direction
@@ -39,15 +39,15 @@ class SwapperStatistics(NamedTuple):
         blocks_within_device: blocks copied from one device block to another.
     """
 
-    blocks_to_host: int
-    blocks_to_device: int
-    bytes_to_host: int
-    bytes_to_device: int
-    seconds_to_host: float
-    seconds_to_device: float
-    failed: int
+    blocks_to_host: Count
+    blocks_to_device: Count
+    bytes_to_host: Count
+    bytes_to_device: Count
+    seconds_to_host: Seconds
+    seconds_to_device: Seconds
+    failed: Count
     in_flight: int
-    blocks_within_device: int = 0
+    blocks_within_device: Count = 0
 
 
 class GpuSwapper(Actor):

@@ -7,18 +7,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import msgspec
 
 from kvactors.actor import ActorStatistics, SupervisorStatistics
-from kvactors.actor.sliced import Sliced
+from kvactors.actor.sliced import Sliced, finish
 from kvactors.cpu_evictor.memory import HostStatistics
 from kvactors.data_plane.ranks.state import RankStatistics
 from kvactors.flush_notifier.deliver import SinkStatistics
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.gpu_swapper.actor import SwapperStatistics
+from kvactors.observe.invariants import Residency, residency_steps
 from kvactors.prefix_index.reports import IndexStatistics
 from kvactors.quotas import SaltCount
 from kvactors.storage.backend import StoreStatistics
 from kvactors.system import System
 from kvactors.tables import ShardedDict
-from kvactors.types import ALL_TIERS, Tier, split_hashes
+from kvactors.types import ALL_TIERS, Tier
 
 if TYPE_CHECKING:
     from kvactors.data_plane.cuda.engine import CudaStatistics
@@ -115,13 +116,11 @@ def collect(system: System) -> CacheStatistics:
     )
 
 
-def residency(system: System) -> dict[Tier, set[bytes]]:
+def residency(system: System) -> Residency:
     """The keys that each tier holds, read from the tier's owner."""
-    return {
-        Tier.DEVICE: set(split_hashes(system.index_actor.index.tree.device_hashes())),
-        Tier.HOST: set(system.evictor_actor.host.hashes()),
-        Tier.STORAGE: set(system.store.keys()) if system.store is not None else set(),
-    }
+    where: Residency = {}
+    finish(residency_steps(system, where))
+    return where
 
 
 def announceable(system: System, sink: SinkFilter = PER_TIER) -> dict[Tier, set[bytes]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+from kvactors.actor import Count
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
@@ -195,16 +196,16 @@ class IndexStatistics(NamedTuple):
         quota_evictions: evicted blocks that were chosen because their salt was above its quota.
     """
 
-    requests: int
-    blocks_looked_up: int
-    device_hits: int
-    host_hits: int
-    storage_hits: int
-    no_room: int
-    refused_size: int
-    refused_pins: int
-    preempted: int
-    abandoned: int
+    requests: Count
+    blocks_looked_up: Count
+    device_hits: Count
+    host_hits: Count
+    storage_hits: Count
+    no_room: Count
+    refused_size: Count
+    refused_pins: Count
+    preempted: Count
+    abandoned: Count
     leases: int
     waiting: int
     blocks_total: int
@@ -212,17 +213,17 @@ class IndexStatistics(NamedTuple):
     nodes: int
     nodes_referenced: int
     evictable: int
-    evicted: int
-    rescued: int
+    evicted: Count
+    rescued: Count
     loads_in_flight: int
     offloads_in_flight: int
     saves_in_flight: int
-    overdue_loads: int
-    resumed: int
-    forks: int = 0
-    tails_copied: int = 0
+    overdue_loads: Count
+    resumed: Count
+    forks: Count = 0
+    tails_copied: Count = 0
     blocks_shared: int = 0
     pinned: int = 0
-    pins_refused: int = 0
-    pins_expired: int = 0
-    quota_evictions: int = 0
+    pins_refused: Count = 0
+    pins_expired: Count = 0
+    quota_evictions: Count = 0

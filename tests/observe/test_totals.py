@@ -9,11 +9,10 @@ from collections import Counter
 import msgspec
 import pytest
 
-from kvactors.actor import Instrument
+from kvactors.actor import Instrument, counters_of
 from kvactors.data_plane.base import Direction
 from kvactors.gpu_swapper.messages import CopyFinished
 from kvactors.prefix_index.messages import Acquire
-from kvactors.system import COUNTERS
 from kvactors.testing.loop import simulate
 from tests.cache.test_degraded import HOST, STORE, fail, requests
 from tests.support.cache import opened
@@ -44,7 +43,7 @@ def counters(statistics, where=""):
     """Every counter of a record and of the records in it, by its path."""
     for name, value in zip(statistics._fields, statistics, strict=True):
         path = f"{where}.{name}"
-        if name in COUNTERS.get(type(statistics), ()):
+        if name in counters_of(type(statistics)):
             yield path, value
         elif hasattr(value, "_fields"):
             yield from counters(value, path)

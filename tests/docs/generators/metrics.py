@@ -6,6 +6,7 @@ import typing
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from kvactors.actor import counters_of
 from kvactors.data_plane.cuda.engine import CudaStatistics
 from kvactors.observe.metrics import (
     FAMILIES,
@@ -17,7 +18,6 @@ from kvactors.observe.metrics import (
 )
 from kvactors.observe.statistics import CacheStatistics
 from kvactors.settings.schema import entries_of
-from kvactors.system import COUNTERS
 from kvactors.tier_cache import TierHealth, TierStatistics, tier_metrics
 
 HEAD = """\
@@ -59,9 +59,6 @@ TIER_STATISTICS_HEAD = """\
 
 The record of `TierCache.statistics()`. The last four fields are sizes, the others counters.
 """
-
-NAMED_EARLIER = {"life": "restarts so far.", "told": "messages that it sent."}
-"""Meanings of fields whose names are kept for their readers."""
 
 
 def render() -> str:
@@ -126,12 +123,12 @@ def statistics(record: type[Any]) -> Iterator[str]:
         yield ""
         yield "| field | type |  | meaning |"
         yield "|---|---|---|---|"
-        meanings = NAMED_EARLIER | entries_of(record)
+        meanings, counted = entries_of(record), counters_of(record)
         hints = typing.get_type_hints(record, localns={"CudaStatistics": CudaStatistics})
         for name, hint in hints.items():
             inner = records_in(hint)
             waiting += inner
-            mark = "c" if name in COUNTERS.get(record, ()) else ""
+            mark = "c" if name in counted else ""
             yield f"| `{name}` | {written(hint)} | {mark} | {meanings[name]} |"
         yield ""
 
