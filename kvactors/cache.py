@@ -13,7 +13,6 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from numbers import Real
 from os import PathLike
 from pathlib import Path as File
@@ -69,7 +68,7 @@ from kvactors.errors import (
 )
 from kvactors.flush_notifier.messages import Resync, WaitFlushed
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.from_thread import LoopCaller, ThreadLease, blocking, leasing, mirrored, reading
+from kvactors.from_thread import LoopCaller, blocking, end_stepped, leasing, mirrored, reading
 from kvactors.hints import Hints, check_hints
 from kvactors.identity import PLAIN, RequestScope
 from kvactors.lease import Lease
@@ -1204,47 +1203,5 @@ class FromThread(LoopCaller):
     check_slices = reading(KVCache.check_slices)
     count_divergent_blocks = reading(KVCache.count_divergent_blocks)
     count_divergent_blocks_slices = reading(KVCache.count_divergent_blocks_slices)
-
-    def step(
-        self,
-        steps: Sequence[Step],
-        *,
-        event: Completion | None = None,
-        stream: Stream | None = None,
-        deadline: float | None = None,
-    ) -> list[Stepped]:
-        """See `KVCache.step`. The leases are those of `FromThread.acquire`."""
-        own = [_own_step(step) for step in steps] if isinstance(steps, (list, tuple)) else steps
-
-        def lost(outcomes: list[Stepped]) -> None:
-            for step, outcome in zip(own, outcomes, strict=True):
-                if outcome.error is None and isinstance(step.lease, Lease):
-                    step.lease.abandon()
-
-        work = partial(self._target.step, own, event=event, stream=stream, deadline=deadline)
-        return self._call(work, deadline, lost)
-
-    def record_pass(
-        self,
-        leases: Sequence[AnyLease],
-        *,
-        event: Completion | None = None,
-        stream: Stream | None = None,
-        deadline: float | None = None,
-    ) -> None:
-        """See `KVCache.record_pass`. The leases are those of `FromThread.acquire`."""
-        own: Any = leases
-        if isinstance(leases, list | tuple):
-            own = [one._target if isinstance(one, ThreadLease) else one for one in leases]
-
-        async def work() -> None:
-            self._target.record_pass(own, event=event, stream=stream)
-
-        self._call(work, deadline)
-
-
-def _own_step(step: Step) -> Step:
-    """A step with the loop's own lease."""
-    if type(step) is Step and isinstance(step.lease, ThreadLease):
-        return replace(step, lease=step.lease._target)
-    return step
+    step = blocking(KVCache.step, end_stepped)
+    record_pass = reading(KVCache.record_pass)

@@ -7,10 +7,12 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+
+import msgspec
 
 from kvactors.checks import check_seconds
 from kvactors.device.events import Completion, Stream
@@ -119,49 +121,68 @@ def mirrored(name: str) -> Any:
     return property(read)
 
 
-def _prepared(method: Callable[..., Any]) -> Callable[..., tuple[Work[Any], float | None]]:
-    """Makes the work and finds the deadline of a call of an awaited method."""
-    signature = inspect.signature(method)
-
-    def prepare(target: Any, *args: Any, **kwargs: Any) -> tuple[Work[Any], float | None]:
-        bound = signature.bind(None, *args, **kwargs)
-        bound.apply_defaults()
-        return partial(getattr(target, method.__name__), *args, **kwargs), bound.arguments[
-            "deadline"
-        ]
-
-    return prepare
+def own(value: Any) -> Any:
+    """An argument with the loop's leases in place of a thread's: a lease, a step of one, or a list
+    of them."""
+    if isinstance(value, ThreadLease):
+        return value._target
+    if isinstance(value, list | tuple):
+        return [own(one) for one in value]
+    if isinstance(getattr(value, "lease", None), ThreadLease):
+        return msgspec.structs.replace(value, lease=value.lease._target)
+    return value
 
 
 def blocking(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]], *, ends_lease: bool = False
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+    lost: Callable[[Mapping[str, Any], T], None] | None = None,
 ) -> Callable[Concatenate[Any, P], T]:
-    """An awaited method as one that blocks its thread until the loop has answered. ends_lease:
-    whether an answer that comes too late for the thread ends the lease, because the call has
-    changed it."""
-    prepare = _prepared(method)
+    """An awaited method as one that blocks its thread until the loop has answered. lost: called
+    with the arguments and with an answer that comes too late for the thread."""
+    signature = inspect.signature(method)
 
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        lease = self._target if ends_lease else None
-        lost = None if lease is None else lambda _: lease.abandon()
-        found: T = self._call(*prepare(self._target, *args, **kwargs), lost)
+        bound = signature.bind(self._target, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        for name in LEASES & given.keys():
+            given[name] = own(given[name])
+        work = partial(getattr(self._target, method.__name__), *bound.args[1:], **bound.kwargs)
+        found: T = self._call(work, given["deadline"], lost and partial(lost, given))
         return found
 
     return call
 
 
+LEASES = {"steps", "leases"}
+"""Arguments that have leases."""
+
+
+def end_lease(given: Mapping[str, Any], _: object) -> None:
+    """End a lease that a call has changed."""
+    given["self"].abandon()
+
+
+def end_stepped(given: Mapping[str, Any], outcomes: Sequence[Any]) -> None:
+    """End the leases that a step has changed."""
+    for step, outcome in zip(given["steps"], outcomes, strict=True):
+        if outcome.error is None:
+            step.lease.abandon()
+
+
 def leasing(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Any, P], Any]:
     """An awaited method that makes leases. Those made too late for the thread are released."""
-    prepare = _prepared(method)
 
-    def abandon(made: Lease | tuple[Lease, ...]) -> None:
+    def abandon(_: Mapping[str, Any], made: Lease | tuple[Lease, ...]) -> None:
         for lease in made if isinstance(made, tuple) else (made,):
             lease.abandon()
 
+    make = blocking(method, abandon)
+
     @functools.wraps(method)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        made = self._call(*prepare(self._target, *args, **kwargs), abandon)
+        made = make(self, *args, **kwargs)
         if isinstance(made, tuple):
             return tuple(ThreadLease(self._owner, lease) for lease in made)
         return ThreadLease(self._owner, made)
@@ -175,7 +196,8 @@ def reading(method: Callable[Concatenate[Any, P], Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, /, *args: Any, deadline: float | None = None, **kwargs: Any) -> Any:
         async def work() -> Any:
-            found = getattr(self._target, method.__name__)(*args, **kwargs)
+            given = {name: own(value) for name, value in kwargs.items()}
+            found = getattr(self._target, method.__name__)(*map(own, args), **given)
             return await found if inspect.iscoroutine(found) else found
 
         return self._call(work, deadline)
@@ -204,13 +226,13 @@ class ThreadLease:
 
     wait_ready = blocking(Lease.wait_ready)
     wait_layer = blocking(Lease.wait_layer)
-    extend = blocking(Lease.extend, ends_lease=True)
-    next_chunk = blocking(Lease.next_chunk, ends_lease=True)
-    reserve = blocking(Lease.reserve, ends_lease=True)
-    truncate = blocking(Lease.truncate, ends_lease=True)
+    extend = blocking(Lease.extend, end_lease)
+    next_chunk = blocking(Lease.next_chunk, end_lease)
+    reserve = blocking(Lease.reserve, end_lease)
+    truncate = blocking(Lease.truncate, end_lease)
     fork = leasing(Lease.fork)
     fork_many = leasing(Lease.fork_many)
-    commit = blocking(Lease.commit, ends_lease=True)
+    commit = blocking(Lease.commit, end_lease)
     finish = blocking(Lease.finish)
     preempt = blocking(Lease.preempt)
     hashes = reading(Lease.hashes)

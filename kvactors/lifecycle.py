@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 
 from kvactors.actor.clock import now
-from kvactors.actor.log import brief, get_logger
+from kvactors.actor.log import described, get_logger
 from kvactors.actor.supervisor import LEAST_STEP
 from kvactors.actor.uncancelled import ThreadWaits, retrieve, uncancelled
 from kvactors.device.arena import HostSlots
@@ -88,7 +88,7 @@ class Shutdown:
         if not task.done() or task.cancelled():
             log.error("closing did not end in time", part=name)
         elif (failure := task.exception()) is not None:
-            log.error("closing failed", part=name, error=brief(failure))
+            log.error("closing failed", part=name, error=described(failure))
         if cancelled is not None:
             raise cancelled
 

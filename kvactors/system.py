@@ -32,7 +32,7 @@ from kvactors.actor import (
     counters_of,
 )
 from kvactors.actor.clock import clock_of
-from kvactors.actor.log import brief, get_logger
+from kvactors.actor.log import described, get_logger
 from kvactors.actor.uncancelled import ended, uncancelled
 from kvactors.capacity import in_blocks, quotas_of
 from kvactors.cpu_evictor.actor import CpuEvictor
@@ -341,7 +341,7 @@ class System:
         await ended(task)
         SYSTEMS.discard(self)
         if started.done() and not task.cancelled() and (error := task.exception()) is not None:
-            log.error("the end of the cache failed", error=brief(error))
+            log.error("the end of the cache failed", error=described(error))
 
     async def _run(self, started: asyncio.Future[None], leave: asyncio.Future[bool]) -> None:
         shutdown = self.shutdown

@@ -39,9 +39,6 @@ MAX_ANSWER_BYTES = 8 << 20
 MAX_ROWS = 64
 """Sinks, actors and reasons that are shown at most, each."""
 
-WIDE_COLUMNS = 150
-"""Columns of a terminal from which on tables are beside each other."""
-
 
 class Unreachable(KVActorsError):
     """A process does not answer a request, or with something else than HTTP."""
@@ -488,8 +485,8 @@ def _head(view: Row) -> Iterator[Text]:
         yield Text(f"  {printable(reason['component'])}{why}{since}", style="yellow")
 
 
-def frame(view: Row, console: Console) -> RenderableType:
-    """A frame for a console's present width."""
+def frame(view: Row) -> RenderableType:
+    """A frame."""
     head = list(_head(view))
     if view["status"] == "unreachable":
         return Group(*head)
@@ -500,22 +497,16 @@ def frame(view: Row, console: Console) -> RenderableType:
         tiers.add_row("all", "", "", "", "", _percent(now), _percent(ever), style="bold")
     routes = [row | {"name": row["route"].replace("_to_", " to ")} for row in view["transfers"]]
     latencies = [row | {"name": row["operation"]} for row in view["latencies"]]
-    left = [tiers, _table("transfers", TRANSFER, routes), _table("latency", LATENCY, latencies)]
     requests = [view["requests"]] if view["requests"] is not None else []
-    right = [
+    tables = (
+        tiers,
         _table("requests", REQUESTS, requests),
+        _table("transfers", TRANSFER, routes),
+        _table("latency", LATENCY, latencies),
         _table("sink", SINK, view["sinks"]),
         _table("actor", ACTOR, view["actors"]),
-    ]
-
-    def stack(tables: Iterable[Table]) -> Group:
-        return Group(*[part for table in tables if table.row_count for part in (table, "")][:-1])
-
-    if console.width >= WIDE_COLUMNS:
-        beside = Table.grid(padding=(0, 4))
-        beside.add_row(stack(left), stack(right))
-        return Group(*head, "", beside)
-    return Group(*head, "", stack([left[0], right[0], *left[1:], *right[1:]]))
+    )
+    return Group(*head, *[part for table in tables if table.row_count for part in ("", table)])
 
 
 # -- the command
@@ -534,10 +525,10 @@ def output(json: Output | None, *, once: bool) -> Iterator[Show]:
     elif once or not console.is_terminal:
         width = console.width if console.is_terminal else None
         plain = Console(width=width, no_color=True, highlight=False)
-        yield lambda view: plain.print(frame(view, plain), "")
+        yield lambda view: plain.print(frame(view), "")
     else:
         with Live(console=console, screen=True) as live:
-            yield lambda view: live.update(frame(view, console), refresh=True)
+            yield lambda view: live.update(frame(view), refresh=True)
 
 
 def top(

@@ -284,7 +284,7 @@ def test_a_real_cache_fills_every_part():
 def shown(view, width, **options):
     console = Console(width=width, **options)
     with console.capture() as capture:
-        console.print(frame(view, console))
+        console.print(frame(view))
     return capture.get()
 
 

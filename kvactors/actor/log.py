@@ -150,18 +150,6 @@ def described(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-# -- texts of errors
-
-
-def brief(error: BaseException) -> str:
-    """An error's type and message, truncated: it may quote a caller's argument."""
-    try:
-        text = repr(error)
-    except BaseException:  # an error of foreign code that cannot be printed
-        text = described(error)
-    return text if len(text) <= 300 else text[:297] + "..."
-
-
 def frames(error: BaseException) -> list[str]:
     """Where an error comes from, innermost last, without the values of local variables: they may
     hold prompts."""

@@ -21,7 +21,7 @@ from kvactors.actor.channel import Channel
 from kvactors.actor.clock import now
 from kvactors.actor.context import JobsRunOn, State
 from kvactors.actor.instrument import Instruments
-from kvactors.actor.log import brief, frames, get_logger
+from kvactors.actor.log import described, frames, get_logger
 from kvactors.actor.message import Control, Envelope, Message, PeerRestarted, Stop
 from kvactors.actor.ref import ActorRef, InFlight
 from kvactors.actor.uncancelled import uncancelled
@@ -183,8 +183,8 @@ class Switch:
         if self._ref is None or self._record is not None:
             return False
         name, again_at = self._ref.name, now() + self._delay
-        self._supervisor.switched_off[name] = SwitchedOff(name, brief(cause), now(), again_at)
-        log.error("actor switched off", actor=name, error=brief(cause), again_in=self._delay)
+        self._supervisor.switched_off[name] = SwitchedOff(name, described(cause), now(), again_at)
+        log.error("actor switched off", actor=name, error=described(cause), again_in=self._delay)
         return True
 
     def on(self) -> bool:
@@ -331,7 +331,7 @@ class Supervisor:
         except Exception as error:
             self.failed, self.failed_at = _jobs_run_on(error) or _root_cause(error), now()
             self.failed_actor = self._failing[0] if self._failing is not None else "an actor"
-            log.error("system failed", actor=self.failed_actor, error=brief(self.failed))
+            log.error("system failed", actor=self.failed_actor, error=described(self.failed))
         finally:
             self._close_channels(root)
 
@@ -405,8 +405,10 @@ class Supervisor:
                 return  # no memory is reused after a stop
             self._failures += 1
             self._failing = (spec.ref.name, error)
-            self._last_failure = f"{spec.ref.name}: {brief(error)}"
-            log.error("actor failed", actor=spec.ref.name, error=brief(error), where=frames(error))
+            self._last_failure = f"{spec.ref.name}: {described(error)}"
+            log.error(
+                "actor failed", actor=spec.ref.name, error=described(error), where=frames(error)
+            )
             spec.ref.incarnation += 1  # messages to the failed incarnation are stale from here on
             spec.ref.failure_pending = True
             raise

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvactors.actor import State
 from kvactors.actor.clock import now
-from kvactors.actor.log import brief, get_logger
+from kvactors.actor.log import described, get_logger
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.system import System
@@ -54,7 +54,9 @@ def health(system: System) -> Health:
     """The health as of now. A change since the last call is logged once."""
     supervisor = system.supervisor
     if supervisor.failed is not None:
-        failure = _reason(supervisor.failed_actor, brief(supervisor.failed), supervisor.failed_at)
+        failure = _reason(
+            supervisor.failed_actor, described(supervisor.failed), supervisor.failed_at
+        )
         found = Health("failed", (failure,))
     else:
         begun: dict[tuple[str, str], float] = {}

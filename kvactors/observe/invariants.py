@@ -15,7 +15,7 @@ from itertools import islice
 
 from kvactors.actor import Actor
 from kvactors.actor.clock import now
-from kvactors.actor.log import brief
+from kvactors.actor.log import described
 from kvactors.actor.sliced import Sliced, T, finish
 from kvactors.native import DEVICE, HOST
 from kvactors.prefix_index.reports import IndexStatistics
@@ -72,7 +72,7 @@ def check_steps(system: System) -> Sliced[list[str]]:
         for one in supervisor.switched_off.values()
     ]
     if supervisor.failed is not None:
-        cause = brief(supervisor.failed)
+        cause = described(supervisor.failed)
         return [*violated, f"{supervisor.failed_actor}: the cache has failed: {cause}"]
     for actor in supervisor.actors():
         yield from _one_actor(actor, violated)

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from kvactors.actor import ActorRef, Envelope, Instrument, Turn
 from kvactors.actor.clock import now
-from kvactors.actor.log import brief, get_logger
+from kvactors.actor.log import described, get_logger
 from kvactors.cache import KVCache
 from kvactors.checks import kind
 from kvactors.errors import ConfigError
@@ -263,7 +263,7 @@ class TraceRecording(Instrument):
         self._queued -= sum(request.size for request in requests)
         error = None if future.cancelled() else future.exception()
         if error is not None:
-            self._end(brief(error))
+            self._end(described(error))
         elif not self.error:
             self.requests += len(requests)
 

@@ -136,7 +136,7 @@ async def test_a_job_whose_completion_cannot_be_built_fails_its_actor():
     async with wired.running():
         await wired.ref.tell(Unanswerable())
         await wired.in_flight.wait_idle()
-        assert wired.supervisor.statistics().last_failure == "fragile: ValueError('no completion')"
+        assert wired.supervisor.statistics().last_failure == "fragile: ValueError: no completion"
 
 
 async def test_timers_end_with_their_actor():

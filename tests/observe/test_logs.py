@@ -66,7 +66,7 @@ def test_a_handler_of_the_standard_library_sees_every_event():
     assert done.stdout == ""
     for event in ("cache opened", "actor failed", "actor restarted", "system failed"):
         assert f"kvactors:{event}" in done.stderr
-    assert "RuntimeError('broken')" in done.stderr
+    assert "RuntimeError: broken" in done.stderr
 
 
 def test_a_handler_sees_the_events_of_an_application_that_uses_structlog_too():
