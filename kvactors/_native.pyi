@@ -301,9 +301,11 @@ class BlockTree:
         least: int,
         blocks: int,
         free: int,
+        evict: bool,
         now: float,
     ) -> int:
-        """`advance`, and `pin` of a request that needs no more than that and `free` blocks at most.
+        """`advance`, and `pin` of a request that needs no more than that and `free` blocks at most,
+        or with `evict` blocks to be evicted afterwards.
 
         Returns the leading blocks on the device. -1, and nothing has changed but the time, if the
         path does not start from `root` or holds something, a known block is not on the device, they
@@ -444,6 +446,16 @@ class BlockTree:
         blocks that have expired at `now`, then those of the salt itself if it would be above its
         quota, then those of any salt above its quota, then by priority. Returns the result of
         `evict`, and salt, priority and expiry of each block."""
+
+    def drop(
+        self, count: int, hashes: bool = True, salt: int = 0, incoming: int = 0, now: float = 0.0
+    ) -> tuple[list[int], int, bytes, bytes]:
+        """Take blocks from the device at once, chosen as by `evict_for`. Blocks that an offload
+        still reads leave with its end.
+
+        Returns (freed, evicted, hosted, lost): `freed` device blocks, of which the first `evicted`
+        are victims and the others were cleared with their salt, and the hashes of the victims that
+        the host tier has, and that it lacks. Without `hashes` both are empty."""
 
     sharing: bool
     """Whether the tree tracks salts, quotas and hints: from the first of them on."""

@@ -66,15 +66,42 @@ void append_buffer(nb::handle tokens, Raw<u32>& out) {
     }
 }
 
+// Leading plain ints of a list or tuple. To read them runs no code of Python that could change it.
+std::size_t append_ints(PyObject* tokens, std::size_t count, u32* out) {
+#ifdef Py_LIMITED_API
+    const bool list = PyList_CheckExact(tokens);
+    const auto at = [&](std::size_t i) { return list ? PyList_GetItem(tokens, Py_ssize_t(i)) : PyTuple_GetItem(tokens, Py_ssize_t(i)); };
+#else
+    PyObject** const items = PySequence_Fast_ITEMS(tokens);
+    const auto at = [&](std::size_t i) { return items[i]; };
+#endif
+    for (std::size_t i = 0; i < count; ++i) {
+        PyObject* const item = at(i);
+        if (!PyLong_CheckExact(item)) return i;
+        const unsigned long value = PyLong_AsUnsignedLong(item);
+        if (value > 0xffffffff) {
+            PyErr_Clear();
+            return i;
+        }
+        out[i] = u32(value);
+    }
+    return count;
+}
+
 void append_sequence(nb::handle tokens, Raw<u32>& out) {
     const std::size_t before = out.size();
-    PyObject* fast = PySequence_Tuple(tokens.ptr());
-    if (fast == nullptr) throw nb::python_error();
-    const nb::object owner = nb::steal<nb::object>(fast);
-    const std::size_t count = std::size_t(PyTuple_Size(fast));
+    if (PyList_CheckExact(tokens.ptr()) || PyTuple_CheckExact(tokens.ptr())) {
+        const std::size_t count = std::size_t(PyObject_Size(tokens.ptr()));
+        out.resize(before + count);
+        if (append_ints(tokens.ptr(), count, out.data() + before) == count) return;
+        out.resize(before);
+    }
+    const nb::object owner = nb::steal<nb::object>(PySequence_Tuple(tokens.ptr()));
+    if (!owner.is_valid()) throw nb::python_error();
+    const std::size_t count = std::size_t(PyTuple_Size(owner.ptr()));
     out.resize(before + count);
     for (std::size_t i = 0; i < count; ++i) {
-        PyObject* item = PyTuple_GetItem(fast, Py_ssize_t(i));
+        PyObject* item = PyTuple_GetItem(owner.ptr(), Py_ssize_t(i));
         nb::object index;
         if (!PyLong_Check(item) || PyBool_Check(item)) {
             if (!PyBool_Check(item)) index = nb::steal<nb::object>(PyNumber_Index(item));

@@ -85,14 +85,14 @@ void bind_tree(nb::module_& m) {
             const Busy busy(p.busy);
             return match_tuple(without_gil(p.tokens.size(), [&] { return t.pin(p, limit_of(max_blocks), used); }));
         }, "path"_a, "max_blocks"_a = -1, "used"_a = true)
-        .def("pin_resident", [](PyTree& t, PyPath& p, const nb::bytes& root, Id max_blocks, Id least, Id blocks, Id free, double now) -> Id {
+        .def("pin_resident", [](PyTree& t, PyPath& p, const nb::bytes& root, Id max_blocks, Id least, Id blocks, Id free, bool evict, double now) -> Id {
             const Change change(t);
             const Busy busy(p.busy);
             const Key start = key_of(root, "root must be 32 bytes");
             const u32 limit = limit_of(max_blocks), some = size_of(least, "least out of range"), all = size_of(blocks, "blocks out of range");
-            const std::optional<u32> run = without_gil(p.tokens.size(), [&] { return t.pin_resident(p, start, limit, some, all, free, now); });
+            const std::optional<u32> run = without_gil(p.tokens.size(), [&] { return t.pin_resident(p, start, limit, some, all, free, evict, now); });
             return run ? Id(*run) : -1;
-        }, "path"_a, "root"_a, "max_blocks"_a, "least"_a, "blocks"_a, "free"_a, "now"_a)
+        }, "path"_a, "root"_a, "max_blocks"_a, "least"_a, "blocks"_a, "free"_a, "evict"_a, "now"_a)
         .def("keep", [](PyTree& t, PyPath& p, bool used) {
             const Change change(t);
             const Busy busy(p.busy);
@@ -304,6 +304,13 @@ void bind_tree(nb::module_& m) {
                                                     nb::tuple(nb::cast(out.expiries)));
             return nb::make_tuple(evicted_tuple(std::move(out)), traits);
         }, "count"_a, "hashes"_a, "salt"_a, "incoming"_a, "now"_a)
+        .def("drop", [](PyTree& t, Id count, bool hashes, u64 salt, Id incoming, double now) {
+            const Change change(t);
+            const Demand demand{salt, size_of(incoming, "incoming out of range"), now};
+            const Dropped out = t.drop(size_of(count, "count out of range"), hashes, demand);
+            return nb::make_tuple(ids_of(out.freed), out.evicted, bytes_of(out.hosted.data(), out.hosted.size()),
+                                  bytes_of(out.lost.data(), out.lost.size()));
+        }, "count"_a, "hashes"_a = true, "salt"_a = 0, "incoming"_a = 0, "now"_a = 0.0)
         .def("contents", [](const PyTree& t, const NodesIn& nodes) {
             const Busy busy(t.busy);
             const Contents out = t.contents(nodes.data(), nodes.shape(0));

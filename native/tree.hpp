@@ -85,6 +85,12 @@ struct Offloaded {
     std::vector<u32> freed, kept;
 };
 
+struct Dropped {
+    std::size_t evicted;  // of the freed blocks, the leading ones: the others are cleared with their salt
+    std::vector<u32> freed;
+    std::vector<Key> hosted, lost;  // names of the evicted blocks, by whether the host tier has them
+};
+
 struct Leaf {
     Key root;
     std::vector<u32> tokens;
@@ -132,7 +138,7 @@ public:
     Match peek(const Path& path, u32 limit);
     u32 referenced_run(const Path& path, u32 limit);
     Match pin(Path& path, u32 limit, bool used = true);
-    std::optional<u32> pin_resident(Path& path, const Key& root, u32 limit, u32 least, u32 blocks, long long free, double now);
+    std::optional<u32> pin_resident(Path& path, const Key& root, u32 limit, u32 least, u32 blocks, long long free, bool evict, double now);
     void keep(const Path& path, bool used);
     std::vector<u32> trim(Path& path, u32 held);
     std::vector<u32> retreat(Path& path, u32 blocks);
@@ -155,6 +161,7 @@ public:
 
     // tree_evict.cpp
     Evicted evict(std::size_t count, bool with_names = true, const Demand& demand = {});
+    Dropped drop(std::size_t count, bool with_names, const Demand& demand);
     Offloaded finish_offload(const u32* nodes, std::size_t count, const u8* on_host);
     std::size_t host_blocks_added(const Key* keys, std::size_t count);
     std::size_t host_blocks_removed(const Key* keys, std::size_t count);

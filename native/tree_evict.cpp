@@ -85,6 +85,22 @@ Offloaded Tree::finish_offload(const u32* nodes, std::size_t count, const u8* on
     return result;
 }
 
+// Takes up to `count` blocks from the device at once, without a copy. A block that an offload still
+// reads leaves with the end of that offload.
+Dropped Tree::drop(std::size_t count, bool with_names, const Demand& demand) {
+    Evicted out = evict(count, with_names, demand);
+    for (char& state : out.states) state &= kHost;
+    Offloaded left = finish_offload(out.nodes.data(), out.nodes.size(), reinterpret_cast<const u8*>(out.states.data()));
+    Dropped result{left.freed.size(), std::move(left.freed), {}, {}};
+    auto kept = left.kept.begin();
+    for (std::size_t j = 0; j < out.keys.size(); ++j) {
+        if (kept != left.kept.end() && *kept == j) ++kept;
+        else (out.states[j] != 0 ? result.hosted : result.lost).push_back(out.keys[j]);
+    }
+    for (const u32 block : take_discarded()) result.freed.push_back(block);
+    return result;
+}
+
 bool Tree::set_host(u32 id) {
     Node& node = at(id);
     if (hosted(node)) return false;

@@ -132,15 +132,20 @@ Match Tree::pin(Path& path, u32 limit, bool used) {
 
 // `pin` of a request that needs nothing else: it starts from `root` and holds nothing, every known
 // block of it is on the device, these are `least` at least, and the others, up to `blocks` in all,
-// are `free` at most. Otherwise nothing has changed but the time.
-std::optional<u32> Tree::pin_resident(Path& path, const Key& root, u32 limit, u32 least, u32 blocks, long long free, double now) {
+// are `free` at most. evict: or blocks to be evicted then. Otherwise nothing has changed but the time.
+std::optional<u32> Tree::pin_resident(Path& path, const Key& root, u32 limit, u32 least, u32 blocks, long long free, bool evict, double now) {
     require(path);
     if (path.held() != 0 || !path.table.empty() || !(path.root == root)) return std::nullopt;
     advance(now);
     const u32 resident = walk(path, limit, scratch_);
     const Match match = describe(scratch_, resident);
     const u32 run = match.device_run;
-    if (!match.states.empty() || run < least || blocks < run || static_cast<long long>(blocks - run) > free) return std::nullopt;
+    if (!match.states.empty() || run < least || blocks < run) return std::nullopt;
+    if (evict && static_cast<long long>(blocks - run) > free) {
+        free += static_cast<long long>(counts_.evictable);
+        for (u32 i = 0; i < run; ++i) free -= (at(scratch_[i]).bits & kListed) != 0;
+    }
+    if (static_cast<long long>(blocks - run) > free) return std::nullopt;
     if (policy_ != nullptr || memory_ != nullptr) note_match(path, 0, limit, match);
     hold(path, 0, match, true);
     return run;

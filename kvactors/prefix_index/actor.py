@@ -173,12 +173,15 @@ class PrefixIndex(Actor):
             if self.settings.fetch:
                 fetch = min(limit, self.settings.fetchable(path, message.stored))
             if 0 < needed <= index.turn_blocks:
-                # Every cached block is on the device, and enough others are free.
+                # Every cached block is on the device, and others are free, or are evicted at once.
                 free = pool.free - index.reserved - queue.free_low
+                evict = free < needed and not queue.free_low and self.evictions.at_once
                 root = self.announcements.latest
                 now = 0.0 if policy.tables is None else policy.now()
-                run = tree.pin_resident(path, root, limit, fetch, needed, free, now)
+                run = tree.pin_resident(path, root, limit, fetch, needed, free, evict, now)
                 if run >= 0:
+                    if needed - run > free:
+                        self.evictions.drop(needed - run - free, path.salt, needed - run)
                     lease = self._new_lease(message, run, run)
                     self.leases.grant(lease)
                     table = path.complete(run, pool.take(needed - run))
@@ -379,9 +382,7 @@ class PrefixIndex(Actor):
         lease.device_hits, lease.host_hits, lease.storage_hits = again.num_device_blocks, 0, 0
         lease.expected_blocks = again.expected_blocks
         index.reserved -= match.new_blocks
-        lacking = again.new_blocks - index.free  # a clear may have removed hits
-        if lacking > 0:
-            self.evictions.drop(lacking, path.salt)
+        self.evictions.drop_until(again.new_blocks, path.salt)  # a clear may have removed hits
         if again.new_blocks > index.free:
             self._drop(lease)
             self.queue.lacks_room(envelope, again.new_blocks - match.new_blocks)

@@ -22,7 +22,7 @@ from kvactors.cpu_evictor.messages import (
     Save,
 )
 from kvactors.errors import StoreError
-from kvactors.native import HOST, BlockTree, Path
+from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.messages import Ack
 from kvactors.prefix_index.tree import Eviction, pick_hashes, was_cleared
 from kvactors.prefix_index.work import IndexEffects, slices
@@ -66,13 +66,22 @@ class Evictions:
     def __len__(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def at_once(self) -> bool:
+        """Whether blocks can be free only by evictions, and each is with its own: none is copied,
+        or has another owner, and no cleared tree has blocks to be returned before."""
+        index = self._index
+        return not (self._offload or index.reclaimable or index.pool.num_shared)
+
     def evict(self, wanted: int, salt: int = 0, incoming: int = 0) -> int:
         """Begin to free `wanted` device blocks, at most those of a turn, for a request of a salt
         that takes `incoming` blocks in all. Returns how many blocks are free or will be."""
         count = min(wanted, self._index.turn_blocks)
+        if not self._offload:
+            return self.drop(count, salt, incoming)
         op = self._index.evict(count, next(self._ops), salt, incoming)
-        self.started += op.total
-        if op.total and self._offload:
+        if op.total:
+            self.started += op.total
             self.evicted += op.total
             self._in_flight[op.op] = op
             index, generation = self._index, self._index.memory_generation
@@ -82,8 +91,6 @@ class Evictions:
             self._out.to_evictor(
                 Offload(op.op, op.hashes, op.parents, op.blocks, generation, lineages, op.traits)
             )
-        else:
-            self._drop(op)
         return op.total + op.freed
 
     def evict_for(self, lacking: Callable[[], int], salt: int, incoming: int) -> int:
@@ -97,19 +104,21 @@ class Evictions:
             evicted += more
         return evicted
 
-    def drop(self, wanted: int, salt: int = 0) -> None:
-        """Free device blocks as `evict_for` does, without a copy."""
-        until = self._index.free + wanted
-        while (lacking := until - self._index.free) > 0:
-            op = self._index.evict(lacking, next(self._ops), salt, wanted)
-            if not (op.total or op.freed):
-                break
-            self._drop(op)
+    def drop(self, wanted: int, salt: int = 0, incoming: int = 0) -> int:
+        """Free device blocks as `evict_for` does, without a copy. Returns how many are freed: less
+        than `wanted` are free if a block has another owner."""
+        freed, evicted, hosted, lost = self._index.drop(wanted, salt, incoming)
+        self.started += evicted
+        self.evicted += evicted
+        self._announcements.removed(hosted, Reason.DEVICE_EVICTION)
+        self._announcements.removed(lost, Reason.DEVICE_DROP)
+        return freed
 
-    def _drop(self, op: Eviction) -> None:
-        if op.total:
-            self.evicted += op.total
-            self._complete(op, bytes(state & HOST for state in op.states))
+    def drop_until(self, free: int, salt: int) -> None:
+        """Free device blocks until so many are, as far as possible."""
+        index = self._index
+        while (lacking := free - index.free) > 0 and self.drop(lacking, salt, lacking):
+            pass
 
     def name_host_victims(self, incoming: int) -> None:
         """The host tier is about to take so many blocks, those in flight included."""

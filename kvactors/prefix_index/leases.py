@@ -326,8 +326,7 @@ class LeaseTable:
         """Blocks to compute into at these positions. If there are none the lease fails."""
         index = self._index
         lease.changed |= bool(positions)
-        if index.free < len(positions):
-            self._evictions.drop(len(positions) - index.free, lease.path.salt)
+        self._evictions.drop_until(len(positions), lease.path.salt)
         if index.free < len(positions):
             lease.fail(NoRoom, len(positions), index.free)
             for position in positions:

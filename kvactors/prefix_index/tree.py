@@ -213,8 +213,8 @@ class Eviction(NamedTuple):
     parents: bytes
     blocks: tuple[int, ...]
     states: bytes  # the state bits of each node when it was chosen
-    traits: BlockHints | None = None
-    freed: int = 0  # blocks of a cleared salt that were freed at once, beside those
+    traits: BlockHints | None
+    freed: int  # blocks of a cleared salt that were freed at once, beside those
 
     @property
     def total(self) -> int:
@@ -448,18 +448,25 @@ class BlockIndex:
     def evict(self, count: int, op: int, salt: int = 0, incoming: int = 0) -> Eviction:
         """Choose up to `count` blocks to leave the device, for a request of a salt that takes
         `incoming` blocks in all."""
-        tree = self.tree
+        tree, traits, freed = self.tree, None, list[int]()
         if not tree.sharing:
-            nodes, hashes, parents, blocks, states = tree.evict(count, hashes=self.hashes)
-            return Eviction(op, tree, nodes, hashes, parents, tuple(blocks), states)
-        now = self.policy.now()
-        chosen, traits = tree.evict_for(count, self.hashes, salt, incoming, now)
+            chosen = tree.evict(count, hashes=self.hashes)
+        else:
+            now = self.policy.now()
+            chosen, hints = tree.evict_for(count, self.hashes, salt, incoming, now)
+            traits, freed = BlockHints(*hints), tree.take_discarded()
+            self.pool.give(freed)
         nodes, hashes, parents, blocks, states = chosen
-        freed = tree.take_discarded() if tree.forgetting else []
+        return Eviction(op, tree, nodes, hashes, parents, tuple(blocks), states, traits, len(freed))
+
+    def drop(self, count: int, salt: int, incoming: int) -> tuple[int, int, bytes, bytes]:
+        """Free up to `count` blocks at once. As `BlockTree.drop`, with the number of blocks."""
+        now = self.policy.now() if self.tree.sharing else 0.0
+        freed, evicted, hosted, lost = self.tree.drop(count, self.hashes, salt, incoming, now)
         self.pool.give(freed)
-        return Eviction(
-            op, tree, nodes, hashes, parents, tuple(blocks), states, BlockHints(*traits), len(freed)
-        )
+        if self.pool.ages is not None and freed:
+            self.pool.ages.evicted(freed)
+        return len(freed), evicted, hosted, lost
 
     def finish_evict(self, op: Eviction, on_host: bytes) -> tuple[list[int], list[int]]:
         """Free the blocks of a completed eviction, except those that were matched again or that

@@ -31,7 +31,7 @@ class Tier:
         blocks = -(-len(tokens) // BLOCK)
         limit = (len(tokens) - 1) // BLOCK
         if self.one_step:
-            run = self.tree.pin_resident(path, ROOT, limit, 0, blocks, len(self.free), now)
+            run = self.tree.pin_resident(path, ROOT, limit, 0, blocks, len(self.free), False, now)
             if run >= 0:
                 self.steps += 1
                 table = path.complete(run, [self.free.pop() for _ in range(blocks - run)])
@@ -133,7 +133,7 @@ def test_a_request_that_needs_no_block_is_refused_below_none() -> None:
     path.assign(0, [0, 1])
     tree.commit(path, 2)
     for free, run in ((-1, -1), (0, 2)):
-        assert tree.pin_resident(path_of(4), ROOT, -1, 0, 2, free, 0.0) == run
+        assert tree.pin_resident(path_of(4), ROOT, -1, 0, 2, free, False, 0.0) == run
 
 
 @pytest.mark.parametrize("hinted", [False, True])
@@ -141,7 +141,7 @@ def test_an_end_is_refused_in_a_tree_with_salts_or_hints(hinted: bool) -> None:
     """Each block has a separate place there, and its hint may have to be forgotten."""
     tree = BlockTree(BLOCK)
     path = path_of(4)
-    assert tree.pin_resident(path, ROOT, -1, 0, 2, 2, 0.0) == 0
+    assert tree.pin_resident(path, ROOT, -1, 0, 2, 2, False, 0.0) == 0
     path.assign(0, [0, 1])
     assert tree.commit_tokens(path, 4, False) == 2
     if hinted:
@@ -151,7 +151,7 @@ def test_an_end_is_refused_in_a_tree_with_salts_or_hints(hinted: bool) -> None:
     assert tree.end(path, 9, -1, 0.0) is None
     assert (path.num_held, path.blocks()) == (2, [0, 1])
     again = path_of(4, 7)
-    assert tree.pin_resident(again, ROOT, -1, 0, 2, 0, 0.0) == 2, (
+    assert tree.pin_resident(again, ROOT, -1, 0, 2, 0, False, 0.0) == 2, (
         "a match needs no more than before"
     )
     tree.check()

@@ -79,6 +79,9 @@ WANTED = [
     "keep what is being evicted",
     "one step of a hit",
     "one step without a hit",
+    "one step that is to evict",
+    "drop of blocks on the host",
+    "drop of other blocks",
     "one step refused for what the host has",
     "one step refused for what is being loaded",
     "one step refused for lack of blocks",
@@ -144,6 +147,7 @@ class Walk:
                 -1,
                 self.random.choice([0, 0, 0, 1]),
                 self.random.choice([-1, 0, 1, MAX_BLOCKS, MAX_BLOCKS, MAX_BLOCKS]),
+                number(2) == 0,
                 number(8) == 0,
                 self.random.choice(["ended", "stays"]),
             )
@@ -193,6 +197,7 @@ class Walk:
                 number(MAX_BLOCKS + 2) - 1,
                 self.random.choice([0, 0, 0, 1, 3]),
                 self.random.choice([-1, 0, 1, MAX_BLOCKS, MAX_BLOCKS]),
+                number(2) == 0,
                 number(4) == 0,
             ),
             lambda: machine.commit_tokens(index, number(7) - 2, number(3) == 0),
@@ -210,6 +215,8 @@ class Walk:
             machine.finish_offload(number(20), number(256))
         elif chance < 16 and machine.loads:
             machine.finish_load(number(20), number(MAX_BLOCKS), number(2) > 0)
+        elif chance == 16:
+            machine.drop(number(4), number(3), number(2) == 0)
         elif chance < 18:
             machine.evict_at_once(number(8) + 1, self.random.choice([255, 255, 15, 0]))
         elif chance == 18:

@@ -48,16 +48,25 @@ class TreeMachine(PathRules):
         limit=st.integers(-1, MAX_BLOCKS),
         least=st.sampled_from([0, 0, 0, 1, 3]),
         free=st.sampled_from([-1, 0, 1, MAX_BLOCKS, MAX_BLOCKS]),
+        evict=st.booleans(),
         other=st.sampled_from([False, False, False, True]),
         end=st.sampled_from(["ended", "ended", "stays"]),
     )
     def request_in_one_step(
-        self, kinds: list[int], more: int, limit: int, least: int, free: int, other: bool, end: str
+        self,
+        kinds: list[int],
+        more: int,
+        limit: int,
+        least: int,
+        free: int,
+        evict: bool,
+        other: bool,
+        end: str,
     ) -> None:
         """A request that finds what is on the device only, from its match to its end."""
         index = len(self.leases)
         self.new_path(ROOTS[0], kinds, False, more, 0)
-        self.pin_resident(index, limit, least, free, other)
+        self.pin_resident(index, limit, least, free, evict, other)
         lease = self.lease(index)
         self.provide(index, -(-lease.native.num_tokens // self.size))
         self.commit_tokens(index, 0, False)
@@ -71,9 +80,12 @@ class TreeMachine(PathRules):
         limit=st.integers(-1, MAX_BLOCKS),
         least=st.sampled_from([0, 0, 0, 1, 3]),
         free=st.sampled_from([-1, 0, 1, MAX_BLOCKS, MAX_BLOCKS]),
+        evict=st.booleans(),
         other=st.sampled_from([False, False, False, True]),
     )
-    def pin_resident(self, index: int, limit: int, least: int, free: int, other: bool) -> None:
+    def pin_resident(
+        self, index: int, limit: int, least: int, free: int, evict: bool, other: bool
+    ) -> None:
         """A refused one changes nothing, which `alike` compares."""
         lease = self.lease(index)
         path, used = lease.model, bool(lease.native.num_held or lease.native.num_blocks)
@@ -83,12 +95,14 @@ class TreeMachine(PathRules):
         known = lease.trees.model._walk(path, limit)
         blocks = -(-path.num_tokens // self.size)
         run = self.same(
-            "pin_resident", lease.trees, root, limit, least, blocks, free, 0.0, lease=lease
+            "pin_resident", lease.trees, root, limit, least, blocks, free, evict, 0.0, lease=lease
         )
         if run is None:
             return
         fits = not used and not other and len(known) >= least
-        enough = blocks - len(known) <= free
+        at_once = blocks - len(known) <= free
+        enough = at_once or (run >= 0 and evict)
+        REACHED["one step that is to evict"] += run >= 0 and not at_once
         resident = all(node.bits & DEVICE for node in known)
         for bit, name in ((HOST, "the host has"), (LOADING, "is being loaded")):
             met = any(node.bits & bit and not node.bits & DEVICE for node in known)
@@ -304,6 +318,15 @@ class TreeMachine(PathRules):
         if len(self.offloads) > before:
             self.finish_offload(before, kept)
 
+    @rule(count=st.integers(1, 8), old=st.integers(0, 3), hashes=st.booleans())
+    def drop(self, count: int, old: int, hashes: bool) -> None:
+        trees = self.all_trees[old % len(self.all_trees)]
+        native = trees.native.drop(count, hashes)
+        assert native == trees.model.drop(count, hashes)
+        REACHED["drop of blocks on the host"] += len(native[2]) > 0
+        REACHED["drop of other blocks"] += len(native[3]) > 0
+        self.give(native[0])
+
     @precondition(lambda self: self.leases)
     @rule(index=which, start=small, gained=st.booleans(), old=st.integers(0, 3))
     def hint(self, index: int, start: int, gained: bool, old: int) -> None:
@@ -420,7 +443,7 @@ class TreeMachine(PathRules):
                 ("commit", (0,)),
                 ("peek", ()),
                 ("worth_saving", (0, 0, 0)),
-                ("pin_resident", (lease.model.root, -1, 0, 1, 1, 0.0)),
+                ("pin_resident", (lease.model.root, -1, 0, 1, 1, False, 0.0)),
                 ("commit_tokens", (0, True)),
                 ("end", (9, -1, 0.0)),
             ]:

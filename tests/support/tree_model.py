@@ -69,12 +69,16 @@ class TreeModel:
         least: int,
         blocks: int,
         free: int,
+        evict: bool,
         now: float,
     ) -> int:
-        """`pin`, if that and some free blocks are all that a request needs."""
+        """`pin`, if that and some free blocks, or evictable ones, are all that a request needs."""
         del now
         self._own(path)
         known = self._walk(path, max_blocks)
+        if evict and free < blocks - len(known):
+            free += sum(map(self._evictable, self.nodes.values()))
+            free -= sum(map(self._evictable, known))
         resident = all(node.bits & DEVICE for node in known)
         run = len(known)
         empty = not path.num_held and not path.num_blocks and path.root == root
@@ -313,6 +317,17 @@ class TreeModel:
             blocks,
             bytes(node.bits for node in picked),
         )
+
+    def drop(self, count: int, hashes: bool = True) -> tuple[list[int], int, bytes, bytes]:
+        """Evict without a copy."""
+        nodes, keys, _, _, states = self.evict(count, hashes)
+        on_host = bytes(state & HOST for state in states)
+        freed, kept = self.finish_offload(nodes, on_host)
+        gone = [j for j in range(len(keys) // 32) if j not in kept]
+        named = [
+            [keys[32 * j :][:32] for j in gone if bool(on_host[j]) is it] for it in (True, False)
+        ]
+        return freed, len(freed), b"".join(named[0]), b"".join(named[1])
 
     def finish_offload(
         self, nodes: NDArray[np.uint32], on_host: bytes
