@@ -198,6 +198,35 @@ class Path:
         """Whether the block at this position belongs to the tree (or is another request's load
         target)."""
 
+class BlockPool:
+    """Free device block ids 0 .. total - 1: the lowest first, later the one returned last.
+
+    A block may have several owners: paths that a fork has made of one, a copy in flight, and the
+    tree once one of the paths has committed it. Each returns it once, and it is free with the last.
+    """
+
+    total: int
+    free: int
+    num_shared: int
+    """Blocks with more than one owner."""
+
+    def __init__(self, total: int) -> None: ...
+    def take(self, count: int) -> list[int]:
+        """`count` free blocks. RuntimeError if there are not as many."""
+
+    def owners(self, block: int) -> int:
+        """How many owners a block has, 0 for a free one."""
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """These blocks get one more owner each. RuntimeError for one that is free."""
+
+    def give(self, blocks: Sequence[int]) -> None:
+        """Take blocks back from one owner each. RuntimeError for one that is free already or not of
+        this pool."""
+
+    def check(self) -> None:
+        """RuntimeError if the pool is inconsistent."""
+
 class LifeTables:
     """Statistics of the eviction policy RETAIN: how many runs of each class reached each age, and
     were requested again at it. The trees of an index share them."""
@@ -280,9 +309,8 @@ class BlockTree:
     """Nodes whose block hash has been made."""
 
     def pin(self, path: Path, max_blocks: int = -1, used: bool = True) -> tuple[int, bytes]:
-        """Match the path and reference every node met, up to `max_blocks`. The path must hold
-        nothing, or nodes only. In that case the match continues where they end, and the result
-        covers the new part.
+        """Match the path, which must hold nothing, and reference every node met, up to
+        `max_blocks`.
 
         Returns (device_run, states): `device_run` leading blocks are resident on the device and not
         loading (their ids are in the table, shared, and they count as committed). `states` has one
@@ -355,12 +383,11 @@ class BlockTree:
         has fewer tokens or blocks, the commit would enter nothing, or the host may have them.
         ValueError as `commit`."""
 
-    def release(self, path: Path, keep: int = 0) -> list[int]:
-        """Drop all references, deepest first, and empty the table. With `keep`, all but those of
-        the leading `keep` blocks. A later call drops those too, and until then the path has no
-        other use. Returns the device blocks that are free now: the path's private ones, and in a
-        retired tree those of nodes without a reference. Unreferenced resident nodes join the
-        LRU as most recently used, the deepest first (so the root side is evicted last)."""
+    def release(self, path: Path) -> list[int]:
+        """Drop all references, deepest first, and empty the table. Returns the device blocks that
+        are free now: the path's private ones, and in a retired tree those of nodes without a
+        reference. Unreferenced resident nodes join the LRU as most recently used, the deepest first
+        (so the root side is evicted last)."""
 
     def fork(self, path: Path, fork: Path) -> list[int]:
         """Make the empty path `fork` a second path of the same tokens. It references the same nodes
@@ -401,10 +428,9 @@ class BlockTree:
         whether its session `ends`, and the seconds in which it `returns_in`, -1 if that is not
         known."""
 
-    def end(self, path: Path, most: int, output_tokens: int, now: float) -> list[int] | None:
+    def end(self, path: Path, output_tokens: int, now: float) -> list[int] | None:
         """`advance`, `touch` and `release` of a request that has ended. Returns the blocks that are
-        free. None, and nothing has changed, for a path of more than `most` blocks, in a retired
-        tree and in one with salts or hints."""
+        free. None, and nothing has changed, in a retired tree and in one with salts or hints."""
 
     def host_victims(self, count: int) -> bytes:
         """Hashes of up to `count` blocks that the host tier should evict next, in this order: the

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "module.hpp"
+#include "pool.hpp"
 
 namespace kvactors {
 namespace {
@@ -41,6 +42,20 @@ nb::tuple match_tuple(const Match& match) {
 }  // namespace
 
 void bind_tree(nb::module_& m) {
+    nb::class_<BlockPool>(m, "BlockPool")
+        .def("__init__", [](BlockPool* self, Id total) { new (self) BlockPool(size_of(total, "total out of range")); }, "total"_a)
+        .def_prop_ro("total", [](const BlockPool& p) { return p.total(); })
+        .def_prop_ro("free", [](const BlockPool& p) { return p.free(); })
+        .def_prop_ro("num_shared", [](const BlockPool& p) { return p.shared(); })
+        .def("owners", [](const BlockPool& p, Id block) { return p.owners(block_of(block)); }, "block"_a)
+        .def("take", [](BlockPool& p, Id count) { return ids_of(p.take(size_of(count, "count out of range"))); }, "count"_a)
+        .def("share", [](BlockPool& p, const std::vector<Id>& blocks) {
+            for (const Id block : blocks) p.share(block_of(block));
+        }, "blocks"_a)
+        .def("give", [](BlockPool& p, const std::vector<Id>& blocks) {
+            for (const Id block : blocks) p.give(block < 0 ? kNil : u32(block));
+        }, "blocks"_a)
+        .def("check", &BlockPool::check);
     nb::class_<LifeTables>(m, "LifeTables")
         .def("__init__", [](LifeTables* self, bool inverted, Id first) { new (self) LifeTables(inverted, size_of(first, "first out of range")); }, "inverted"_a = false, "first"_a = 0)
         .def_prop_ro("requests", [](const LifeTables& t) { return t.requests(); });
@@ -137,11 +152,11 @@ void bind_tree(nb::module_& m) {
             const std::optional<u32> committed = without_gil(fresh, [&] { return t.commit_tokens(p, tokens, known); });
             return committed ? Id(*committed) : -1;
         }, "path"_a, "tokens"_a, "known"_a)
-        .def("release", [](PyTree& t, PyPath& p, Id keep) {
+        .def("release", [](PyTree& t, PyPath& p) {
             const Change change(t);
             const Busy busy(p.busy);
-            return ids_of(t.release(p, size_of(keep, "keep out of range")));
-        }, "path"_a, "keep"_a = 0)
+            return ids_of(t.release(p));
+        }, "path"_a)
         .def("fork", [](PyTree& t, PyPath& from, PyPath& to) {
             const Change change(t);
             const Busy from_busy(from.busy), to_busy(to.busy);
@@ -175,12 +190,12 @@ void bind_tree(nb::module_& m) {
             const Busy busy(p.busy);
             t.touch(p, output_tokens, LifeTables::hint_of(ends, returns_in));
         }, "path"_a, "output_tokens"_a = -1, "ends"_a = false, "returns_in"_a = -1.0)
-        .def("end", [](PyTree& t, PyPath& p, Id most, Id output_tokens, double now) -> nb::object {
+        .def("end", [](PyTree& t, PyPath& p, Id output_tokens, double now) -> nb::object {
             const Change change(t);
             const Busy busy(p.busy);
-            const std::optional<std::vector<u32>> freed = t.end(p, size_of(most, "most out of range"), output_tokens, now);
+            const std::optional<std::vector<u32>> freed = t.end(p, output_tokens, now);
             return freed ? nb::cast(ids_of(*freed)) : nb::none();
-        }, "path"_a, "most"_a, "output_tokens"_a, "now"_a)
+        }, "path"_a, "output_tokens"_a, "now"_a)
         .def("host_victims", [](PyTree& t, Id count) {
             const Change change(t);
             const std::vector<Key> keys = t.host_victims(size_of(count, "count out of range"));

@@ -143,7 +143,7 @@ public:
     std::vector<u32> trim(Path& path, u32 held);
     std::vector<u32> retreat(Path& path, u32 blocks);
     std::vector<u32> truncate(Path& path, std::size_t tokens, std::string extra);
-    std::vector<u32> release(Path& path, u32 keep = 0);
+    std::vector<u32> release(Path& path);
     std::vector<u32> fork(const Path& from, Path& to);
     u32 mark_announced(Path& path, u32 start, u32 stop);
     std::vector<u32> worth_saving(const Path& path, u32 start, u32 stop, u32 min_hits) const;
@@ -176,7 +176,7 @@ public:
     // tree_retain.cpp: no effect under LRU
     void advance(double now);
     void touch(const Path& path, long long output, u32 hint = 0);
-    std::optional<std::vector<u32>> end(Path& path, u32 most, long long output, double now);
+    std::optional<std::vector<u32>> end(Path& path, long long output, double now);
     std::vector<Key> host_victims(std::size_t count);
     u64 host_kept(bool exclusive) const;
     u32 host_lacks(const Path& path, u32 start, u32 stop) const;
@@ -220,7 +220,7 @@ private:
     };
 
     std::vector<u32> drop_beyond(Path& path, u32 held);
-    void hold(Path& path, u32 held, const Match& match, bool used);
+    void hold(Path& path, u32 limit, const Match& match, bool used);
     Node& at(u32 id) { return *nodes_.row(id); }
     const Node& at(u32 id) const { return *nodes_.row(id); }
     const Key& given_name(u32 id) const { return *keys_.row(id); }  // of a node that has one
@@ -278,10 +278,10 @@ private:
 
     void require(const Path& path) const;
     void require_held(const Path& path, u32 upto) const;
-    u32 walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start = 0) const;
+    u32 walk(const Path& path, u32 limit, std::vector<u32>& found) const;
     Match describe(const std::vector<u32>& found, u32 resident) const;
     void take_names(Path& path) const;
-    void note_match(Path& path, u32 held, u32 limit, const Match& match) const;
+    void note_match(Path& path, u32 limit, const Match& match) const;
     void settle_memory(u32 id);
     u64 key_of(u32 id) const;
     u32 preferred();

@@ -18,14 +18,14 @@ void Tree::require_held(const Path& path, u32 upto) const {
 
 // Finds the nodes of a path. Returns how many leading ones are known to be on the device, which may
 // be fewer than there are.
-u32 Tree::walk(const Path& path, u32 limit, std::vector<u32>& found, u32 start) const {
+u32 Tree::walk(const Path& path, u32 limit, std::vector<u32>& found) const {
     found.clear();
     if (retired_) return 0;
-    u32 parent = start == 0 ? find_root(path.root) : path.nodes[start - 1];
+    u32 parent = find_root(path.root);
     if (parent == kNil) return 0;
     limit = std::min(limit, path.full_blocks());
     u32 known = 0;
-    for (u32 i = start; i < limit;) {
+    for (u32 i = 0; i < limit;) {
         bool resident = false;
         const u32 chain = path.extras.empty() ? chain_below(parent, path.block_tokens(i), limit - i, resident) : 0;
         if (chain != 0) {
@@ -111,22 +111,13 @@ u32 Tree::referenced_run(const Path& path, u32 limit) {
 }
 
 // Used nodes of the device run stop being offloaded. A node beyond the run continues: its parent has
-// left the device, and keeping it would leave a hole above it. The match of a path that holds nodes
-// already, and no block beyond them, continues where it ends.
+// left the device, and keeping it would leave a hole above it.
 Match Tree::pin(Path& path, u32 limit, bool used) {
     require(path);
-    const u32 held = path.held();
-    if (path.table.size() != held) throw std::invalid_argument("path already holds device blocks of its own");
-    const u32 resident = walk(path, limit, scratch_, held);
-    Match match = describe(scratch_, resident);
-    if (path.committed < held) {  // the run has ended before
-        std::string all;
-        for (u32 i = 0; i < match.device_run; ++i) all.push_back(char(state(at(scratch_[i]))));
-        match.states.insert(0, all);
-        match.device_run = 0;
-    }
-    if (policy_ != nullptr || memory_ != nullptr) note_match(path, held, limit, match);
-    hold(path, held, match, used);
+    if (path.held() != 0 || !path.table.empty()) throw std::invalid_argument("the path holds nodes or device blocks");
+    const u32 resident = walk(path, limit, scratch_);
+    const Match match = describe(scratch_, resident);
+    hold(path, limit, match, used);
     return match;
 }
 
@@ -146,26 +137,25 @@ std::optional<u32> Tree::pin_resident(Path& path, const Key& root, u32 limit, u3
         for (u32 i = 0; i < run; ++i) free -= (at(scratch_[i]).bits & kListed) != 0;
     }
     if (static_cast<long long>(blocks - run) > free) return std::nullopt;
-    if (policy_ != nullptr || memory_ != nullptr) note_match(path, 0, limit, match);
-    hold(path, 0, match, true);
+    hold(path, limit, match, true);
     return run;
 }
 
-// References the nodes that a walk has found, behind those that the path holds.
-void Tree::hold(Path& path, u32 held, const Match& match, bool used) {
+// References the nodes that a walk has found.
+void Tree::hold(Path& path, u32 limit, const Match& match, bool used) {
+    if (policy_ != nullptr || memory_ != nullptr) note_match(path, limit, match);
     const u32 count = u32(scratch_.size());
     if (count == 0) return;
     path.tree = serial_;
     path.make_room();
-    path.nodes.resize(held + count);
-    path.table.resize(held + count);
-    path.shared.resize(held + count);
-    std::memcpy(path.nodes.data() + held, scratch_.data(), 4 * std::size_t(count));
+    path.nodes.assign(scratch_.begin(), scratch_.end());
+    path.table.resize(count);
+    path.shared.resize(count);
     const u32 together = is_plain() ? match.device_run : 0;
-    std::memset(path.shared.data() + held, 1, together);
+    std::memset(path.shared.data(), 1, together);
     Unlisting unlisting(*this);
-    if (used) unlisting.acquire_run<true>(scratch_.data(), together, path.table.data() + held);
-    else unlisting.acquire_run<false>(scratch_.data(), together, path.table.data() + held);
+    if (used) unlisting.acquire_run<true>(scratch_.data(), together, path.table.data());
+    else unlisting.acquire_run<false>(scratch_.data(), together, path.table.data());
     for (u32 i = together; i < count; ++i) {
         const u32 id = scratch_[i];
         Node& node = at(id);
@@ -173,10 +163,10 @@ void Tree::hold(Path& path, u32 held, const Match& match, bool used) {
         if (used && node.hits != 0xffff) ++node.hits;
         if (used && i < match.device_run) stay(id, node);
         const bool usable = i < match.device_run || (node.bits & kLoading) != 0;
-        path.put(held + i, usable ? node.block : kNil, usable);
+        path.put(i, usable ? node.block : kNil, usable);
     }
-    if (path.names.size() >= held) take_names(path);
-    path.committed += match.device_run;
+    take_names(path);
+    path.committed = match.device_run;
 }
 
 // A request whose nodes were pinned without a use has its blocks, or waits for them. An eviction
@@ -295,27 +285,24 @@ void Tree::let_go_run(const u32* first, const u32* end, std::vector<u32>& freed)
 }
 
 // Deepest first, so that in the list a parent is always younger than its children and the eldest is
-// always a leaf. keep: leading blocks that a later call drops. Until then the path has no other
-// use.
-std::vector<u32> Tree::release(Path& path, u32 keep) {
+// always a leaf.
+std::vector<u32> Tree::release(Path& path) {
     require(path);
     std::vector<u32> freed;
     path.fixed = std::max(path.fixed, path.held());
     const u8* shared = path.shared.data();
-    for (std::size_t i = keep, size = path.table.size(); i < size; ++i) {
+    for (std::size_t i = 0, size = path.table.size(); i < size; ++i) {
         const void* own = std::memchr(shared + i, 0, size - i);
         if (own == nullptr) break;
         i = std::size_t(static_cast<const u8*>(own) - shared);
         if (path.table[i] != kNil) freed.push_back(path.table[i]);
     }
-    let_go_run(path.nodes.data() + std::min<std::size_t>(keep, path.nodes.size()), path.nodes.data() + path.nodes.size(), freed);
-    if (path.nodes.size() > keep) path.nodes.resize(keep);
-    if (path.table.size() > keep) {
-        path.table.resize(keep);
-        path.shared.resize(keep);
-    }
-    path.committed = std::min(path.committed, keep);
-    if (path.nodes.empty()) path.tree = 0;
+    let_go_run(path.nodes.data(), path.nodes.data() + path.nodes.size(), freed);
+    path.nodes.clear();
+    path.table.clear();
+    path.shared.clear();
+    path.committed = 0;
+    path.tree = 0;
     return freed;
 }
 
@@ -342,7 +329,7 @@ std::vector<u32> Tree::fork(const Path& from, Path& to) {
     to.committed = from.committed;
     to.tree = from.tree;
     for (const u32 id : to.nodes) acquire(id);
-    if (policy_ != nullptr || memory_ != nullptr) note_match(to, 0, to.full_blocks(), Match{to.committed, {}});
+    if (policy_ != nullptr || memory_ != nullptr) note_match(to, to.full_blocks(), Match{to.committed, {}});
     std::vector<u32> owned;
     for (std::size_t i = 0; i < blocks; ++i)
         if (to.shared[i] == 0 && to.table[i] != kNil) owned.push_back(to.table[i]);

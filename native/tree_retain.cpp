@@ -22,33 +22,26 @@ void Tree::touch(const Path& path, long long output, u32 hint) {
     if (memory_ != nullptr) memory_->touch(path.nodes.data(), path.committed, visit(when.memory));
 }
 
-// The end of a request in one call: of one that has at most `most` blocks, in a tree without salts
-// and hints.
-std::optional<std::vector<u32>> Tree::end(Path& path, u32 most, long long output, double now) {
+// The end of a request in one call, in a tree without salts and hints.
+std::optional<std::vector<u32>> Tree::end(Path& path, long long output, double now) {
     require(path);
-    if (sharing_ != nullptr || retired_ || path.table.size() > most) return std::nullopt;
+    if (sharing_ != nullptr || retired_) return std::nullopt;
     advance(now);
     touch(path, output);
     return release(path);
 }
 
-// A match that continues an earlier one of the same path adds to its hits.
-void Tree::note_match(Path& path, u32 held, u32 limit, const Match& match) const {
-    Acquired& when = path.acquired;
-    const auto begin = [](const Retention& policy) {
+void Tree::note_match(Path& path, u32 limit, const Match& match) const {
+    const auto begin = [&](const Retention& policy) {
         const Mark mark = policy.mark();
-        return Seen{mark.order, mark.inside, 0};
+        return Seen{mark.order, mark.inside, match.device_run};
     };
-    if (held == 0) {
-        when = Acquired{};
-        when.time = (policy_ != nullptr ? policy_ : memory_)->now();
-        if (policy_ != nullptr) when.device = begin(*policy_);
-        if (memory_ != nullptr) when.memory = begin(*memory_);
-    }
-    when.limit = std::max(when.limit, limit);
-    when.device.hits += match.device_run;
-    if (memory_ == nullptr || when.memory.hits != held) return;  // the run has ended before
-    when.memory.hits += match.device_run;
+    Acquired& when = path.acquired = Acquired{};
+    when.time = (policy_ != nullptr ? policy_ : memory_)->now();
+    when.limit = limit;
+    if (policy_ != nullptr) when.device = begin(*policy_);
+    if (memory_ == nullptr) return;
+    when.memory = begin(*memory_);
     for (const char state : match.states) {
         if ((u8(state) & (kDevice | kHost)) == 0) break;
         ++when.memory.hits;

@@ -64,7 +64,7 @@ class MetricsWatch:
     def index_started(self, index: PrefixIndex) -> None:
         """Follow the ages of the blocks of an incarnation of PrefixIndex."""
         found = self.histograms
-        index.index.pool.ages = BlockAges(found.lifetime, found.idle, found.gap)
+        index.index.ages = BlockAges(found.lifetime, found.idle, found.gap)
         self._index = index
 
     def attach(self) -> None:
@@ -74,7 +74,7 @@ class MetricsWatch:
         """Observe no longer, and keep no more ages of blocks."""
         self.operations.detach(self._system)
         if self._index is not None:
-            self._index.index.pool.ages = None
+            self._index.index.ages = None
 
     def operation(self, done: Operation) -> None:
         found, seconds = self.histograms, done.ended - done.began

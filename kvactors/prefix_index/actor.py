@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain, count, islice
 from typing import Any, ClassVar, get_args
@@ -105,10 +105,8 @@ class TailCopy(msgspec.Struct, eq=False):
 class PrefixIndex(Actor):
     """Owns the block tree, the device blocks, their LRU order and the leases.
 
-    A request is matched and granted in slices of one turn each, most of them in one. Blocks that
-    are pinned stay on the device, and blocks that are reserved are not given to others, so requests
-    between two slices take nothing from this one.
-
+    A request is matched and granted in one turn. Blocks that are pinned stay on the device, and
+    blocks that are reserved are not given to others, so requests take nothing from those that wait.
     """
 
     ROLE: ClassVar[str] = "prefix_index"
@@ -164,7 +162,7 @@ class PrefixIndex(Actor):
         """Match, pin and take blocks: now, once enough of them are free, or after a pause."""
         queue, index, path, pool = self.queue, self.index, message.path, self.index.pool
         quiet = not queue.contended or queue.is_quiet()
-        if quiet and not (message.chunk_tokens or message.media) and pool.ages is None:
+        if quiet and not (message.chunk_tokens or message.media) and index.ages is None:
             if message.scope is not PLAIN or self.announcements.latest is not self.roots.plain:
                 self.set_root(path, message.scope)
             policy, tokens, tree = index.policy, path.num_tokens, index.tree
@@ -172,10 +170,11 @@ class PrefixIndex(Actor):
             limit, fetch = (tokens - index.recompute_tokens) // index.block_size, 0
             if self.settings.fetch:
                 fetch = min(limit, self.settings.fetchable(path, message.stored))
-            if 0 < needed <= index.turn_blocks:
+            if needed:
                 # Every cached block is on the device, and others are free, or are evicted at once.
                 free = pool.free - index.reserved - queue.free_low
-                evict = free < needed and not queue.free_low and self.evictions.at_once
+                evict = free < needed <= index.turn_blocks and not queue.free_low
+                evict = evict and self.evictions.at_once
                 root = self.announcements.latest
                 now = 0.0 if policy.tables is None else policy.now()
                 run = tree.pin_resident(path, root, limit, fetch, needed, free, evict, now)
@@ -228,7 +227,7 @@ class PrefixIndex(Actor):
                     queue.refuse(envelope, NoRoom(needed, 0, self.index.tree.pinned, first))
                 return
             queue.overtakings += 1
-        self.out.begin(self._match(envelope))
+        self._match(envelope)
 
     def _fits(self, message: Acquire | Fork) -> bool:
         """Whether a request that holds nothing, or the copies of a fork, can have blocks now."""
@@ -240,40 +239,30 @@ class PrefixIndex(Actor):
         needed = index.needed_blocks(path, message.chunk_tokens, fetch=fetch, media=media)
         return index.fits(path, needed, media)
 
-    def _match(self, envelope: Envelope[AcquireResult]) -> Work:
+    def _match(self, envelope: Envelope[AcquireResult]) -> None:
         """Match a request and give it its blocks, or let it wait."""
         message: Any = envelope.message
         path, index, queue = message.path, self.index, self.queue
-        tree, settings = index.tree, self.settings
-        fetch = settings.fetchable(path, message.stored)
-        media, chunk = message.media, message.chunk_tokens
-        needed, states = index.blocks_for(path.num_tokens), b""
-        long = needed > index.turn_blocks
-        if not long:
-            needed = index.needed_blocks(path, chunk, fetch=fetch, media=media)
-            if index.free < needed and not (queue.releasing or index.can_fit(path, needed)):
-                queue.lacks_room(envelope, needed)
-                return
+        tree, settings, media = index.tree, self.settings, message.media
+        fetch, chunk = settings.fetchable(path, message.stored), message.chunk_tokens
+        needed = index.needed_blocks(path, chunk, fetch=fetch, media=media)
+        if index.free < needed and not (queue.releasing or index.can_fit(path, needed)):
+            queue.lacks_room(envelope, needed)
+            return
         index.policy.advance(tree)
-        if long:
-            pinned = yield from self._pin_slices(message, fetch, envelope)
-            if pinned is None:
-                yield from self._match_again(tree, envelope)
-                return
-            states = pinned
         # A request that is refused in the end must not count hits or keep blocks that leave for
         # others: requests that try again would keep each other's victims and never be granted.
-        used = long or (not queue.waiting and index.free >= needed)
-        match = index.match(path, fetch=fetch, media=media, chunk=chunk, used=used, states=states)
+        used = not queue.waiting and index.free >= needed
+        match = index.match(path, fetch=fetch, media=media, chunk=chunk, used=used)
         lease = self._new_lease(message, match.num_device_blocks, match.expected_blocks)
         if not queue.waiting and index.free >= match.new_blocks:
             if not used:
                 tree.keep(path)
-            index.reserved += match.new_blocks
-            yield from self._grant(lease, match, envelope)
+            self._grant(lease, match, envelope, index.take(match.new_blocks))
             return
-        # Without an offload no copy has to be waited for: a long request waits for later turns.
-        may_wait = message.wait or message.wait_for_room or (long and not settings.offload)
+        # Without an offload no copy has to be waited for: many blocks are evicted in later turns.
+        many = needed > index.turn_blocks and not settings.offload
+        may_wait = message.wait or message.wait_for_room or many
         if may_wait:
             self.loads.begin(lease, match.segments, placed=False)
         wait = Wait(
@@ -281,8 +270,8 @@ class PrefixIndex(Actor):
             envelope,
             needed=match.new_blocks,
             salt=path.salt,
-            complete=lambda: self.out.begin(self._grant_late(lease, match, envelope)),
-            give_up=lambda: self._drop(lease),
+            complete=partial(self._grant_late, lease, match, envelope),
+            give_up=partial(self._drop, lease),
         )
         if not queue.request(wait, may_wait=may_wait, deadline=message.deadline):
             self._drop(lease)
@@ -290,78 +279,22 @@ class PrefixIndex(Actor):
         elif queue.waiting.get(message.lease) is wait:
             tree.keep(path, used=False)
 
-    def _pin_slices(
-        self, message: Acquire, fetch: int, envelope: Envelope[AcquireResult]
-    ) -> Generator[None, None, bytes | None]:
-        """Pin the leading blocks of a long request, all but the last slice. Returns the states of
-        the nodes that it holds beyond those on the device, None if it has to be matched again."""
-        path, index, tree, states = message.path, self.index, self.index.tree, b""
-        limit = index.limit_of(path.num_tokens)
-        if message.media:
-            limit = index.before_media(index.reach(path, limit, fetch=fetch), message.media)
-        while limit - path.num_held > index.turn_blocks:
-            upto = path.num_held + index.turn_blocks
-            _, states = tree.pin(path, upto)
-            if states or path.num_held < upto:
-                break
-            yield
-            if not self._is_current(tree, envelope):
-                return None
-        return states
-
-    def _is_current(self, tree: BlockTree, envelope: Envelope[AcquireResult]) -> bool:
-        """Whether the caller still waits, the blocks that the request holds were not cleared, and
-        the namespace is the same."""
-        message: Any = envelope.message
-        current = message.path.root == self.roots.root(message.scope)
-        return current and not envelope.abandoned and not was_cleared(tree, message.path)
-
-    def _match_again(self, tree: BlockTree, envelope: Envelope[AcquireResult]) -> Work:
-        """Release the blocks of a request that is not current any more, then match it again."""
-        message: Any = envelope.message
-        yield from self.queue.freeing(self.index.release_slices(tree, message.path))
-        if envelope.abandoned:
-            self.out.refuse(envelope, LeaseEnded("this request was given up"))
-        else:
-            self.set_root(message.path, message.scope)
-            yield from self._match(envelope)
-        self.queue.serve()
-
-    def _grant(self, lease: LeaseState, match: Match, envelope: Envelope[AcquireResult]) -> Work:
-        """The new blocks of a request are reserved: enter them into its table."""
-        path, index, left = lease.path, self.index, match.new_blocks
-        long = left > index.turn_blocks and not match.segments
-        while long:
-            if not self._is_current(lease.tree, envelope):
-                index.reserved -= left
-                self.queue.serve()
-                yield from self._match_again(lease.tree, envelope)
-                return
-            if left <= index.turn_blocks:
-                break
-            start = match.num_device_blocks + match.new_blocks - left
-            path.assign(start, index.take_reserved(index.turn_blocks))
-            left -= index.turn_blocks
-            yield
-        blocks = index.take_reserved(left)
-        if match.segments:
-            index.fill_table(path, match, blocks)
-            self.loads.begin(lease, match.segments, placed=True)
-        elif blocks:
-            path.assign(match.num_device_blocks + match.new_blocks - left, blocks)
+    def _grant(
+        self, lease: LeaseState, match: Match, envelope: Envelope[AcquireResult], blocks: list[int]
+    ) -> None:
+        """Enter the new blocks of a request into its table."""
+        self.index.fill_table(lease.path, match, blocks)
+        self.loads.begin(lease, match.segments, placed=True)
         self._granted(lease, envelope)
 
     def _grant_late(
         self, lease: LeaseState, match: Match, envelope: Envelope[AcquireResult]
-    ) -> Work:
+    ) -> None:
         """The new blocks of a request that waited are reserved. The cached part of its path or its
-        namespace may have changed: match a short one again, and continue with the loads sent ahead
-        only if nothing has."""
+        namespace may have changed: match it again, and continue with the loads sent ahead only if
+        nothing has."""
         message: Any = envelope.message
         before, index, path = lease.tree, self.index, lease.path
-        if match.new_blocks > index.turn_blocks and not match.segments:
-            yield from self._grant(lease, match, envelope)
-            return
         # The table may hold new blocks in place of a shared load that was not completed.
         index.pool.give(before.release(path))
         lease.fault = None
@@ -387,14 +320,13 @@ class PrefixIndex(Actor):
             self._drop(lease)
             self.queue.lacks_room(envelope, again.new_blocks - match.new_blocks)
             return
-        index.reserved += again.new_blocks
-        yield from self._grant(lease, again, envelope)
+        self._grant(lease, again, envelope, index.take(again.new_blocks))
 
     def _granted(self, lease: LeaseState, envelope: Envelope[AcquireResult]) -> None:
         index, expected = self.index, lease.expected_blocks
         self.leases.grant(lease)
-        if index.pool.ages is not None and lease.device_hits:
-            index.pool.ages.matched(lease.path.blocks(0, lease.device_hits))
+        if index.ages is not None and lease.device_hits:
+            index.ages.matched(lease.path.blocks(0, lease.device_hits))
         if lease.media:
             expected = index.before_media(lease.expected_blocks, lease.media)
         cached, pending = expected * index.block_size, bool(lease.loads)
@@ -455,7 +387,7 @@ class PrefixIndex(Actor):
                     if line.remove(wait.lease) is not None:
                         self.out.refuse(wait.envelope, LeaseEnded("this request was given up"))
                     continue
-                if line is queue.acquires and not self._can_try(message):
+                if line is queue.acquires and queue.paused:
                     return
                 if claims + wait.claim <= spare and self._fits(message):
                     queue.overtakings += bool(heads)
@@ -473,29 +405,15 @@ class PrefixIndex(Actor):
         if TURN_REQUESTS < sum(map(len, lines)) < before:
             queue.proceed_later()
 
-    def _can_try(self, message: Acquire) -> bool:
-        """Whether a request that waits for room can be matched now."""
-        path = message.path
-        releasing = path.num_held or path.num_blocks  # what it had in its last attempt
-        return not (releasing or self.queue.paused or self.queue.acquires.matching)
-
     def _retry(self, line: Line, wait: Wait) -> None:
         """Admit a request that waited for room. It has its place again if it does not fit."""
-        line.match(wait.lease)
+        line.remove(wait.lease)
         if isinstance(wait.message, Fork):
-            self.fork(wait.message, wait.envelope)
-            line.matching.pop(wait.lease, None)
+            self._fork(wait.message, wait.envelope, None)
         else:
-            self.out.begin(self._match_in_place(line, wait))
-
-    def _match_in_place(self, line: Line, wait: Wait) -> Work:
-        later = False
-        for _ in self._match(wait.envelope):
-            later = True
-            yield
-        line.matching.pop(wait.lease, None)
-        if later:
-            self.queue.look_again()
+            self._match(wait.envelope)
+        if (again := line.waits.get(wait.lease)) is not None:
+            again.since = wait.since
 
     @on(Withdrawn)
     def withdrawn(self, message: Withdrawn) -> None:
@@ -613,7 +531,8 @@ class PrefixIndex(Actor):
         lease.media = tuple(item for item in lease.media if item[0] < kept)
         self.out.reply(envelope, Ack(path.num_blocks))
         if freed:
-            self.out.begin(self.queue.freeing(self._give(freed)))
+            self.index.pool.give(freed)
+            self.queue.serve()
 
     def _keeps(self, lease: LeaseState, kept: int) -> Exception | None:
         """Why a lease cannot be cut to so many tokens."""
@@ -630,19 +549,13 @@ class PrefixIndex(Actor):
         full, rest = divmod(kept, self.index.block_size)
         if rest and full < min(lease.path.num_full_blocks, lease.path.num_blocks):
             block = lease.path.blocks(full, full + 1)[0]
-            if self.index.pool.is_shared(block):
+            if self.index.pool.owners(block) > 1:
                 return TokensCommitted(
                     f"num_tokens is {kept}, within a full block that {lease.request_id!r} shares "
                     f"with a fork: truncate to a multiple of {self.index.block_size}, or before "
                     "the fork"
                 )
         return None
-
-    def _give(self, freed: list[int]) -> Iterator[None]:
-        for start, stop in slices(0, len(freed), self.index.turn_blocks):
-            if start:
-                yield
-            self.index.pool.give(freed[start:stop])
 
     # -- forks
 
@@ -653,6 +566,11 @@ class PrefixIndex(Actor):
 
     @on(Fork)
     def fork(self, message: Fork, envelope: Envelope[ForkResult]) -> None:
+        self._fork(message, envelope, self.queue.forks.first)
+
+    def _fork(self, message: Fork, envelope: Envelope[ForkResult], head: Wait | None) -> None:
+        """Make leases of the tokens of a lease. head: the fork that has waited longest, None for
+        one that has waited itself."""
         lease, queue = self.leases.find(message.lease, envelope), self.queue
         if lease is None:
             return
@@ -666,10 +584,9 @@ class PrefixIndex(Actor):
         claim = lease.path.num_blocks + needed
         if needed and queue.refuse_unreachable(envelope, lease.path, claim, message.deadline):
             return
-        first = queue.forks.first
-        if needed and first is not None and first.lease != lease.id:
+        if needed and head is not None:
             claims = queue.forks.claims + claim
-            if claims > queue.spare([first]) or self.index.available < needed:
+            if claims > queue.spare([head]) or self.index.available < needed:
                 queue.lacks_room(envelope, needed)
                 return
             queue.overtakings += 1
@@ -918,7 +835,7 @@ class PrefixIndex(Actor):
         """End a lease that never had its blocks."""
         self.loads.cancel(lease, 0)
         self._detach(lease)
-        self.queue.release(lease.tree, lease.path)
+        self.index.release(lease.tree, lease.path)
 
     def _give_back(self, lease: LeaseState) -> None:
         """End a lease that was granted to a caller who no longer waits."""
@@ -932,14 +849,14 @@ class PrefixIndex(Actor):
         pool, policy, committed = index.pool, index.policy, path.num_committed
         self._detach(lease)
         reports = self.announcements.enabled or self.saves.enabled
-        if not reports and lease.hints is None and path.num_blocks <= index.turn_blocks:
+        if not reports and lease.hints is None:
             output, now = -1, 0.0
             if policy.tables is not None:
                 output, now = lease.output(), policy.now()
-            if pool.ages is not None:
-                pool.note_release(path)
+            if index.ages is not None:
+                index.ages.released(path.blocks())
             # None, and unchanged, of a cleared tree, and of one with salts or hints.
-            freed = tree.end(path, index.turn_blocks, output, now)
+            freed = tree.end(path, output, now)
             if freed is not None:
                 pool.give(freed)
                 if envelope is not None:
@@ -969,9 +886,7 @@ class PrefixIndex(Actor):
                 if saved.parts and not was_cleared(tree, path):
                     self.saves.start(saved, start, stop)
         if saved.answered():
-            for _ in self.index.release_slices(tree, path):
-                yield
-                self.queue.serve()
+            self.index.release(tree, path)
         self.index.closing -= 1
         if envelope is not None:
             self.out.reply(envelope, Ack(committed, pinned))
@@ -1011,7 +926,7 @@ class PrefixIndex(Actor):
         saved = self.saves.finish(message.op, message.kept_mask)
         if saved is not None:
             if saved.answered():
-                self.queue.release(saved.tree, saved.path)
+                self.index.release(saved.tree, saved.path)
             self.queue.serve()
 
     @on(HostBlocksRemoved)
@@ -1066,7 +981,7 @@ class PrefixIndex(Actor):
         self.loads.host_lost()
         self.evictions.host_lost()
         for saved in self.saves.host_lost():
-            self.queue.release(saved.tree, saved.path)
+            self.index.release(saved.tree, saved.path)
         self.index.tree.clear_host()
         self.out.begin(self._sweep_host(self.index.tree))
         self.pins.again()

@@ -1,10 +1,9 @@
-"""Blocks on this node: the block tree, the pool of device blocks, and the room that requests may
-count on."""
+"""Blocks on this node: the block tree, and the device blocks that requests may count on."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -15,7 +14,7 @@ from kvactors.actor.clock import now
 from kvactors.errors import ensure
 from kvactors.hints import BlockHints
 from kvactors.histogram import Histogram
-from kvactors.native import DEVICE, HOST, LOADING, BlockTree, Path, TreeCheck
+from kvactors.native import DEVICE, HOST, LOADING, BlockPool, BlockTree, Path, TreeCheck
 from kvactors.prefix_index.settings import TierPolicies
 from kvactors.prefix_index.work import turn_blocks_of
 from kvactors.types import HASH_BYTES
@@ -58,117 +57,6 @@ class BlockAges:
         """Without blocks that were taken before the ages were asked for."""
         size, taken = len(self._taken), self._taken
         return [block for block in blocks if 0 <= block < size and taken[block] >= 0.0]
-
-
-# -- The device block pool: the free device blocks, and those with more than one owner.
-
-
-CHECKED_BLOCKS = 512
-"""Blocks that a step of a check covers."""
-
-
-class BlockPool:
-    """Free device block ids 0 .. total - 1: the lowest first, later the one returned last.
-
-    A block may have several owners: paths that a fork has made of one, a copy in flight, and the
-    tree once one of the paths has committed it. Each returns it once, and it is free with the last.
-    """
-
-    __slots__ = ("_free", "_is_free", "_owners", "ages", "changes", "total")
-
-    def __init__(self, total: int, ages: BlockAges | None = None) -> None:
-        self.total = total
-        self.changes = 0  # calls that changed something
-        self.ages = ages  # while a metric asks for them
-        self._free = list(range(total - 1, -1, -1))
-        self._is_free = bytearray(b"\x01" * total)
-        self._owners: dict[int, int] = {}  # beyond the first, by block
-
-    @property
-    def free(self) -> int:
-        return len(self._free)
-
-    def take(self, count: int) -> list[int]:
-        """`count` free blocks. The caller has made sure that there are as many."""
-        if count == 1 and self._free and self.ages is None:  # as most requests that hit
-            self.changes += 1
-            block = self._free.pop()
-            self._is_free[block] = 0
-            return [block]
-        if not 0 <= count <= len(self._free):
-            raise RuntimeError(f"{count} blocks wanted, {len(self._free)} free")
-        if not count:
-            return []
-        self.changes += 1
-        taken = self._free[-count:]
-        del self._free[-count:]
-        taken.reverse()
-        for block in taken:
-            self._is_free[block] = 0
-        if self.ages is not None:
-            self.ages.took(taken)
-        return taken
-
-    @property
-    def num_shared(self) -> int:
-        return len(self._owners)
-
-    def is_shared(self, block: int) -> bool:
-        return block in self._owners
-
-    def share(self, blocks: Iterable[int]) -> None:
-        """These blocks get one more owner each. RuntimeError for one that is free."""
-        self.changes += 1
-        for block in blocks:
-            if self._is_free[block]:
-                raise RuntimeError(f"block {block} is free, and gets an owner")
-            self._owners[block] = self._owners.get(block, 0) + 1
-
-    def note_release(self, path: Path) -> None:
-        if self.ages is not None:
-            self.ages.released(path.blocks())
-
-    def give(self, blocks: Iterable[int]) -> None:
-        """Take blocks back from one owner each. RuntimeError for one that is free already or not of
-        this pool: a block that is free and in use means wrong bytes."""
-        self.changes += 1
-        marks, total = self._is_free, self.total
-        for block in self._last_owned(blocks) if self._owners else blocks:
-            if not 0 <= block < total:
-                raise RuntimeError(f"block {block} is not of this pool")
-            if marks[block]:
-                raise RuntimeError(f"block {block} was released twice")
-            marks[block] = 1
-            self._free.append(block)
-
-    def _last_owned(self, blocks: Iterable[int]) -> list[int]:
-        """The blocks without another owner. One owner fewer for the rest."""
-        last: list[int] = []
-        for block in blocks:
-            others = self._owners.get(block, 0)
-            if not others:
-                last.append(block)
-            elif others == 1:
-                del self._owners[block]
-            else:
-                self._owners[block] = others - 1
-        return last
-
-    def check_steps(self) -> Iterator[None]:
-        """AssertionError if list and marks disagree. In steps of about a millisecond, between which
-        anything may happen: a listed block must be marked in any case, and the whole is compared if
-        nothing has changed since the check began."""
-        changes, marks, seen = self.changes, self._is_free, bytearray(self.total)
-        ensure(not any(marks[block] for block in self._owners), "a block with owners is free")
-        for start in range(0, len(self._free), CHECKED_BLOCKS):
-            for block in self._free[start : start + CHECKED_BLOCKS]:
-                ensure(bool(marks[block]), "free list and marks disagree")
-                seen[block] = 1
-            yield
-        if changes != self.changes:
-            return
-        listed = seen == marks and len(self._free) == marks.count(1)
-        ensure(listed, "free list and marks disagree")
 
 
 Media = tuple[tuple[int, int], ...]
@@ -249,6 +137,7 @@ class BlockIndex:
         self.capacity = capacity
         self.hashes = hashes
         self.pool = BlockPool(num_blocks)
+        self.ages: BlockAges | None = None  # while a metric asks for them
         self.policy = TierPolicies() if policy is None else policy
         self.tree = self.policy.tree(block_size, capacity, hashes=hashes)
         self.retired: deque[BlockTree] = deque()  # cleared trees that still have blocks or memory
@@ -258,9 +147,7 @@ class BlockIndex:
         self.reserved = 0  # free blocks of requests that wait for more, or take theirs later
         self.coming = 0  # blocks that copies in flight will free at most, without stalled copies
         self.promised = 0  # blocks that waiting requests lack
-        # Operations that own blocks and return them when they end: paths that are being released
-        # in several turns, and copies within the device.
-        self.closing = 0
+        self.closing = 0  # ends of leases and clears in slices, and copies within the device
 
     # -- device blocks that requests may count on
 
@@ -285,7 +172,10 @@ class BlockIndex:
         """`count` free blocks. The caller has made sure that there are as many."""
         while self.reclaimable and count > self.pool.free:
             self.reclaim(count - self.pool.free)
-        return self.pool.take(count)
+        taken = self.pool.take(count)
+        if self.ages is not None and taken:
+            self.ages.took(taken)
+        return taken
 
     def take_reserved(self, count: int) -> list[int]:
         """`count` of the blocks that were counted in `reserved`."""
@@ -308,11 +198,11 @@ class BlockIndex:
 
     def fits(self, path: Path, needed: int, media: Media) -> bool:
         """Whether a request that holds nothing can have its blocks now. It shares the blocks of its
-        path that others use, at most those of a turn. Unused ones can be evicted."""
+        path that others use. Unused ones can be evicted."""
         available = self.free + self.unpromised + self.evictable()
         if available >= needed:
             return True
-        limit = min(self.limit_of(path.num_tokens), self.turn_blocks)
+        limit = self.limit_of(path.num_tokens)
         return available >= needed - self.before_media(self.tree.referenced_run(path, limit), media)
 
     def before_media(self, blocks: int, media: Media) -> int:
@@ -339,14 +229,7 @@ class BlockIndex:
         return self.blocks_for(min(path.num_tokens, tokens) if chunk else path.num_tokens)
 
     def match(
-        self,
-        path: Path,
-        *,
-        fetch: int,
-        media: Media = (),
-        chunk: int = 0,
-        used: bool = True,
-        states: bytes = b"",
+        self, path: Path, *, fetch: int, media: Media = (), chunk: int = 0, used: bool = True
     ) -> Match:
         """Pin the known blocks of the path, and find the blocks that may be loaded.
 
@@ -357,12 +240,11 @@ class BlockIndex:
             chunk: tokens after the cached ones that the request needs blocks for, 0 for all.
             used: whether the request gets its blocks for certain. Otherwise blocks that are being
                 evicted leave, unless `tree.keep` follows in this turn.
-            states: of the nodes that the path holds beyond those on the device.
         """
         limit = self.limit_of(path.num_tokens)
         if media:
             limit = self.before_media(self.reach(path, limit, fetch=fetch), media)
-        match = self._match(path, limit, fetch=fetch, used=used, states=states)
+        match = self._match(path, limit, fetch=fetch, used=used)
         while media and match.expected_blocks > (
             limit := self.before_media(match.expected_blocks, media)
         ):
@@ -383,12 +265,8 @@ class BlockIndex:
                 return position
         return max(run + len(states), min(limit, fetch))
 
-    def _match(
-        self, path: Path, limit: int, *, fetch: int, used: bool, states: bytes = b""
-    ) -> Match:
-        held = path.num_held - len(states)
-        more, found = self.tree.pin(path, limit, used)
-        run, states = held + more, states + found
+    def _match(self, path: Path, limit: int, *, fetch: int, used: bool) -> Match:
+        run, states = self.tree.pin(path, limit, used)
         fetched = min(limit, fetch)
         if not states and run >= fetched:
             return Match(run, [], self.blocks_for(path.num_tokens) - run)
@@ -433,13 +311,10 @@ class BlockIndex:
         if used != len(blocks):
             raise RuntimeError(f"{len(blocks)} device blocks for a table that takes {used}")
 
-    def release_slices(self, tree: BlockTree, path: Path) -> Iterator[None]:
-        """Drop all references of a path in steps, the deepest blocks first."""
-        self.pool.note_release(path)
-        blocks = max(path.num_blocks, path.num_held)
-        for keep in range(blocks - self.turn_blocks, 0, -self.turn_blocks):
-            self.pool.give(tree.release(path, keep))
-            yield
+    def release(self, tree: BlockTree, path: Path) -> None:
+        """Drop all references of a path, and return its blocks."""
+        if self.ages is not None:
+            self.ages.released(path.blocks())
         self.pool.give(tree.release(path))
 
     def evictable(self) -> int:
@@ -464,8 +339,8 @@ class BlockIndex:
         now = self.policy.now() if self.tree.sharing else 0.0
         freed, evicted, hosted, lost = self.tree.drop(count, self.hashes, salt, incoming, now)
         self.pool.give(freed)
-        if self.pool.ages is not None and freed:
-            self.pool.ages.evicted(freed)
+        if self.ages is not None and freed:
+            self.ages.evicted(freed)
         return len(freed), evicted, hosted, lost
 
     def finish_evict(self, op: Eviction, on_host: bytes) -> tuple[list[int], list[int]]:
@@ -473,8 +348,8 @@ class BlockIndex:
         another eviction still reads. Returns the indices of those that left, and that stayed."""
         freed, stayed = op.tree.finish_offload(op.nodes, on_host)
         self.pool.give(freed)
-        if self.pool.ages is not None and freed:
-            self.pool.ages.evicted(freed)
+        if self.ages is not None and freed:
+            self.ages.evicted(freed)
         kept = set(stayed)
         return [j for j in range(op.total) if j not in kept], stayed
 
@@ -499,7 +374,7 @@ class BlockIndex:
         if self.pool.total or self.tree.statistics()["nodes"]:
             raise RuntimeError("the number of device blocks is set once, in an empty index")
         self.capacity += num_blocks
-        self.pool = BlockPool(num_blocks, self.pool.ages)
+        self.pool = BlockPool(num_blocks)
         self._renew_tree()
 
     def reclaim(self, count: int) -> None:
@@ -528,14 +403,14 @@ class BlockIndex:
 
     def check_steps(self) -> Iterator[None]:
         """RuntimeError or AssertionError if the tree or the pool is inconsistent. In steps of about
-        a millisecond, between which other calls may come. Each block is checked by itself in any
+        a millisecond, between which other calls may come. Each node is checked by itself in any
         case, sums and orders only if nothing has changed since the check began."""
         check = TreeCheck(self.tree)
         while not check.step(CHECKED_NODES):
             yield
         unused = sum(tree.returning for tree in self.retired)
         ensure(self.reclaimable == unused, "blocks of cleared trees to be returned")
-        yield from self.pool.check_steps()
+        self.pool.check()
 
 
 def is_loadable(state: int, *, stored: bool) -> bool:

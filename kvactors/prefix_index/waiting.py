@@ -4,7 +4,7 @@ release device blocks."""
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import count, takewhile
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from kvactors.errors import (
     NumBlocksUnset,
     Paused,
 )
-from kvactors.native import BlockTree, Path
+from kvactors.native import Path
 from kvactors.prefix_index.messages import Acquire, AdmissionDeadline, Fork, Proceed
 from kvactors.prefix_index.tree import Media
 from kvactors.prefix_index.work import Timed, Work
@@ -64,9 +64,6 @@ class Line:
 
     def __init__(self) -> None:
         self.waits: OrderedDict[int, Wait] = OrderedDict()  # by lease
-        # Requests that have left the line to be matched, maybe over several turns, and may come
-        # back to their place.
-        self.matching: dict[int, Wait] = {}
         self.claims = 0  # blocks of `waits`
 
     def __len__(self) -> int:
@@ -74,15 +71,14 @@ class Line:
 
     @property
     def first(self) -> Wait | None:
-        return next(iter((self.matching or self.waits).values()), None)
+        return next(iter(self.waits.values()), None)
 
     def enter(self, wait: Wait) -> None:
-        """Let a request wait. A request that waited before has its place again."""
-        before, number = self.matching.pop(wait.lease, None), number_of(wait.message)
-        backwards = reversed(self.waits.values())
+        """Let a request wait, before those that were called later."""
+        number, backwards = number_of(wait.message), reversed(self.waits.values())
         later = list(takewhile(lambda one: number_of(one.message) > number, backwards))
-        if before is not None or later:
-            wait.since = (before or later[-1]).since
+        if later:
+            wait.since = later[-1].since
         self.waits[wait.lease] = wait
         self.claims += wait.claim
         for one in reversed(later):
@@ -95,11 +91,6 @@ class Line:
             wait.stop_timer()
             self.claims -= wait.claim
         return wait
-
-    def match(self, lease: int) -> None:
-        wait = self.remove(lease)
-        if wait is not None:
-            self.matching[lease] = wait
 
 
 class WaitQueue:
@@ -404,25 +395,6 @@ class WaitQueue:
     def proceed(self) -> None:
         self.proceeding = False
         self._serve()
-
-    # -- releases
-
-    def release(self, tree: BlockTree, path: Path) -> None:
-        """Drop the references of a path, those of a long one in later turns."""
-        if max(path.num_blocks, path.num_held) > self._index.turn_blocks:
-            self._out.begin(self.freeing(self._index.release_slices(tree, path)))
-            return
-        self._index.pool.note_release(path)
-        self._index.pool.give(tree.release(path))
-
-    def freeing(self, steps: Iterator[None]) -> Work:
-        """Steps that return blocks to the pool, one a turn."""
-        self._index.closing += 1
-        for _ in steps:
-            yield
-            self.serve()
-        self._index.closing -= 1
-        self.serve()
 
     def _sweep(self) -> Work:
         """Return blocks and memory of cleared trees in later turns. Requests do not wait for it:

@@ -64,7 +64,7 @@ class Tier:
 
     def end(self, path: Path, output: int, now: float) -> None:
         if self.one_step:
-            freed = self.tree.end(path, 100, output, now)
+            freed = self.tree.end(path, output, now)
             if freed is not None:
                 self.steps += 1
                 self.free += freed
@@ -148,7 +148,7 @@ def test_an_end_is_refused_in_a_tree_with_salts_or_hints(hinted: bool) -> None:
         tree.hint(path, 1, 9.0)
     else:
         tree.set_quota(7, 1)
-    assert tree.end(path, 9, -1, 0.0) is None
+    assert tree.end(path, -1, 0.0) is None
     assert (path.num_held, path.blocks()) == (2, [0, 1])
     again = path_of(4, 7)
     assert tree.pin_resident(again, ROOT, -1, 0, 2, 0, False, 0.0) == 2, (
@@ -171,7 +171,7 @@ def test_a_forgotten_path_commits_nothing_new() -> None:
     other.assign(0, [3])
     other.forgotten = True
     assert tree.commit_tokens(other, 2, False) == -1
-    assert tree.end(path, 9, -1, 0.0) is None
+    assert tree.end(path, -1, 0.0) is None
     assert {1, 2} <= {*tree.release(path)}
 
 

@@ -73,8 +73,6 @@ WANTED = [
     "truncate drops references",
     "truncate drops blocks",
     "truncate within a block",
-    "release in parts",
-    "pin in parts",
     "a refused request leaves evictions alone",
     "keep what is being evicted",
     "one step of a hit",
@@ -99,7 +97,6 @@ WANTED = [
     "tokens refused for the host",
     "tokens refused in a retired tree",
     "commit_tokens refused",
-    "end of a long path refused",
     "end in a retired tree refused",
     "end in one step",
     "end in one step with private blocks",
@@ -189,7 +186,7 @@ class Walk:
             ),
             lambda: machine.hint(index, number(MAX_BLOCKS), number(2) > 0, number(4)),
             lambda: machine.use_of_another_tree(index),
-            lambda: machine.release(index, number(2) > 0, number(3) + 1),
+            lambda: machine.release(index, number(2) > 0),
             lambda: machine.retreat(index, self.less()),
             lambda: machine.truncate(index, number(5) - 1, self.random.choice([*EXTRAS, b""])),
             lambda: machine.pin_resident(
@@ -201,7 +198,7 @@ class Walk:
                 number(4) == 0,
             ),
             lambda: machine.commit_tokens(index, number(7) - 2, number(3) == 0),
-            lambda: machine.end_in_one_step(index, self.random.choice([0, 1, 8, 8])),
+            lambda: machine.end_in_one_step(index),
         ]
         weights = [2, 1, 1, 1, 1, 1, 3, 2, 1, 1, 2, 2, 4, 6, 2, 1, 4, 1, 2, 3, 3, 2]
         self.random.choices(moves, weights)[0]()

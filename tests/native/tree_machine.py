@@ -71,7 +71,7 @@ class TreeMachine(PathRules):
         self.provide(index, -(-lease.native.num_tokens // self.size))
         self.commit_tokens(index, 0, False)
         if end != "stays":
-            self.end_in_one_step(index, MAX_BLOCKS + 2)
+            self.end_in_one_step(index)
             self.release(index, forget=True)
 
     @precondition(lambda self: self.leases)
@@ -151,16 +151,15 @@ class TreeMachine(PathRules):
         )
 
     @precondition(lambda self: self.leases)
-    @rule(index=which, most=st.sampled_from([0, 1, MAX_BLOCKS + 2, MAX_BLOCKS + 2]))
-    def end_in_one_step(self, index: int, most: int) -> None:
+    @rule(index=which)
+    def end_in_one_step(self, index: int) -> None:
         lease = self.lease(index)
         blocks, held = lease.native.num_blocks, lease.native.num_held
         if not held and not blocks:
             lease.trees = self.trees
-        native = lease.trees.native.end(lease.native, most, -1, 0.0)
-        assert native == lease.trees.model.end(lease.model, most, -1, 0.0)
-        REACHED["end of a long path refused"] += native is None and blocks > most
-        REACHED["end in a retired tree refused"] += native is None and blocks <= most
+        native = lease.trees.native.end(lease.native, -1, 0.0)
+        assert native == lease.trees.model.end(lease.model, -1, 0.0)
+        REACHED["end in a retired tree refused"] += native is None
         REACHED["end in one step"] += native is not None and held > 0
         REACHED["end in one step with private blocks"] += bool(native)
         self.give(native or [])
@@ -445,7 +444,7 @@ class TreeMachine(PathRules):
                 ("worth_saving", (0, 0, 0)),
                 ("pin_resident", (lease.model.root, -1, 0, 1, 1, False, 0.0)),
                 ("commit_tokens", (0, True)),
-                ("end", (9, -1, 0.0)),
+                ("end", (-1, 0.0)),
             ]:
                 assert self.same(name, other, *args, lease=lease) is None
 

@@ -246,10 +246,8 @@ class PathRules(RuleBasedStateMachine):
             lease.trees = self.trees
         known = lease.trees.model._walk(lease.model, limit)
         offloading = [bool(node.bits & OFFLOADING) for node in known]
-        before = lease.native.num_held
         if self.same("pin", lease.trees, limit, lease=lease) is None:
             return
-        REACHED["pin in parts"] += 0 < before < lease.native.num_held
         run = lease.native.num_committed
         REACHED["match again what is being evicted"] += any(offloading[:run])
         REACHED["meet an eviction below a hole"] += any(offloading[run:])
@@ -341,8 +339,8 @@ class PathRules(RuleBasedStateMachine):
         self.give(freed)
 
     @precondition(lambda self: self.leases)
-    @rule(index=which, forget=st.booleans(), step=st.sampled_from([1, 2, MAX_BLOCKS]))
-    def release(self, index: int, forget: bool, step: int = MAX_BLOCKS) -> None:
+    @rule(index=which, forget=st.booleans())
+    def release(self, index: int, forget: bool) -> None:
         lease = self.lease(index)
         retired, loading = (
             lease.trees.native.retired,
@@ -352,11 +350,7 @@ class PathRules(RuleBasedStateMachine):
             not shared and block != NONE
             for block, shared in zip(lease.model.table, lease.model.shared, strict=True)
         )
-        freed: list[int] = []
-        size = max(lease.native.num_held, lease.native.num_blocks)
-        for keep in range(max(size - step, 0), -step, -step):
-            freed += self.same("release", lease.trees, max(keep, 0), lease=lease) or []
-            REACHED["release in parts"] += keep > 0
+        freed = self.same("release", lease.trees, lease=lease) or []
         REACHED["release while loading"] += loading
         REACHED["release the last use of a retired block"] += retired and len(freed) > private
         self.give(freed)

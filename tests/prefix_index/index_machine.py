@@ -405,7 +405,7 @@ class IndexMachine(RuleBasedStateMachine):
         refused = busy or kept < state.path.num_committed * BLOCK or state.fault is not None
         before, (full, rest) = state.path.num_blocks, divmod(kept, BLOCK)
         if rest and full < min(before, state.path.num_full_blocks):
-            refused = refused or self.index.pool.is_shared(state.path.blocks(full, full + 1)[0])
+            refused = refused or self.index.pool.owners(state.path.blocks(full, full + 1)[0]) > 1
         message = Truncate(lease, self.leases[lease] - stale, kept)
         [answered] = [one for one in self.turn(message).answered if one.message is message]
         assert (answered.error is not None) == refused
@@ -665,9 +665,7 @@ class IndexMachine(RuleBasedStateMachine):
         space = core.queue.acquires
         for held in space.waits.values():
             path = held.message.path
-            assert self.works or not (path.num_held or path.num_blocks), (
-                "it waits, and holds blocks"
-            )
+            assert path.num_held == path.num_blocks == 0, "it waits, and holds blocks"
         first = space.first
         if first is not None and not (self.works or core.queue.paused):
             first.message.path.set_root(self.roots.root(PLAIN))
@@ -677,7 +675,6 @@ class IndexMachine(RuleBasedStateMachine):
             )
             fits = self.index.fits(first.message.path, needed, first.message.media)
             assert not fits, "nothing wakes a request that fits"
-        assert self.works or not space.matching, "a request left the queue and did not come back"
         paths = {id(lease.path): lease for lease in core.leases}
         private: list[int] = []
         places: dict[int, tuple[int, bytes]] = {}  # of private blocks in the tables of leases
@@ -705,11 +702,10 @@ class IndexMachine(RuleBasedStateMachine):
         owned = Counter(private)
         for copy in self.copies.values():
             owned.update({copy.sources[0], *copy.targets})
+        pool = self.index.pool
         for block, owners in owned.items():
-            if owners > 1:
-                assert self.index.pool.is_shared(block), "a device block is given to two requests"
+            assert owners <= pool.owners(block), "a block in use is free, or given to two requests"
         private = list(owned.elements())
-        assert not set(private) & set(self.index.pool._free), "a block in use is free"
         works = (*self.works, *self.sweeps)
         assert self.actor.out.works == sum(isinstance(work, NextSlice) for work in works)
         if self.announce and core.announcements._walk is None:
@@ -725,8 +721,7 @@ class IndexMachine(RuleBasedStateMachine):
             in_trees = sum(
                 tree.statistics()["device"] + tree.statistics()["loading"] for tree in self.trees
             )
-            used = self.index.pool.total - self.index.pool.free
-            used += sum(self.index.pool._owners.values())
+            used = sum(map(pool.owners, range(pool.total)))
             assert used == in_trees + len(private), (
                 f"{used} blocks in use, {in_trees} in trees, {len(private)} private"
             )

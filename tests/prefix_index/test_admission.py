@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import Any
 
 from hypothesis import given
@@ -13,7 +12,7 @@ from kvactors.cpu_evictor.messages import Offload
 from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
 from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.messages import Ack, AdmissionDeadline, Proceed
+from kvactors.prefix_index.messages import AdmissionDeadline, Proceed
 from kvactors.prefix_index.waiting import TURN_REQUESTS, Wait, WaitQueue
 from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
@@ -24,7 +23,6 @@ from tests.prefix_index.objects import (
     core,
     effects_of,
     messages,
-    new_lease,
     work_of,
 )
 
@@ -198,20 +196,6 @@ def test_a_turn_serves_a_bounded_number_of_requests():
     admission.proceed()
     admission.serve()
     assert all(taker.given for taker in takers)
-
-
-def test_a_long_path_is_released_in_slices_and_a_pause_waits_for_them():
-    state = core(8, part=3)
-    lease = new_lease(state.index, 1, 8)
-    [last] = effects_of(state.queue.release, lease.tree, lease.path)
-    pause = Request()
-    assert effects_of(state.queue.when_idle, partial(state.out.reply, pause, Ack())) == []
-    free = [state.index.free]
-    while isinstance(last, NextSlice):
-        [last] = work_of(state.out, last.work)
-        free.append(state.index.free)
-    assert free == [3, 6, 8], "some blocks a turn, the deepest first"
-    assert last.envelope is pause
 
 
 def test_blocks_of_a_clear_come_back_in_later_turns():

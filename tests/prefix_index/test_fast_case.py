@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from kvactors.actor.sliced import finish
 from kvactors.cpu_evictor.messages import Load, Offloaded
 from kvactors.errors import LeaseEnded, NoRoom, NotReady, RankLost
 from kvactors.flush_notifier.messages import PathCached
@@ -26,7 +25,7 @@ from kvactors.prefix_index.messages import (
     Resume,
 )
 from kvactors.prefix_index.settings import TierPolicies
-from kvactors.prefix_index.tree import BlockIndex, BlockPool
+from kvactors.prefix_index.tree import BlockIndex
 from kvactors.prefix_index.waiting import TURN_REQUESTS
 from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
@@ -114,10 +113,6 @@ def test_a_request_that_leaves_too_few_blocks_free_evicts_ahead():
     assert state.index.free == 3
 
 
-def test_a_long_request_takes_several_turns():
-    assert any(isinstance(one, NextSlice) for one in ask(alone(part=2), 1, 5))
-
-
 def test_the_hints_of_a_request_are_those_of_its_blocks():
     state, hints = alone(), Hints(priority=2)
     granted(state, 1, 2, hints=hints)
@@ -151,7 +146,7 @@ def test_the_policy_learns_the_length_and_the_time_of_an_output(added, output, l
 
     lease.tree = Tree()  # type: ignore[assignment]
     state.finish(Finish(1, None, output), Request())
-    assert ends == [(100, learned, 7.0)]
+    assert ends == [(learned, 7.0)]
 
 
 def test_new_blocks_are_announced():
@@ -225,20 +220,3 @@ def test_memory_of_a_clear_is_returned_although_nobody_waits():
     effects = effects_of(state.clear, Clear(), Request())
     assert [type(one) for one in effects if isinstance(one, NextSlice)] == [NextSlice]
     assert isinstance(answers(effects)[0], Ack)
-
-
-def test_a_pool_marks_and_notes_a_single_block():
-    class Ages:
-        def __init__(self) -> None:
-            self.taken: list[list[int]] = []
-
-        def took(self, blocks: list[int]) -> None:
-            self.taken.append(blocks)
-
-    pool = BlockPool(4, ages := Ages())  # type: ignore[arg-type]
-    pool.take(1)
-    pool.take(2)
-    assert ages.taken == [[0], [1, 2]]
-    pool.ages = None
-    pool.take(1)
-    finish(pool.check_steps())

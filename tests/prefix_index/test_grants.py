@@ -12,13 +12,11 @@ from kvactors.prefix_index.messages import (
     Abandon,
     AcquireResult,
     AdmissionDeadline,
-    Clear,
     Extend,
     Pause,
     Resume,
     SetNamespace,
 )
-from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
     BLOCK,
     Request,
@@ -30,7 +28,6 @@ from tests.prefix_index.objects import (
     effects_of,
     messages,
     path,
-    work_of,
 )
 
 
@@ -237,23 +234,3 @@ def test_requests_of_a_pause_are_admitted_in_order_after_it():
     resume = Request()
     done, granted = answers(effects_of(state.resume, Resume(), resume))
     assert (done.count, len(granted.blocks)) == (1, 3)
-
-
-@pytest.mark.parametrize("clear", [False, True])
-def test_a_long_request_takes_a_turn_a_part_and_begins_again_after_a_clear(clear):
-    state = core(12, part=2)
-    cache(state, 4)
-    _, actions = request(state, 1, 7)
-    turns = 1
-    while actions and not answers(actions):
-        if clear and turns == 2:
-            state.clear(Clear(), Request())
-        works = [one.work for one in actions if isinstance(one, NextSlice)]
-        [work] = [one for one in works if one.__name__ != "_sweep"]
-        actions = work_of(state.out, work)
-        turns += 1
-    [granted] = answers(actions)
-    assert granted.device_hits == (0 if clear else 4)
-    assert len(set(granted.blocks)) == 7
-    assert turns > 2
-    assert state.index.reserved == 0

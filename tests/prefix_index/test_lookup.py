@@ -100,12 +100,12 @@ def test_a_lookup_equals_a_walk_block_by_block(
     prompt = Path(BLOCK, bytes(32))
     prompt.extend(list(range(tokens)))
     chosen = IndexSettings(exclusive=True, host_tier=True, fetch=fetch)
-    before = (index.tree.statistics(), index.pool.changes)
+    before = (index.tree.statistics(), index.pool.free)
     store: Any = Store(path(LENGTH), case.stored)
     found = finish(count_hits(index, chosen, store, least, prompt, media))
     assert found == modelled(case, tokens, recompute, fetch, least, media)
     assert found.new_blocks == -(-tokens // BLOCK) - found.device
-    assert (index.tree.statistics(), index.pool.changes) == before
+    assert (index.tree.statistics(), index.pool.free) == before
     match = index.match(prompt, fetch=chosen.fetchable(prompt), media=media)
     assert match.num_device_blocks >= found.device
     assert match.expected_blocks >= found.blocks, "an acquire looks for less than was found"

@@ -142,7 +142,7 @@ def test_every_match_comes_with_the_time():
     state = core(8, part=1, host_tier=False)
     matched: list[Any] = []
     state.index.policy.advance = matched.append
-    message = acquire(1, 3)
+    message = acquire(1, 3, chunk_tokens=1)
     state.acquire(message, Request(message))
     assert matched == [state.index.tree]
 

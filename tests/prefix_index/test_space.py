@@ -205,7 +205,6 @@ class QueueMachine(RuleBasedStateMachine):
         assert there == list(waiting), "the queue is not in the order of arrival"
         assert self.core.index.free == self.free
         assert not self.core.queue.waiting
-        assert not space.matching
 
 
 class Grow:

@@ -35,16 +35,7 @@ from kvactors.prefix_index.messages import (
     Truncate,
 )
 from kvactors.prefix_index.work import NextSlice
-from tests.prefix_index.objects import (
-    BLOCK,
-    Request,
-    answers,
-    cache,
-    core,
-    effects_of,
-    messages,
-    work_of,
-)
+from tests.prefix_index.objects import BLOCK, Request, answers, cache, core, effects_of, work_of
 
 DEVICE_BLOCKS = 9
 LEASE = 1
@@ -234,7 +225,7 @@ class TablesMachine(RuleBasedStateMachine):
         blocks = path.blocks()
         assert -1 not in blocks
         assert len(set(blocks)) == len(blocks)
-        assert not set(blocks) & set(self.state.index.pool._free)
+        assert all(map(self.state.index.pool.owners, blocks))
         finish(self.state.index.check_steps())
 
     def teardown(self) -> None:
@@ -334,18 +325,3 @@ def test_freed_blocks_go_to_the_request_that_waits():
     assert not answers(effects_of(state.acquire, *asked(Acquire(2, "r2", path, 10.0))))
     actions = effects_of(state.truncate, Truncate(LEASE, 4 * BLOCK, 3 * BLOCK), Request())
     assert [type(one) for one in answers(actions)] == [Ack, AcquireResult]
-
-
-def test_very_many_blocks_are_given_back_in_parts():
-    state = core(30, part=4)
-    lease = granted(state, 1)
-    state.grow(Reserve(LEASE, 1, 1 + 19 * BLOCK), Request())
-    assert lease.path.num_blocks == 20
-    actions = effects_of(state.truncate, Truncate(LEASE, 1, 1), Request())
-    turns = 1
-    while works := [one for one in messages(actions) if isinstance(one, NextSlice)]:
-        assert state.index.free <= 10 + 4 * turns
-        actions, turns = work_of(state.out, works[0].work), turns + 1
-    assert turns == 5
-    assert state.index.free == 29
-    state.finish(Finish(LEASE, None), Request(Finish(LEASE)))

@@ -65,7 +65,7 @@ def test_a_device_that_loses_writes_is_caught(monkeypatch):
 
 
 def test_a_leak_is_caught(monkeypatch):
-    from kvactors.prefix_index.tree import BlockPool
+    from kvactors.native import BlockPool
 
     give = BlockPool.give
     monkeypatch.setattr(BlockPool, "give", lambda self, blocks: give(self, list(blocks)[:-1]))

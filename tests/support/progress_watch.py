@@ -92,14 +92,13 @@ class ProgressWatch(Instrument):
             return
         queue = actor.queue
         self._refuse_hopeless()
-        if queue.proceeding or queue.acquires.matching or actor.out.works > queue._sweeping:
+        if queue.proceeding or actor.out.works > queue._sweeping:
             return  # the index looks at the queue in a later turn
         ahead: list[Wait] = []
         for held in self._waiting():
             message = held.message
-            path = message.path if isinstance(message, Acquire) else None
-            if path is not None and (queue.paused or path.num_held or path.num_blocks):
-                return  # blocks of an earlier attempt are still being released
+            if isinstance(message, Acquire) and queue.paused:
+                return
             self._seen["waiting requests watched"] += 1
             if self._may_pass(held.claim, ahead) and self._fits(message):
                 self._fail(f"progress: {type(message).__name__} waits for room, and fits")
@@ -135,9 +134,7 @@ class ProgressWatch(Instrument):
         if message.wait_for_room:
             self._fail(f"progress: a request that may wait for room is refused: {error}")
             return
-        ahead = [
-            held for held in self._waiting() if number_of(held.message) < message.lease
-        ] + list(core.queue.acquires.matching.values())
+        ahead = [held for held in self._waiting() if number_of(held.message) < message.lease]
         if not self._may_pass(claim, ahead):
             self._seen["refused behind others"] += 1
         elif message.wait and not path.num_held:
@@ -148,10 +145,8 @@ class ProgressWatch(Instrument):
     def _overtakes(self, message: Acquire, needed: int) -> None:
         """A request is about to get its blocks."""
         assert self._actor is not None
-        queue = self._actor.queue
         waiting = {held.message.lease: held for held in self._waiting()}
-        kept = waiting.keys() | queue.acquires.matching.keys()
-        self._overtaken = Counter({n: c for n, c in self._overtaken.items() if n in kept})
+        self._overtaken = Counter({n: c for n, c in self._overtaken.items() if n in waiting})
         for lease, held in waiting.items():
             if isinstance(held.message, Acquire) and lease > message.lease:
                 continue

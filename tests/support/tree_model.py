@@ -35,17 +35,9 @@ class TreeModel:
     def pin(self, path: PathModel, max_blocks: int = -1, used: bool = True) -> tuple[int, bytes]:
         """Match, reference the known blocks, fill the table."""
         self._own(path)
-        held = path.num_held
-        require(path.num_blocks == held, "path already holds device blocks of its own")
-        more = self._walk(path, max_blocks)[held:]
-        run = next(
-            (
-                i
-                for i, node in enumerate(more)
-                if not node.bits & DEVICE or path.num_committed < held
-            ),
-            len(more),
-        )
+        require(not (path.num_held or path.num_blocks), "the path holds nodes or device blocks")
+        more = self._walk(path, max_blocks)
+        run = next((i for i, node in enumerate(more) if not node.bits & DEVICE), len(more))
         states = bytes(node.bits for node in more[run:])
         path.nodes += more
         path.name_to(len(path.nodes))
@@ -147,29 +139,24 @@ class TreeModel:
         path.cut(num_tokens, extra)
         return freed
 
-    def release(self, path: PathModel, keep: int = 0) -> list[int]:
-        """Give back everything beyond the first `keep` blocks."""
+    def release(self, path: PathModel) -> list[int]:
+        """Give back everything."""
         self._own(path)
         freed = [
             path.table[i]
-            for i in range(keep, path.num_blocks)
+            for i in range(path.num_blocks)
             if not path.shared[i] and path.table[i] != NONE
         ]
-        freed += self._let_go(path.nodes[keep:])
-        path.nodes, path.table, path.shared = (
-            path.nodes[:keep],
-            path.table[:keep],
-            path.shared[:keep],
-        )
-        path.num_committed = min(path.num_committed, keep)
-        path.tree = path.tree if path.nodes else None
+        freed += self._let_go(path.nodes)
+        path.nodes, path.table, path.shared = [], [], []
+        path.num_committed, path.tree = 0, None
         return freed
 
-    def end(self, path: PathModel, most: int, output_tokens: int, now: float) -> list[int] | None:
-        """`release` of a path of at most `most` blocks, in a tree that is not retired."""
+    def end(self, path: PathModel, output_tokens: int, now: float) -> list[int] | None:
+        """`release`, in a tree that is not retired."""
         del output_tokens, now
         self._own(path)
-        return None if self.retired or path.num_blocks > most else self.release(path)
+        return None if self.retired else self.release(path)
 
     def mark_announced(self, path: PathModel, start: int, stop: int) -> int:
         """Mark nodes. Returns the first that was not marked."""
