@@ -103,12 +103,15 @@ Buckets: TypeAlias = list[tuple[float, float]]
 
 
 class Metrics:
-    """The samples of kvactors in an exposition, without those that are not finite."""
+    """The samples of kvactors in an exposition, without those that are not finite. Without a text
+    they are those of a process that has done nothing yet."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str | None = None) -> None:
         from prometheus_client.parser import text_string_to_metric_families
 
         self.samples: dict[str, list[tuple[Labels, float]]] = {}
+        if text is None:
+            return
         try:
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
@@ -182,67 +185,56 @@ class ShownHealth(msgspec.Struct, frozen=True):
 
 
 class Reading(NamedTuple):
-    """The answers of a process. at: seconds of the reader's clock. health: None without a path for
-    it."""
+    """The answers of a process. at: seconds of the reader's clock."""
 
     at: float
     metrics: Metrics
-    health: ShownHealth | None
+    health: ShownHealth
 
 
 class Interval(NamedTuple):
-    """The last reading, and the one before it if there is one. Its methods are the values of the
-    tables: of a metric with some labels, None if they are not known."""
+    """The metrics at the end of an interval, and at its beginning if that is known. Its methods are
+    the values of the tables: of a metric with some labels, None if they are not known."""
 
-    last: Reading
-    before: Reading | None
-
-    @property
-    def seconds(self) -> float | None:
-        return None if self.before is None else self.last.at - self.before.at
+    last: Metrics
+    before: Metrics | None
+    seconds: float | None = None
 
     def _total(self, name: str, labels: Labels) -> float:
-        return self.last.metrics.value(name, labels) or 0.0
+        return self.last.value(name, labels) or 0.0
 
     def _limit(self, name: str, labels: Labels) -> float | None:
-        return self.last.metrics.value(name, labels) or None
+        return self.last.value(name, labels) or None
 
     def _flag(self, name: str, labels: Labels) -> bool:
-        return bool(self.last.metrics.value(name, labels))
+        return bool(self.last.value(name, labels))
 
     def _growth(self, name: str, labels: Labels) -> float | None:
-        value = self.last.metrics.value(name, labels)
-        earlier = None if self.before is None else self.before.metrics.value(name, labels)
-        return None if value is None or earlier is None else max(0.0, value - earlier)
+        value = self.last.value(name, labels)
+        if value is None or self.before is None:
+            return None
+        return max(0.0, value - (self.before.value(name, labels) or 0.0))
 
     def _per_s(self, name: str, labels: Labels) -> float | None:
-        growth = self._growth(name, labels)
-        return growth / self.seconds if growth is not None and self.seconds else None
+        return quotient(self._growth(name, labels), self.seconds)
 
     def _events_per_s(self, name: str, labels: Labels) -> float | None:
         return self._per_s(f"{name}_count", labels)
 
     def _used(self, name: str, labels: Labels) -> float | None:
-        return quotient(
-            self.last.metrics.value(name, labels), self._limit("tier_capacity_blocks", labels)
-        )
+        return quotient(self.last.value(name, labels), self._limit("tier_capacity_blocks", labels))
 
     def _hit_rate(self, name: str, labels: Labels) -> float | None:
         return quotient(self._growth(name, labels), self._growth(QUERIES, {}))
 
-    def _hit_rate_ever(self, name: str, labels: Labels) -> float | None:
-        return quotient(self.last.metrics.value(name, labels), self._limit(QUERIES, {}))
-
     def _quantile(self, name: str, labels: Labels, share: float) -> float | None:
         if self.before is None:
             return None
-        earlier = dict(self.before.metrics.buckets(name, labels))
-        found = self.last.metrics.buckets(name, labels)
-        grown = [(bound, max(0.0, count - earlier.get(bound, 0.0))) for bound, count in found]
-        return quantile(grown, share)
-
-    def _quantile_ever(self, name: str, labels: Labels, share: float) -> float | None:
-        return quantile(self.last.metrics.buckets(name, labels), share)
+        earlier = dict(self.before.buckets(name, labels))
+        found = self.last.buckets(name, labels)
+        return quantile(
+            [(bound, max(0.0, n - earlier.get(bound, 0.0))) for bound, n in found], share
+        )
 
 
 def quotient(part: float | None, of: float | None) -> float | None:
@@ -295,7 +287,8 @@ Field: TypeAlias = tuple[
 HITS, QUERIES = "kv_block_hits_total", "kv_block_queries_total"
 MOVED, MOVES = "kv_offload_total_bytes_total", "kv_offload_seconds"
 P50, P99 = (partial(Interval._quantile, share=share) for share in (0.5, 0.99))
-P50_EVER, P99_EVER = (partial(Interval._quantile_ever, share=share) for share in (0.5, 0.99))
+EVER = "_since_start"
+"""In the keys of values of the whole time since the cache was opened."""
 
 TIER: tuple[Field, ...] = (
     ("blocks", "blocks", _count, Interval._total, "tier_blocks"),
@@ -303,7 +296,7 @@ TIER: tuple[Field, ...] = (
     ("used", "used", _percent, Interval._used, "tier_blocks"),
     ("bytes", "bytes", human, Interval._total, "tier_bytes"),
     ("hit_rate", "hits now", _percent, Interval._hit_rate, HITS),
-    ("hit_rate_since_start", "since start", _percent, Interval._hit_rate_ever, HITS),
+    ("hit_rate_since_start", "since start", _percent, Interval._hit_rate, HITS),
     ("evicted_per_s", "evicted/s", _rate, Interval._per_s, "blocks_evicted_total"),
 )
 REQUESTS: tuple[Field, ...] = (
@@ -324,8 +317,8 @@ LATENCY: tuple[Field, ...] = (
     ("per_s", "/s", _rate, Interval._events_per_s, ""),
     ("p50_s", "p50 now", _time, P50, ""),
     ("p99_s", "p99 now", _time, P99, ""),
-    ("p50_since_start_s", "p50 start", _time, P50_EVER, ""),
-    ("p99_since_start_s", "p99 start", _time, P99_EVER, ""),
+    ("p50_since_start_s", "p50 start", _time, P50, ""),
+    ("p99_since_start_s", "p99 start", _time, P99, ""),
 )
 SINK: tuple[Field, ...] = (
     ("up", "state", _state, Interval._flag, "sink_up"),
@@ -350,7 +343,11 @@ def _row(
     both: Interval, fields: Iterable[Field], first: Row, metric: str = "", **labels: str
 ) -> Row:
     """A row whose first column is given. metric: of the fields that name none."""
-    return first | {key: value(both, of or metric, labels) for key, _, _, value, of in fields}
+    ever = both._replace(before=Metrics())
+    return first | {
+        key: value(ever if EVER in key else both, of or metric, labels)
+        for key, _, _, value, of in fields
+    }
 
 
 def _health_of(metrics: Metrics) -> ShownHealth:
@@ -387,8 +384,10 @@ class Readings:
         """The values of a frame at the last reading, as `--json` writes them."""
         if self._last is None:
             raise RuntimeError("there is no reading")
-        both = Interval(self._last, self._before)
-        metrics, health = both.last.metrics, both.last.health or _health_of(both.last.metrics)
+        metrics, health = self._last.metrics, self._last.health
+        both = Interval(metrics, None)
+        if self._before is not None:
+            both = Interval(metrics, self._before.metrics, self._last.at - self._before.at)
         by = metrics.by
         settings = next((labels for labels, _ in metrics.samples.get("cache_config_info", ())), {})
         has_store = settings.get("store", "none") != "none"
@@ -601,7 +600,7 @@ def read(url: str, timeout: float) -> Reading:
         metrics = Metrics(body.decode())
     except (BadMetrics, UnicodeDecodeError) as error:
         raise BadMetrics(f"{url} has no metrics of a kvactors cache: {error}") from error
-    health = None
+    health = _health_of(metrics)
     if "health" in metrics.samples:  # else the process has no such path
         with suppress(Unreachable, msgspec.DecodeError, UnicodeDecodeError):
             _, body = fetch(url.rpartition("/")[0] + "/health", timeout)

@@ -188,6 +188,8 @@ def test_quantiles_are_interpolated_as_prometheus_does():
 
 # -- values and frames
 
+OK = ShownHealth("ok")
+
 TEXT = """\
 kvactors:up 1
 kvactors:health{{status="ok"}} 1
@@ -207,7 +209,7 @@ kvactors:acquire_seconds_bucket{{le="+Inf"}} {requests}
 
 def reading(at, health=None, *, start=50.0, requests=0, queries=0, hits=0, turns=0):
     text = TEXT.format(start=start, requests=requests, queries=queries, hits=hits, turns=turns)
-    return Reading(at, Metrics(text), health)
+    return Reading(at, Metrics(text), health or OK)
 
 
 def test_rates_are_those_of_the_interval():
@@ -256,12 +258,12 @@ def test_a_real_cache_fills_every_part():
             metrics = CacheMetrics(cache)
             readings = Readings()
             await requests(cache, 1)
-            readings.add(Reading(0.0, Metrics(metrics.render().decode()), None))
+            readings.add(Reading(0.0, Metrics(metrics.render().decode()), OK))
             for number in (1, 2, 1, 3, 1):
                 await serve(cache, f"r{number}", prompt(number, 6, tail=1))
                 await cache.wait_idle()
             await asyncio.sleep(1.0)
-            readings.add(Reading(1.0, Metrics(metrics.render().decode()), None))
+            readings.add(Reading(1.0, Metrics(metrics.render().decode()), OK))
             return readings.view("http://x", 0.0)
 
     view = simulate(main, 1)
