@@ -219,12 +219,6 @@ async def test_an_actor_has_ended_when_its_jobs_have():
         assert ended == ["job"]
 
 
-async def test_the_users_own_exception_passes_as_it_is():
-    with pytest.raises(KeyError, match="mine"):
-        async with Wired().running():
-            raise KeyError("mine")
-
-
 async def test_a_failed_first_start_is_raised():
     def broken(ref):
         raise OSError("no such device")

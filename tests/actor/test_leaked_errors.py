@@ -22,7 +22,7 @@ from kvactors.actor import (
     Supervisor,
     on,
 )
-from kvactors.actor.uncancelled import ThreadWaits, uncancelled, wait_uncancelled
+from kvactors.actor.uncancelled import uncancelled
 from kvactors.errors import ActorFailed, LeakedError
 from kvactors.threads import in_thread
 from tests.support.deadline import deadline_after
@@ -177,21 +177,3 @@ async def test_uncancelled_work_ends_and_the_cancellation_is_raised_then():
     with pytest.raises(asyncio.CancelledError):
         await task
     assert steps == list(range(5))
-
-
-async def test_an_abandoned_wait_ends_and_is_counted():
-    waits = ThreadWaits()
-
-    async def main():
-        waits.enter()
-        await wait_uncancelled(asyncio.get_running_loop().create_future())
-
-    task = asyncio.create_task(main())
-    await asyncio.sleep(0)
-    task.cancel()
-    await asyncio.sleep(0)
-    assert not task.done()
-    waits.abandon()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert waits.abandoned == 1

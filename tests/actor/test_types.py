@@ -8,8 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvactors.actor import Actor, Ask, Control, Message, on
-
 ROOT = Path(__file__).parents[2]
 
 HEAD = """
@@ -94,48 +92,3 @@ def test_mypy_rejects_wrong_messages_and_wrong_handlers(tmp_path):
     }
     assert found == expected, done.stdout + done.stderr
     assert len(expected) == 10
-
-
-class Wanted(Message, frozen=True, eq=False):
-    pass
-
-
-class Other(Message, frozen=True, eq=False):
-    pass
-
-
-class Question(Ask[int], frozen=True, eq=False):
-    pass
-
-
-def test_a_class_inherits_the_handlers_that_it_does_not_mark_itself():
-    class Right(Actor):
-        @on(Wanted)
-        @on(Other)
-        def both(self, message: Wanted | Other) -> None:
-            pass
-
-        @on(Question)
-        def any_message(self, message: Message, envelope) -> None:
-            pass
-
-        @on(Later)
-        def unannotated(self, message):
-            pass
-
-    class Derived(Right):
-        @on(Wanted)
-        def special(self, message: Wanted) -> None:
-            pass
-
-    assert {
-        Wanted: "both",
-        Other: "both",
-        Question: "any_message",
-        Later: "unannotated",
-    } == Right.HANDLERS
-    assert {**Right.HANDLERS, Wanted: "special"} == Derived.HANDLERS
-
-
-class Later(Control, frozen=True, eq=False):
-    pass

@@ -223,19 +223,3 @@ def test_a_thread_in_native_code_does_not_abort_the_exit(call):
             timeout=120,
         )
         assert (done.returncode, done.stdout.split()) == (0, ["ends"]), done.stderr[-2000:]
-
-
-async def test_a_failed_open_leaves_no_thread(tmp_path):
-    config = config_of("file", tmp_path)
-    async with kvactors.open(config):
-        before = threading.active_count()
-        fds = descriptors()
-        for _ in range(5):
-            with pytest.raises(kvactors.StoreError, match="in use"):
-                async with kvactors.open(config):
-                    pass
-        until = time.monotonic() + 10
-        while threading.active_count() > before and time.monotonic() < until:
-            await asyncio.sleep(0.005)
-        assert threading.active_count() <= before
-        assert descriptors() <= fds

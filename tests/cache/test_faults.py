@@ -35,14 +35,6 @@ def refuse_copies(cache, monkeypatch, name):
     monkeypatch.setattr(cache.device, name, broken)
 
 
-async def until(condition):
-    for _ in range(1000):
-        if condition():
-            return
-        await asyncio.sleep(0)
-    raise AssertionError("it never came to that")
-
-
 async def test_a_failed_load_is_a_miss_into_the_leases_own_blocks(monkeypatch):
     async with opened(host=HOST) as cache:
         await pressed(cache)
@@ -58,16 +50,6 @@ async def test_a_failed_load_is_a_miss_into_the_leases_own_blocks(monkeypatch):
         await lease.commit(6 * BLOCK)
         await lease.finish()
         assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits.device == 6
-
-
-async def test_a_failed_offload_loses_the_block_but_frees_its_place(monkeypatch):
-    async with opened(host=HOST) as cache:
-        await serve(cache, "a", prompt(1, 6))
-        refuse_copies(cache, monkeypatch, "copy_to_host")
-        await serve(cache, "b", prompt(2, 8))
-        await cache.wait_idle()
-        assert cache.statistics().host.resident == 0
-        assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits == (0, 0, 0)
 
 
 async def test_two_requests_share_one_load_and_a_failure_of_it(monkeypatch):
@@ -95,35 +77,6 @@ async def test_two_requests_share_one_load_and_a_failure_of_it(monkeypatch):
             for lease in (one, two):
                 await lease.finish()
             await cache.wait_idle()
-
-
-async def test_a_block_matched_again_while_it_is_offloaded_is_kept(monkeypatch):
-    async with opened(device=8, host=HOST) as cache:
-        await serve(cache, "a", prompt(1, 6))
-        waiting = asyncio.create_task(cache.acquire("b", prompt(2, 6)))
-        await until(lambda: cache.statistics().prefix.offloads_in_flight)
-        lease = await cache.acquire("a", prompt(1, 1, tail=1))
-        assert lease.hits.device == 1
-        assert cache.device.check(lease.block_table[:1], lease.hashes(0, 1)) == []
-        await lease.finish()
-        await (await waiting).finish()
-        await cache.wait_idle()
-
-
-async def test_device_blocks_are_kept_free_ahead_of_need():
-    config = kvactors.Config.from_mapping(
-        {
-            "cache": {"block_size": BLOCK},
-            "device": {"num_blocks": 16, "high_watermark": 0.75, "low_watermark": 0.5},
-            "host": {"slots": 32},
-            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4},
-        }
-    )
-    async with kvactors.open(config) as cache:
-        for i in range(6):
-            await serve(cache, "x", prompt(i, 4))
-            await cache.wait_idle()
-        assert cache.statistics().prefix.blocks_free >= 4
 
 
 async def test_host_watermarks_evict_ahead_of_need():

@@ -12,14 +12,7 @@ import pytest
 import kvactors
 from kvactors.device.base import Device
 from kvactors.device.tensors import TensorDevice
-from kvactors.errors import (
-    DeadlineExceeded,
-    DeviceError,
-    LeaseBusy,
-    LeaseEnded,
-    NoRoom,
-    TokensCommitted,
-)
+from kvactors.errors import DeadlineExceeded, DeviceError, LeaseEnded, NoRoom, TokensCommitted
 from kvactors.layout import GQALayout
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
@@ -94,23 +87,6 @@ async def test_a_shared_block_is_free_after_both_leases(first, committed):
 async def table_of(cache, tokens):
     async with await cache.acquire("x", tokens) as lease:
         return lease.block_table
-
-
-async def test_a_block_that_the_parent_committed_leaves_the_tree_and_stays_with_the_fork():
-    async with opened(device=4) as cache:
-        lease = await cache.acquire("a", prompt(1, 2))
-        cache.device.fill(list(lease.block_table), names := lease.hashes(0, 2))
-        fork = await lease.fork()
-        await lease.finish(2 * BLOCK)
-        with pytest.raises(NoRoom):
-            await cache.acquire("b", prompt(2, 4))
-        assert cache.statistics().prefix.nodes == 0
-        other = await cache.acquire("c", prompt(3, 2))
-        cache.device.fill(list(other.block_table), other.hashes(0, 2))
-        assert cache.device.check(list(fork.block_table), names) == []
-        await fork.finish(2 * BLOCK)
-        await other.finish()
-        assert (await serve(cache, "a", prompt(1, 2))).hits.device == 1
 
 
 async def test_without_a_block_for_the_copy_nothing_changes():
@@ -190,29 +166,6 @@ async def test_blocks_of_a_load_without_a_lease_are_waited_for(monkeypatch):
         await (await waiting).finish()
 
 
-async def test_a_fork_waits_for_other_leases_if_it_is_asked_to(monkeypatch):
-    monkeypatch.setattr("kvactors.prefix_index.waiting.OVERTAKEN", 0)
-    async with opened(device=6) as cache:
-        lease = await cache.acquire("a", prompt(1, 1, tail=1))
-        other = await cache.acquire("b", prompt(2, 3))
-        with pytest.raises(NoRoom):
-            await lease.fork_many(2)
-        forks = asyncio.ensure_future(lease.fork_many(2, wait_for_room=True))
-        await asyncio.sleep(0.01)
-        behind = asyncio.ensure_future(cache.acquire("c", prompt(3, 3), wait_for_room=True))
-        await asyncio.sleep(0.01)
-        with pytest.raises(NoRoom):
-            await cache.acquire("d", prompt(4, 1))  # it would delay the two that wait
-        assert not forks.done()
-        assert cache.statistics().prefix.waiting == 2
-        with pytest.raises(LeaseBusy):
-            await lease.extend([1])
-        await other.finish()
-        for one in (*(await forks), lease):
-            await one.finish()
-        await (await behind).finish()
-
-
 @pytest.mark.parametrize("ends", ["deadline", "cancel", "finish", "abandon", "clear"])
 async def test_a_fork_that_waits_for_others_ends(ends):
     async with opened(device=6) as cache:
@@ -268,19 +221,6 @@ async def test_loads_in_flight_are_waited_for_by_both(monkeypatch):
         for one in (lease, fork, again):
             await one.finish()
         assert cache.statistics().prefix.host_hits == 3
-
-
-async def test_a_prompt_in_chunks_is_forked_with_the_blocks_that_it_has():
-    async with opened(device=16) as cache:
-        lease = await cache.acquire("a", prompt(1, 4, tail=1), chunk_tokens=BLOCK + 1)
-        fork = await lease.fork()
-        assert fork.block_table == lease.block_table
-        assert fork.covered_tokens == 2 * BLOCK
-        mine, others = await fork.next_chunk(100), await lease.next_chunk(100)
-        assert len(mine) == 3
-        assert set(mine).isdisjoint(others)
-        await lease.finish()
-        await fork.finish()
 
 
 async def test_tokens_in_a_shared_block_are_not_dropped_while_it_is_shared():

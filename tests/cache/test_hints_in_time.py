@@ -40,22 +40,6 @@ def test_blocks_leave_before_others_once_their_time_is_over(later):
     in_virtual_time(main)
 
 
-def test_the_time_counts_from_the_last_use():
-    async def main(cache):
-        for _ in range(3):
-            await use(cache, 1, hints=Hints(priority=1, ttl=10.0))
-            await asyncio.sleep(9.0)
-        await use(cache, 2, blocks=6)
-        await use(cache, 3)
-        assert held(cache, 1) == 2
-        await asyncio.sleep(2.0)
-        await use(cache, 4)
-        assert held(cache, 1) == 0
-        await settle(cache)
-
-    in_virtual_time(main)
-
-
 def test_expired_blocks_leave_the_host_tier_first():
     async def main(cache):
         await use(cache, 1, hints=Hints(ttl=5.0), blocks=4)
@@ -113,32 +97,3 @@ def test_a_pin_ends_when_its_time_is_over_on_the_clocks_of_cache_and_loop(start)
             await settle(cache)
 
     simulate(run)
-
-
-def test_a_pinned_prefix_stays_when_the_pin_of_its_continuation_ends():
-    async def main(cache):
-        await use(cache, 1, hints=Hints(pin=True, ttl=100.0))
-        await use(cache, 1, blocks=4, hints=Hints(pin=True, ttl=10.0))
-        assert cache.statistics().prefix.pinned == 4
-        await asyncio.sleep(20.0)
-        assert cache.statistics().prefix.pinned == 2
-        await use(cache, 2, blocks=6)
-        assert held(cache, 1) == 2
-        await settle(cache)
-
-    in_virtual_time(main, hints={"pin_share": 0.5})
-
-
-async def test_a_quota_below_what_is_resident_moves_no_block_at_once():
-    async with opened(device=8, host={"slots": 8, "transit_slots": 8}) as cache:
-        await use(cache, 1, salt="a", blocks=6)
-        await cache.set_quota("a", device=1, host=1)
-        assert held(cache, 1, salt="a", blocks=6) == 6
-        await use(cache, 2, salt="b", blocks=3)  # one more than is free
-        assert held(cache, 1, salt="a", blocks=6) == 5
-        await use(cache, 3, salt="b", blocks=4)
-        assert held(cache, 1, salt="a", blocks=6) == 1
-        assert held(cache, 2, salt="b", blocks=3) == 3
-        await cache.set_quota("a")  # none
-        await use(cache, 1, salt="a", blocks=6)
-        await settle(cache)

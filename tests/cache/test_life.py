@@ -52,31 +52,6 @@ async def test_every_kind_of_token_buffer_names_the_same_blocks():
             assert (await serve(cache, "other", kind)).hits == (2, 0, 0)
 
 
-async def test_extend_takes_blocks_only_across_a_boundary():
-    async with opened() as cache, await cache.acquire("a", prompt(1, 1, tail=1)) as lease:
-        assert await lease.extend([7, 8, 9]) == ()
-        (block,) = await lease.extend([10])
-        assert lease.block_table[-1] == block
-        assert lease.num_tokens == 2 * BLOCK + 1
-        with pytest.raises(ValueError):
-            await lease.extend([-1])
-        assert lease.num_tokens == 2 * BLOCK + 1
-        await lease.commit(2 * BLOCK)
-
-
-async def test_the_first_committed_copy_is_canonical():
-    async with opened() as cache:
-        one, two = await cache.acquire("a", prompt(1, 2)), await cache.acquire("b", prompt(1, 2))
-        assert not set(one.block_table) & set(two.block_table)
-        await one.commit(2 * BLOCK)
-        await two.commit(2 * BLOCK)
-        assert cache.statistics().prefix.nodes == 2
-        await two.finish()
-        assert cache.statistics().prefix.blocks_free == 6
-        await one.finish()
-        assert cache.statistics().prefix.blocks_free == 6
-
-
 async def test_salt_lora_namespace_and_media_keep_requests_apart():
     async with opened(device=64) as cache:
         tokens = prompt(1, 2, tail=1)
@@ -153,17 +128,6 @@ async def test_flush_only_neither_reads_nor_writes_storage(tmp_path, monkeypatch
     with pytest.raises(kvactors.ConfigError, match="FD_AS_ONLY_FLUSH"):
         async with opened():
             pass
-
-
-async def test_clear_with_a_lease_in_use():
-    async with opened(host=EXCLUSIVE) as cache:
-        await serve(cache, "a", prompt(1, 4))
-        lease = await cache.acquire("b", prompt(2, 2, tail=1))
-        await lease.commit(2 * BLOCK)
-        assert (await cache.clear()).device_blocks == 4
-        assert lease.block_table[0] not in (await serve(cache, "c", prompt(1, 4))).block_table
-        await lease.finish()
-        assert (await serve(cache, "b again", prompt(2, 2, tail=1))).hits == (0, 0, 0)
 
 
 def test_a_cache_needs_a_running_asyncio_loop():

@@ -111,24 +111,6 @@ async def test_too_few_blocks_in_the_store_are_not_hits():
             assert cache.lookup(tokens) == Hits(0, 0, found)
 
 
-async def test_loads_in_flight_count_as_hits_that_need_no_block():
-    tokens = prompt(1, 3, tail=1)
-    async with opened(device=4, host=HOST) as cache:
-        await serve(cache, "first", tokens)
-        await cache.wait_idle()
-        await serve(cache, "other", prompt(2, 4))
-        await cache.wait_idle()
-        assert cache.lookup(tokens) == Hits(0, 3, 0)
-        assert cache.lookup(tokens).new_blocks == 4
-        lease = await cache.acquire("again", tokens)
-        assert lease.pending
-        hits = cache.lookup(tokens)
-        assert (hits, hits.new_blocks) == (Hits(0, 3, 0), 1)
-        await lease.wait_ready()
-        assert cache.lookup(tokens) == Hits(3, 0, 0)
-        await lease.finish()
-
-
 async def test_free_blocks_adds_up():
     async with opened(device=8, host=HOST) as cache:
         assert cache.free_blocks() == (8, 8, 0, 0, 0)

@@ -50,19 +50,6 @@ async def test_blocks_of_another_namespace_are_gone_for_indexes_and_come_back_wi
         assert await hits(cache, "third", [*tokens, 1]) == 4
 
 
-async def test_a_lease_of_before_announces_nothing_that_no_request_can_get():
-    async with opened(device=16, host={"slots": 8}) as cache:
-        tokens = prompt(2, 4)
-        lease = await cache.acquire("old", tokens)
-        await lease.wait_ready()
-        await cache.set_namespace("weights-2")
-        await lease.commit(len(tokens))
-        await lease.finish(computed_tokens=len(tokens))
-        assert await held(cache) == 0
-        await cache.set_namespace(FIRST)
-        assert await held(cache) == 4
-
-
 @pytest.mark.parametrize("namespace", [FIRST, "weights-2"])
 async def test_a_restarted_notifier_announces_the_current_namespace(namespace):
     async with opened(device=16, host={"slots": 8}) as cache:

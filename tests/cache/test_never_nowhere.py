@@ -76,20 +76,3 @@ async def test_through_the_host_to_storage():
         sink = cache.sinks["memory"]
         assert len(sink.view()[Tier.STORAGE]) > 20
         assert gaps(sink) == 0
-
-
-async def test_a_block_on_its_way_to_storage_is_hit_and_announced():
-    async with opened(
-        device=8, host={"slots": 4, "transit_slots": 40, "mode": "exclusive"}, storage=STORE
-    ) as cache:
-        held_back(cache, 1.0)
-        for i in range(4):
-            await serve(cache, f"r{i}", prompt(i, 4))
-        await cache.wait_flushed(10, at_rest=False)
-        open_at = cache.system.evictor_actor.requests.open_at
-        assert any(open_at(writer.name) for writer in cache.system.writers), "no write in flight"
-        sink = cache.sinks["memory"]
-        assert len(set.union(*sink.view().values())) == 16, "every block is announced somewhere"
-        assert not sink.view()[Tier.STORAGE]
-        lease = await serve(cache, "again", prompt(0, 4))
-        assert lease.cached_tokens == 12, "all but the last block, which is computed for its logits"

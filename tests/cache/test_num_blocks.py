@@ -21,7 +21,6 @@ from tests.ranks.simulated import Clients, Rank
 from tests.ranks.simulated import settings as rank_settings
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
-LATER = {"num_blocks": 0}
 HOST = {"slots": 8, "transit_slots": 16}
 
 

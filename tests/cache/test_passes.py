@@ -118,29 +118,6 @@ async def test_blocks_of_a_pass_are_not_given_to_others_before_its_end(how, form
             await asyncio.gather(ending, return_exceptions=True)
 
 
-async def test_a_lease_that_takes_part_in_no_pass_ends_at_once():
-    async with opened(device=DEVICE) as cache:
-        running = await cache.acquire("a", prompt(1, 2))
-        event, complete = new_event("event")
-        cache.record_pass([running], event=event)
-        for end in ("finish", "abandon"):
-            lease = await cache.acquire("b", prompt(3, 2))
-            await getattr(lease, end)() if end == "finish" else lease.abandon()
-        for _ in range(2):
-            await asyncio.sleep(0)
-        assert cache.statistics().prefix.leases == 1
-        complete()
-        await running.finish()
-
-
-async def test_a_truncate_that_drops_no_block_does_not_wait():
-    async with opened(device=DEVICE) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
-        event, complete = new_event("event")
-        cache.record_pass([lease], event=event)
-        assert await lease.truncate(2 * BLOCK - 1) == ()
-        complete()
-
-
 @pytest.mark.parametrize("form", ["event", "future"])
 async def test_a_pass_that_fails_is_over(form):
     async with opened(device=DEVICE) as cache:
@@ -222,16 +199,6 @@ async def test_a_step_commits_when_the_pass_is_over():
         assert not step.done()
         complete()
         assert (await step)[0].committed_blocks == 2
-
-
-async def test_the_error_of_a_pass_is_raised_where_it_is_awaited():
-    async with opened(device=DEVICE) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
-
-        async def forward():
-            raise ZeroDivisionError
-
-        with pytest.raises(ZeroDivisionError):
-            await cache.record_pass([lease], event=forward())
 
 
 async def test_threads_record_passes():

@@ -181,31 +181,3 @@ async def test_a_lease_of_before_a_clear_of_its_salt_caches_nothing():
         await lease.finish(2 * BLOCK)
         assert held(cache, 1, salt="a") == 0
         await settle(cache)
-
-
-async def test_a_clear_of_a_salt_ends_its_pins_alone():
-    async with opened(device=8, hints={"pin_share": 1.0}) as cache:
-        for salt in ("a", "b"):
-            await use(cache, 1, salt=salt, hints=Hints(pin=True))
-        await cache.clear(salt="a")
-        await use(cache, 2, blocks=6)
-        assert [held(cache, 1, salt=salt) for salt in ("a", "b")] == [0, 2]
-        await settle(cache)
-
-
-async def test_a_long_pin_reaches_the_host_tier_in_runs_and_ends_there():
-    host = {"slots": 8, "transit_slots": 8}
-    async with opened(device=8, host=host, hints={"pin_share": 1.0}) as cache:
-        cache.system.index_actor.index.turn_blocks = 2
-        shares = cache.system.evictor_actor.host.shares
-        await use(cache, 1, blocks=5, hints=Hints(pin=True))
-        await use(cache, 1, blocks=2, hints=Hints(pin=True))  # the first run of the other
-        await cache.wait_idle()
-        assert shares.pinned == 5
-        assert await cache.unpin(tokens_of(1, 5)) == 5
-        await cache.wait_idle()
-        assert shares.pinned == 2
-        assert await cache.unpin(tokens_of(1, 2)) == 2
-        await cache.wait_idle()
-        assert shares.pinned == 0
-        await settle(cache)

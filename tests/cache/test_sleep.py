@@ -39,13 +39,6 @@ def stored(folder, policy="write_back"):
     }
 
 
-async def views(cache):
-    """Resident blocks by tier, as the sink has them."""
-    await cache.wait_flushed()
-    assert cache.count_divergent_blocks() == 0
-    return {str(tier): len(keys) for tier, keys in cache.sinks["memory"].resident.items() if keys}
-
-
 @pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
 async def test_level_1_moves_the_device_to_the_host(mode):
     async with opened(device=8, host={**HOST, "mode": mode}) as cache:

@@ -7,11 +7,10 @@ import asyncio
 import pytest
 
 from kvactors import Hints
-from kvactors.errors import CacheAsleep, LeasesOpen
-from tests.cache.test_fork_lease import holds_back
+from kvactors.errors import CacheAsleep
 from tests.cache.test_quotas import held, hosted, settle, use
 from tests.cache.test_sleep import HOST, TOKENS, stored
-from tests.support.cache import opened, prompt, serve
+from tests.support.cache import opened, serve
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -33,28 +32,6 @@ async def test_a_sleep_ends_pins_and_keeps_quotas(level, tmp_path):
         assert held(cache, 1, salt="quiet") == 2, "the quota of before the sleep is kept"
         assert cache.statistics().prefix.pinned == 0
         await settle(cache)
-
-
-async def test_a_sleep_waits_for_the_transfers_of_ended_leases(monkeypatch):
-    async with opened(device=8, host=HOST) as cache:
-        await serve(cache, "a", TOKENS)
-        await serve(cache, "b", prompt(2, 8))
-        await cache.wait_idle()
-        may_copy = holds_back(monkeypatch, cache.device, "copy_to_device")
-        lease = await cache.acquire("a", TOKENS)
-        with pytest.raises(LeasesOpen):
-            await cache.sleep()
-        lease.abandon()
-        call = asyncio.ensure_future(cache.sleep())
-        await asyncio.sleep(0.01)
-        assert not call.done()
-        assert not cache.system.asleep
-        with pytest.raises(CacheAsleep):
-            await cache.acquire("c", TOKENS)
-        may_copy.set()
-        await call
-        await cache.wake()
-        assert (await serve(cache, "a", TOKENS)).hits.host == 3
 
 
 STEPS = [*range(12), *range(12, 60, 4)]

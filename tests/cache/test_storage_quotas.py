@@ -14,7 +14,6 @@ from kvactors.errors import ConfigError, KVActorsError, StoreUnsupported
 from kvactors.quotas import salt_id
 from kvactors.settings.load import quota_faults
 from kvactors.settings.tables import QuotaConfig, StorageConfig
-from kvactors.storage.catalog import Catalog
 from kvactors.testing.fakes import SimBackend
 from kvactors.testing.faults import latency
 from kvactors.testing.loop import simulate
@@ -22,7 +21,6 @@ from kvactors.testing.sim import problems_at_rest
 from tests.cache.test_quotas import BLOCK, settle, tokens_of, use
 from tests.support.cache import opened, settings
 from tests.support.share_watch import ShareWatch
-from tests.support.sim_pool import SimPool
 
 HOST = {"slots": 4, "transit_slots": 8}
 
@@ -118,33 +116,6 @@ async def test_a_file_store_that_is_opened_again_has_the_salts(tmp_path):
         await settle(cache)
 
 
-async def test_blocks_of_an_earlier_format_count_to_no_salt_and_stay_readable(
-    tmp_path, monkeypatch
-):
-    disk = store(kind="file", directory=str(tmp_path))
-    with monkeypatch.context() as earlier:  # writes entries without salts
-        earlier.setattr(Catalog, "salt", lambda catalog, key: None)
-        async with opened(storage=disk) as cache:
-            await use(cache, 1, salt="noisy")
-    folders = list(tmp_path.rglob("table"))
-    number = salt_id("noisy").to_bytes(8, "little")
-    assert all(number not in path.read_bytes() for path in folders)
-    async with opened(storage=disk, quota={"storage": 2}) as cache:
-        assert cache.system.store.shares.held(salt_id("noisy")) == 0
-        assert stored(cache, 1, salt="noisy") == 2
-        lease = await cache.acquire("again", [*tokens_of(1), 1], salt="noisy")
-        await lease.wait_ready()
-        assert lease.hits.storage == 2
-        await lease.finish()
-        for other in range(2, 8):
-            await use(cache, other, salt="noisy")
-            await cache.wait_idle()
-        assert cache.tenants().unnamed["noisy"].storage_blocks == 6
-        assert stored(cache, 1, salt="noisy") == 2
-        await settle(cache)
-    assert any(number in path.read_bytes() for path in folders)
-
-
 # -- stores without quotas
 
 
@@ -168,14 +139,6 @@ def test_stores_of_ranks_keep_no_quota():
     (fault,) = quota_faults(QuotaConfig(storage=4), StorageConfig(backend="file"), 2)
     assert "needs one rank, not 2" in fault
     assert not list(quota_faults(QuotaConfig(device=4), StorageConfig(backend="file"), 2))
-
-
-async def test_a_store_that_keeps_no_salts_keeps_no_quota():
-    config = settings(storage=store(), quota={"storage": 4})
-    pool = SimPool(bytes(32), kvactors.device.layout_for(config, None).block_bytes)
-    with pytest.raises(ConfigError, match="keeps no quota"):
-        async with kvactors.open(config, backend=pool):
-            pass
 
 
 async def test_a_store_without_quotas_refuses_one_while_the_cache_runs():

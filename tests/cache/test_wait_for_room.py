@@ -188,23 +188,6 @@ async def test_a_request_cancelled_at_any_step_leaves_nothing(tiers, long, monke
             await serve(cache, "all", prompt(5, 8))
 
 
-async def test_requests_that_wait_are_not_admitted_during_a_pause():
-    async with opened(device=4) as cache:
-        lease = await cache.acquire("runs", prompt(1, 4))
-        one = await queued(cache, 1, 1, 4)
-        await cache.pause()
-        later = asyncio.ensure_future(cache.acquire("later", prompt(3, 1), wait_for_room=True))
-        await lease.finish()
-        await cache.wait_idle()
-        assert not one.done()
-        await cache.resume()
-        granted = await one
-        await cache.wait_idle()
-        assert not later.done(), "a request of a pause overtook one that had waited before"
-        await granted.finish()
-        await (await later).finish()
-
-
 @pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
 async def test_long_requests_wait_too(tiers, monkeypatch):
     """Matched and released in parts of two blocks."""

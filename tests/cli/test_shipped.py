@@ -19,7 +19,6 @@ from kvactors.scenario.shipped import SUFFIXES, find_file, find_toml, names_of
 from kvactors.settings_report import config_check
 from tests.scenario.small_chat import FILE, text
 
-ROOT = Path(__file__).parents[2]
 PACKAGE = Path(kvactors.__file__).parent
 
 

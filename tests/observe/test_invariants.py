@@ -14,7 +14,6 @@ from kvactors.observe.invariants import (
     _between_actors,
     _unfinished,
     check_steps,
-    in_slices,
     residency_steps,
 )
 from kvactors.types import Tier
@@ -178,30 +177,6 @@ async def test_names_that_change_while_they_are_gathered_are_gathered_again(time
         assert where[Tier.HOST] >= kept
         for number in range(10):
             entries.pop(bytes([number]) * 32, None)
-
-
-async def test_slices_let_other_tasks_run():
-    ran = []
-
-    async def other():
-        while True:
-            ran.append(1)
-            await asyncio.sleep(0)
-
-    def steps():
-        loop = asyncio.get_running_loop()
-        for _ in range(5):
-            until = loop.time() + 0.0015
-            while loop.time() < until:
-                pass
-            yield
-
-    task = asyncio.create_task(other())
-    await in_slices(steps())
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert len(ran) >= 4
 
 
 @pytest.mark.parametrize(

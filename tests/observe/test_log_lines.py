@@ -20,7 +20,7 @@ from kvactors.storage.backend import WriteReport
 from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
-from tests.cache.test_degraded import HOST, STORE, fail, requests
+from tests.cache.test_degraded import HOST, STORE, requests
 from tests.ranks.simulated import led
 from tests.ranks.simulated import settings as rank_settings
 from tests.support.cache import opened, prompt
@@ -92,20 +92,6 @@ def test_a_sink_that_is_down_and_back(caplog):
             sink.fault_mode = ""
             await cache.wait_flushed()
             assert [line["sink"] for line in events(caplog, "sink works again")] == ["index"]
-
-    simulate(main, 1)
-
-
-def test_an_actor_that_is_restarted(caplog):
-    async def main():
-        async with opened(inline=True, host=HOST, storage=STORE) as cache:
-            await fail(cache, "reader", 1)
-            assert [line["actor"] for line in events(caplog, "actor failed")] == [
-                "storage_reader-0"
-            ]
-            assert [line["actor"] for line in events(caplog, "actor restarted")] == [
-                "storage_reader-0"
-            ]
 
     simulate(main, 1)
 

@@ -12,8 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvactors.observe.metrics import FAMILIES, FASTDEPLOY_FAMILIES
 from kvactors.observe.prometheus import CacheMetrics
 from kvactors.testing.loop import simulate
-from tests.cache.test_degraded import HOST, STORE, fail, requests
-from tests.observe.test_totals import VICTIMS
+from tests.cache.test_degraded import HOST, STORE, requests
 from tests.support.cache import opened, prompt, serve
 
 
@@ -24,10 +23,6 @@ def parsed(text):
         for family in text_string_to_metric_families(text.decode())
         for sample in family.samples
     }
-
-
-def grows(key):
-    return key[0].endswith(("_total", "_bucket", "_count", "_sum"))
 
 
 def test_names_are_unique_and_every_family_can_be_parsed():
@@ -48,28 +43,6 @@ def test_names_are_unique_and_every_family_can_be_parsed():
                 assert family.type == ("gauge" if wanted == "info" else wanted)
 
     simulate(main, 1)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_nothing_that_counts_falls_back_when_actors_restart(seed):
-    async def main():
-        async with opened(
-            inline=True, host=HOST, storage=STORE, actors={"max_restarts_per_minute": 50}
-        ) as cache:
-            metrics = CacheMetrics(cache)
-            last = parsed(metrics.render())
-            for victim in VICTIMS:
-                await requests(cache, 1, 2, 3)
-                await fail(cache, victim, 1)
-                now = parsed(metrics.render())
-                for key in filter(grows, last):
-                    assert now[key] >= last[key], key
-                last = now
-            assert last["kvactors:actor_restarts_total", ("actor", "flush_notifier")] == 1
-            assert last["kvactors:requests_total",] == 18
-            assert last["kvactors:acquire_seconds_count", ("tier", "pending")] > 0
-
-    simulate(main, seed)
 
 
 def test_values_agree_with_what_happened():
