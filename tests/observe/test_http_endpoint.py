@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 
+import anyio
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -143,6 +144,7 @@ async def test_a_client_that_never_reads_its_answer_is_dropped(monkeypatch):
 
 async def test_the_oldest_silent_connection_is_closed_for_a_new_one(monkeypatch):
     monkeypatch.setattr(http_endpoint, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr(http_endpoint, "EXCHANGE_LIMIT_S", 1000.0)
     async with opened() as cache, serve_metrics(cache, 0) as endpoint:
         held = []
         for _ in range(4):
@@ -150,7 +152,8 @@ async def test_the_oldest_silent_connection_is_closed_for_a_new_one(monkeypatch)
             while len(endpoint._connections) < len(held):
                 await asyncio.sleep(0.001)
         assert (await call(endpoint.port, get("/health")))[0] == 200
-        assert await held[0][0].read() == b""
+        with anyio.fail_after(20):
+            assert await held[0][0].read() == b""
         for _, writer in held:
             writer.close()
 
