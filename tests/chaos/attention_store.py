@@ -3,22 +3,20 @@ cache, with requests of every identity."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
-import anyio
 import numpy as np
 
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.cache import KVCache, open_cache
+from kvactors.errors import StoreUnsupported
 from kvactors.observe.statistics import announceable, residency
 from kvactors.settings import Config
 from kvactors.storage import attempts
 from kvactors.testing.faults import Fault
 from kvactors.types import Tier
-from tests.chaos.load import Load
+from tests.chaos.load import Load, make_mix
 from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import BREAKER, at_rest, settings
 from tests.flush_notifier.helpers import path_tokens
@@ -27,34 +25,6 @@ from tests.support.attentionstore_sdk import Service
 
 PATIENCE = 30.0
 """Seconds in which health must show a failure, or its end."""
-
-CANCEL = 0.08
-"""Share of the requests whose task is cancelled at a random moment."""
-
-
-class ManyScopes(Load):
-    """Half of the requests have a salt, an adapter or media. Some are cancelled."""
-
-    def identity(self, number: int, rng: random.Random | None) -> dict[str, Any]:
-        """See `Load.identity`."""
-        half = self.cache.block_size // 2
-        kinds: list[dict[str, Any]] = [
-            {"salt": "a"},
-            {"salt": ""},
-            {"lora": "x"},
-            {"salt": "a", "lora": "x"},
-            {"extra_keys": [(half, half, "cat.png")]},
-            {"extra_keys": [(5 * half, 4, "dog.png")]},
-        ]
-        which = number if rng is None else rng.randrange(2 * len(kinds))
-        return kinds[which // 2 % len(kinds)] if which % 2 else {}
-
-    async def one(self, number: int, rng: random.Random | None) -> None:
-        """See `Load.one`."""
-        cancelled = rng is not None and rng.random() < CANCEL
-        with anyio.move_on_after(rng.uniform(0, 0.05) if rng is not None and cancelled else None):
-            await super().one(number, rng)
-
 
 FAULTS: tuple[tuple[Fault, bool], ...] = (
     (Fault("store_down"), True),
@@ -96,7 +66,13 @@ async def run(setting: Setting, tally: Tally) -> None:
     setting.rng.shuffle(faults)
     async with open_cache(Config.from_mapping(mapping)) as cache:
         assert cache.system.device_store is not None
-        load = ManyScopes(cache, tally, setting.seed)
+        load = Load(
+            cache,
+            tally,
+            setting.seed,
+            mix=make_mix(scopes=0.4, media=0.3, cancelled=0.08),
+            excused=(StoreUnsupported,),
+        )
         try:
             async with load.running():
                 for fault, visible in faults:

@@ -9,14 +9,14 @@ from contextlib import AsyncExitStack
 import anyio
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.errors import DeadlineExceeded, KVActorsError, LeaseEnded, RankLost
-from kvactors.scenario.engine import ScenarioRequest
+from kvactors.errors import DeviceError, LeaseEnded, RankLost
 from kvactors.settings import Config
 from kvactors.testing.faults import Fault, Kind
 from kvactors.testing.plan import carry_out
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import at_rest
+from tests.load.ground import Row
 from tests.support.rank_model import ProcessModel, WorkerGone
 from tests.support.rank_process import RankProcess
 from tests.support.sim_rank import hang_up
@@ -82,6 +82,17 @@ async def run(setting: Setting, tally: Tally) -> None:
         await at_rest(cache, tally, BACK)
 
 
+class RankedLoad(Load):
+    """Wrong blocks are a violation, unless the cache reports that a rank lost its memory."""
+
+    faulty = True
+
+    async def wrong(self, row: Row, what: str) -> None:
+        await anyio.sleep(0.05)
+        await row.lease.commit(0)
+        await super().wrong(row, what)
+
+
 async def _inject_fault(
     cache: KVCache, victim: RankProcess, setting: Setting, tally: Tally
 ) -> None:
@@ -99,23 +110,9 @@ def ranked_load(
     cache: KVCache, workers: Sequence[RankProcess], setting: Setting, tally: Tally
 ) -> Load:
     """Clients whose engine computes every block on every rank. A lost rank may end a request."""
-
-    def ended(name: str, error: KVActorsError) -> None:
-        if isinstance(error, WorkerGone | RankLost | LeaseEnded | DeadlineExceeded):
-            tally.count("requests that a lost rank ended", 1)
-        else:
-            tally.complain(f"request {name}: {type(error).__name__}: {error}")
-
-    async def wrong(request: ScenarioRequest, positions: Sequence[int], when: str) -> None:
-        """Wrong blocks are a violation, unless the cache reports that a rank lost its memory."""
-        await anyio.sleep(0.05)
-        await request.lease.commit(request.lease.cached_tokens)
-        tally.complain(f"{len(positions)} blocks {when} by the cache hold other bytes")
-
+    excused = (WorkerGone, RankLost, LeaseEnded, DeviceError)
     model = ProcessModel(workers)
-    load = Load(cache, tally, setting.seed, clients=CLIENTS, model=model, on_wrong=wrong)
-    load.engine.failed = ended  # type: ignore[method-assign]
-    return load
+    return RankedLoad(cache, tally, setting.seed, clients=CLIENTS, model=model, excused=excused)
 
 
 SITUATION = Situation("ranks", "two ranks' processes killed, stopped, cut off", run)

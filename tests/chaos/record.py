@@ -10,10 +10,8 @@ from typing import NamedTuple, Self
 import anyio
 import msgspec
 
-from kvactors.scenario.report import Totals
-
 MAX_WORDS = 20
-"""How many notes are kept."""
+"""How many notes and violations are kept."""
 
 
 LOOK = 0.01
@@ -28,20 +26,25 @@ async def reached(condition: Callable[[], bool], seconds: float) -> bool:
     return condition()
 
 
-class Tally(Totals):
-    """The totals of a round's engine, and its faults. errors: the violations. figures: of the
-    situation, by their names. available: False if this machine cannot run it (`notes` has the
-    reason)."""
+class Tally(msgspec.Struct):
+    """The counts of a round. storage: blocks that came from the store. errors: the violations.
+    figures: of the situation, by their names. available: False if this machine cannot run it
+    (`notes` has the reason)."""
 
     faults: int = 0
+    finished: int = 0
+    storage: int = 0
+    verified_blocks: int = 0
+    corrupt_blocks_served: int = 0
+    errors: list[str] = msgspec.field(default_factory=list)
     notes: list[str] = msgspec.field(default_factory=list)
     figures: dict[str, int] = msgspec.field(default_factory=dict)
     available: bool = True
 
     def complain(self, what: str) -> None:
         """Add the violation of an invariant."""
-        if what not in self.errors:
-            super().complain(what)
+        if what not in self.errors and len(self.errors) < MAX_WORDS:
+            self.errors.append(what)
 
     def note(self, what: str) -> None:
         """Add a remark for the reader of the report."""

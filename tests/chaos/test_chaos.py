@@ -14,6 +14,8 @@ from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.run import chaos, one_round
 from tests.chaos.situations import MODULES, situations
 
+pytestmark = pytest.mark.filterwarnings("ignore:lease of .* was never finished:ResourceWarning")
+
 
 @pytest.mark.parametrize("name", MODULES)
 async def test_a_small_round(name, tmp_path):

@@ -136,7 +136,7 @@ async def work(orders: Orders) -> None:
     attempts.PAUSE_S = BREAKER
     async with open_cache(Config.from_mapping(orders.config)) as cache:
         say(Said(tally))
-        load = Load(cache, tally, orders.seed, request_seed=orders.request_seed)
+        load = Load(cache, tally, (orders.seed, orders.request_seed))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(beat, tally)
             async with load.running():

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvactors.prefix_index.work import TURN_BLOCKS
-from kvactors.settings import CacheConfig
+from tests.load.ground import SALTS, Mix
 
 MODEL = "model-a"
 
@@ -24,40 +24,20 @@ def limit(rng: random.Random, low: int = 1, high: int = 64) -> int:
 
 @dataclass
 class Draw:
-    """tables: the config in TOML's types. work: the actions of clients and the controller.
-    recorded: a sink records what is announced. Without any sink a request that hits the device
-    ends in one step. turns: inline turns in a pass of the loop. batches: share of the requests that
-    are batches. part: blocks that one turn handles.
+    """tables: the config in TOML's types. recorded: a sink records what is announced. Without any
+    sink a request that hits the device ends in one step. turns: inline turns in a pass of the loop.
+    part: blocks that one turn handles.
     """
 
     seed: int
     tables: dict[str, Any]
     clients: int
     threads: int
-    families: int
-    longest: int
-    cut: float
-    cancelled: float
-    hostile: bool
-    clears: bool
-    pauses: bool
-    weights: bool
-    forgotten: float
-    media: bool
-    scopes: bool
+    mix: Mix
     sinks: tuple[str, ...]
-    forks: float = 0.0
-    hints: float = 0.0
-    pins: float = 0.0
-    pins_end: bool = False  # with a time to live
-    sleeps: bool = False
-    salt_clears: bool = False
-    quotas: bool = False
     recorded: bool = True
     turns: int = 128
-    batches: float = 0.0
     part: int = TURN_BLOCKS
-    seen: list[str] = field(default_factory=list)
 
     @property
     def block_size(self) -> int:
@@ -90,6 +70,7 @@ def draw(
             "recompute_last_token": rng.random() < 0.7,
             "default_deadline_s": 2.0,
             "namespace": "weights-0",
+            "model": MODEL,
         },
         "device": _device(rng, blocks),
         "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 32, "dtype": "uint8"},
@@ -102,8 +83,6 @@ def draw(
             "max_restarts_per_minute": rng.randint(0, 5),
         },
     }
-    if "model" in CacheConfig.__struct_fields__:
-        tables["cache"]["model"] = MODEL
     policies = random.Random(f"policies {seed}")  # apart: the other choices of a seed stay
     for tier in ("device", "host"):
         tables[tier]["policy"] = policies.choice(("lru", "retain", "retain"))
@@ -118,81 +97,66 @@ def draw(
             "ready_interval_s": 0.01,
             "model_version": "v0",
         }
+    mix = Mix(
+        families=limit(rng, 1, 32),
+        longest=_longest(rng, blocks, clients),
+        cut=rng.choice((0.0, 0.05, 0.3)),
+        cancelled=rng.choice((0.0, 0.05, 0.3)),
+        batches=rng.choice((0.05, 0.2, 0.5)),
+        forks=rng.choice((0.0, 0.2, 0.6)),
+        hints=rng.choice((0.0, 0.3, 0.8)),
+        pins=rng.choice((0.0, 0.3, 0.8)),
+        pins_end=rng.random() < 0.4,
+        hostile=rng.choice((0.0, 0.0, 0.3)),
+        forgotten=rng.choice((0.0, 0.0, 0.03)),
+        media=rng.choice((0.0, 0.0, 0.5)),
+        scopes=rng.choice((0.0, 0.3, 0.6)),
+        orders={
+            "clear": rng.choice((0, 2)),
+            "pause": rng.choice((0, 0, 1)),
+            "namespace": int(weights),
+            "sleep": rng.choice((0, 0, 1)),
+            "clear part": rng.choice((0, 2)),
+            "unpin": 1,
+            "prefetch": 2,
+            "check": 2,
+        },
+    )
     made = Draw(
         seed=seed,
         tables=tables,
         clients=clients,
         threads=rng.choice((0, 0, 0, 1, 2)) if threads and not weights else 0,
-        families=limit(rng, 1, 32),
-        longest=_longest(rng, blocks, clients),
-        cut=rng.choice((0.0, 0.05, 0.3)),
-        cancelled=rng.choice((0.0, 0.05, 0.3)),
-        hostile=rng.random() < 0.3,
-        clears=rng.random() < 0.5,
-        pauses=rng.random() < 0.4,
-        weights=weights,
-        forgotten=rng.choice((0.0, 0.0, 0.03)),
-        media=rng.random() < 0.4,
-        scopes=rng.random() < 0.6,
+        mix=mix,
         sinks=names,
+        recorded=recorded,
+        turns=steps.choice((1, 3, 128)),
+        part=rng.choice((1, limit(rng), TURN_BLOCKS, TURN_BLOCKS)),
     )
-    _share(random.Random(f"sharing {seed}"), made)
-    made.recorded, made.turns = recorded, steps.choice((1, 3, 128))
-    _batches(random.Random(f"batches {seed}"), made)
+    tables["hints"] = {"pin_share": rng.choice((0.1, 0.25, 0.25, 0.5, 1.0))}
+    if rng.random() < 0.6:
+        mix.orders["quota"] = 2
+        quota = tables["quota"] = _quota(rng, made)
+        quota["salts"] = {salt: _quota(rng, made) for salt in SALTS if rng.random() < 0.5}
+    if rng.random() < 0.25:  # place for many leases, or for prompts that take many turns
+        tables["device"]["num_blocks"] += 160
+        if rng.random() < 0.5:
+            mix.longest, made.part = 64, 1
     if not recorded and steps.random() < 0.7:
         share_nothing(made)
     return made
 
 
-def _batches(rng: random.Random, made: Draw) -> None:
-    """Draw the share of batches and the blocks of a turn. Some devices have place for many leases,
-    or for prompts that are admitted in many turns."""
-    made.batches, made.part = (
-        rng.choice((0.05, 0.2, 0.5)),
-        rng.choice((1, limit(rng), TURN_BLOCKS, TURN_BLOCKS)),
-    )
-    if rng.random() < 0.25:
-        made.tables["device"]["num_blocks"] += 160
-        if rng.random() < 0.5:
-            made.longest, made.part = 64, 1
-
-
 def share_nothing(made: Draw) -> None:
     """Leave out quotas, hints and clears of a salt: their trees end no request in one step."""
-    made.hints = made.pins = 0.0
-    made.quotas = made.salt_clears = False
+    made.mix.hints = made.mix.pins = 0.0
+    made.mix.orders |= {"quota": 0, "clear part": 0}
     made.tables.pop("quota", None)
 
 
-def _share(rng: random.Random, made: Draw) -> None:
-    """Draw the parts of the work that tenants share by: forks, hints, pins, quotas, sleeps. Apart
-    from the other draws, so that the rest of a seed stays."""
-    made.forks = rng.choice((0.0, 0.2, 0.6))
-    made.hints = rng.choice((0.0, 0.3, 0.8))
-    made.pins = rng.choice((0.0, 0.3, 0.8))
-    made.pins_end, made.sleeps = rng.random() < 0.4, rng.random() < 0.4
-    made.salt_clears, made.quotas = rng.random() < 0.5, rng.random() < 0.6
-    made.tables["hints"] = {"pin_share": rng.choice((0.1, 0.25, 0.25, 0.5, 1.0))}
-    if made.quotas:
-        made.tables["quota"] = _quota(rng)
-        if rng.random() < 0.7:
-            made.tables["quota"]["salts"] = {
-                salt: _quota(rng) for salt in ("salt-a", "salt-b", "") if rng.random() < 0.6
-            }
-        _store_quotas(random.Random(f"storage quota {rng.random()}"), made)
-
-
-def _store_quotas(rng: random.Random, made: Draw) -> None:
-    """Draw quotas of the store, if it is one of this process."""
-    if made.keeps_quotas and rng.random() < 0.7:
-        quota = made.tables["quota"]
-        for one in (quota, *quota.get("salts", {}).values()):
-            if rng.random() < 0.7:
-                one["storage"] = limit(rng)
-
-
-def _quota(rng: random.Random) -> dict[str, Any]:
-    return {tier: limit(rng) for tier in ("device", "host") if rng.random() < 0.7}
+def _quota(rng: random.Random, made: Draw) -> dict[str, Any]:
+    tiers = ("device", "host", "storage") if made.keeps_quotas else ("device", "host")
+    return {tier: limit(rng) for tier in tiers if rng.random() < 0.7}
 
 
 def _longest(rng: random.Random, blocks: int, clients: int) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from .model import Part, Scope
+from tests.load.ground import Part
+
+from .model import Scope
 
 PASSES = 2
 """Passes of the loop in which an answer arrives at its caller."""

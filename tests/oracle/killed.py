@@ -15,11 +15,12 @@ from pathlib import Path
 import structlog
 
 import kvactors
+from tests.load.client import Client
 
-from .client import Client
 from .draw import draw
 from .history import History
 from .record import Record
+from .run import counter
 from .world import World
 
 ROOT = Path(__file__).parents[2]
@@ -101,12 +102,13 @@ async def child(folder: str, seed: int, life: int, begun: int, floor: int, *, la
     """Requests and clears on the store of `folder`, until killed unless this is the last
     process."""
     drawn = draw(seed, folder, store="file", threads=False, sinks=False)
-    drawn.clears = drawn.pauses = drawn.weights = drawn.hostile = False
+    drawn.mix.orders = {"prefetch": 1}
+    drawn.mix.hostile = 0.0
     record, history = Record(), History(begun, floor)
     rng = random.Random(f"child {seed} {life}")
     async with kvactors.open(kvactors.Config.from_mapping(drawn.tables)) as cache:
         say("open")
-        world = World(cache, drawn, history, record, rng)
+        world = World(cache, drawn, history, record)
         rounds = 0
         while not last or rounds < 3:
             rounds += 1
@@ -114,7 +116,7 @@ async def child(folder: str, seed: int, life: int, begun: int, floor: int, *, la
             before = record.verified
             await asyncio.gather(
                 *(
-                    Client(world, 100 * life + 10 * rounds + i, requests).run()
+                    Client(world, f"{seed} {life} {rounds} {i}", counter(requests)).run()
                     for i in range(drawn.clients)
                 )
             )
@@ -129,12 +131,12 @@ async def child(folder: str, seed: int, life: int, begun: int, floor: int, *, la
             record.failures.clear()
             if rng.random() < 0.3:
                 say("clear", history.begun + 1)
-                await world.clear(storage=True)
+                await Client(world, f"clear {rounds}", lambda: False).clear(storage=True)
                 say("cleared", history.begun)
                 if rng.random() < 0.3:
                     await asyncio.sleep(0.2)  # a moment in which the process is likely to be killed
         if last:
-            await world.rest()
+            await world.rest(rng)
             for what in record.failures:
                 say("failed", what.replace("\n", " "), "(rest)")
 

@@ -18,10 +18,6 @@ STAMP = DIGEST + 8
 
 Media = tuple[int, int, bytes | str | int]
 
-Part = Mapping[str, str]
-"""The part of a cache that a clear removes, by the arguments of the call: a salt, an adapter, or
-everything."""
-
 
 class Scope(NamedTuple):
     """The parts of a request's identity beside tokens and media."""
@@ -31,59 +27,27 @@ class Scope(NamedTuple):
     lora: str | None = None
     salt: str | None = None
 
-    def is_in(self, part: Part) -> bool:
+    def is_in(self, part: Mapping[str, str]) -> bool:
         """Whether a clear of that part removes it."""
         return part.items() <= self._asdict().items()
 
 
-class Prompt:
-    """A request's tokens and media, and the digest of each of its full blocks."""
-
-    def __init__(
-        self, block_size: int, scope: Scope, tokens: Sequence[int], media: Iterable[Media] = ()
-    ) -> None:
-        self.block_size = block_size
-        self.tokens = list(tokens)
-        self.media = tuple(media)
-        self.scope = scope
-        self.digests: list[bytes] = []
-        self._scope = repr(tuple(scope)).encode()
-        self._name()
-
-    def copy(self) -> Prompt:
-        """The same tokens, to be continued apart."""
-        other = Prompt(self.block_size, self.scope, (), self.media)
-        other.tokens, other.digests = list(self.tokens), list(self.digests)
-        return other
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append decoded tokens."""
-        self.tokens += tokens
-        self._name()
-
-    @property
-    def full(self) -> int:
-        """Full blocks."""
-        return len(self.tokens) // self.block_size
-
-    def _name(self) -> None:
-        size = self.block_size
-        for block in range(len(self.digests), self.full):
-            start, stop = block * size, (block + 1) * size
-            parent = self.digests[-1] if self.digests else self._scope
-            seen = [
-                hash_
-                for offset, length, hash_ in self.media
-                if offset < stop and offset + length > start
-            ]
-            text = repr(
-                (self.tokens[start:stop], [(type(one).__name__, one) for one in seen])
-            ).encode()
-            self.digests.append(
-                hashlib.blake2b(
-                    len(parent).to_bytes(4, "big") + parent + text, digest_size=DIGEST
-                ).digest()
-            )
+def digests(
+    block_size: int, scope: Scope, tokens: Sequence[int], media: Iterable[Media] = ()
+) -> list[bytes]:
+    """The digest of each full block of a request."""
+    found: list[bytes] = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        stop = start + block_size
+        parent = found[-1] if found else repr(tuple(scope)).encode()
+        seen = [
+            (type(hash_).__name__, hash_)
+            for offset, length, hash_ in media
+            if offset < stop and offset + length > start
+        ]
+        text = len(parent).to_bytes(4, "big") + parent + repr((tokens[start:stop], seen)).encode()
+        found.append(hashlib.blake2b(text, digest_size=DIGEST).digest())
+    return found
 
 
 class Memory:

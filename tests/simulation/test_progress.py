@@ -13,8 +13,7 @@ from kvactors.prefix_index.messages import Ack
 from kvactors.prefix_index.pins import Pins
 from kvactors.prefix_index.waiting import WaitQueue
 from tests.simulation import SeedReport, run_seed
-from tests.simulation.draw import draw_run
-from tests.simulation.sharing import with_crowd
+from tests.simulation.draw import draw_run, with_crowd
 
 SEEDS = 24
 REACHED = (

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 
@@ -17,6 +17,17 @@ from kvactors.cache import KVCache
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.base import Device
 from kvactors.device.host import HostDevice
+from kvactors.errors import (
+    ActorFailed,
+    CacheClosed,
+    ChannelError,
+    KVActorsError,
+    LeaseEnded,
+    NoRoom,
+    NotReady,
+    RankLost,
+    StoreUnsupported,
+)
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
@@ -26,6 +37,8 @@ from kvactors.testing.fakes import SimBackend, SimExecutor
 from kvactors.testing.faults import STEPPED, Fault, Latency, StoreFaults, latency
 from kvactors.testing.plan import Injectable, Injector
 from kvactors.threads import Workers
+from tests.load.client import Client
+from tests.load.ground import Ground, Row
 from tests.simulation.draw import INDEX, Draw
 from tests.simulation.limits import STEP
 from tests.simulation.recorder import Recorder, SimSystem
@@ -36,11 +49,29 @@ from tests.support.sim_rank import SimRank
 from tests.support.sim_service import SimService, SimThread
 from tests.support.tree_reader import ReadSink
 
+SLACK = 0.25
+"""Seconds past its deadline by which an ask must be over: the sweeps of open asks come every 0.05
+s, and the second one decides."""
 
-class World:
-    """violations: what was found wrong so far. jumped: seconds the clock has leapt. closing:
-    whether the system is being stopped. keep: lines of the trace that are remembered. stores: of an
-    earlier world."""
+DOUBT = 8.0
+"""Seconds in which the loss of a rank must have been detected."""
+
+
+class World(Ground):
+    """The ground of a simulation. Awaits are timed, and cancelled as the plan has it.
+
+    Args:
+        keep: lines of the trace that are remembered.
+        stores: of an earlier world.
+
+    Attributes:
+        violations: what was found wrong so far.
+        jumped: seconds the clock has leapt.
+    """
+
+    deadlines = (0.02, 0.2, 1.0, 3.0)
+    moments = (0.0, 0.001, 0.01, 0.05)
+    patience = 2.0
 
     def __init__(
         self, drawn: Draw, keep: int = 200, stores: list[SimBackend] | None = None
@@ -50,14 +81,16 @@ class World:
         self.rng = random.Random(drawn.seed + 1)
         self.service_rng = random.Random(drawn.seed + 2)
         self.violations: list[str] = []
-        self.pinned: list[tuple[list[int], str | None, str | None]] = []  # tokens, salt, adapter
         self.jumped = 0.0
-        self.closing = False
         self.recorder = Recorder(
             [fault for fault in drawn.plan.fault if fault.kind == "actor_crash"],
             keep,
             drawn.limits[STEP],
         )
+        super().__init__(None, drawn.mix, self.recorder.seen)
+        self.faulty = bool(drawn.plan.fault) or config.ranks.count > 1 or drawn.stop_at is not None
+        self._awaits = Counter[str]()
+        self._cancels = {(f.target, int(f.at)): f for f in drawn.plan.fault if f.kind == "cancel"}
         self.layout = make_layout(config.layout, config.cache.block_size)
         stored = config.storage.backend != "none" and not config.flush.flush_only
         count = config.ranks.count
@@ -90,7 +123,8 @@ class World:
             plane.engine = self.executor = SimExecutor(plane.device, plane.arena, self._lag(0))
             plane.make_engine = self._make_engine
         self.model = RankModel(self.layout, self._devices)
-        self.cache: KVCache
+        shared = self.system.store
+        self.keeps_quotas = shared is not None and shared.shares is not None
         self._injector = Injector(self._target_of, self._fault_begins)
 
     def _make_engine(self, device: Device) -> SimExecutor:
@@ -137,16 +171,97 @@ class World:
             return [self.system.device]
         return [rank.device if rank.serving is not None else None for rank in self.ranks]
 
-    @property
-    def seen(self) -> Counter[str]:
-        """See `SeedReport`."""
-        return self.recorder.seen
+    # -- see `Ground`
 
-    def violated(self, what: str) -> None:
-        """Record the violation of an invariant."""
+    def fail(self, what: str) -> None:
         self.recorder.note(f"VIOLATED {what}")
         if what not in self.violations:
             self.violations.append(what)
+
+    def began(self, client: Client) -> Any:
+        loop = asyncio.get_running_loop()
+        self._awaits[client.name] += 1
+        number = client.name.rpartition(" ")[2]
+        fault = self._cancels.pop((number, self._awaits[client.name]), None)
+        if fault is not None and client.task is not None:
+            self.seen["fault cancel"] += 1
+            loop.call_later(fault.duration, client.task.cancel)
+        return loop.time() - self.jumped
+
+    def ended(self, client: Client, what: str, outcome: str, seconds: float, began: Any) -> None:
+        self.recorder.note(f"{client.name} {what} {outcome}")
+        took = asyncio.get_running_loop().time() - self.jumped - began
+        if took > seconds + SLACK:
+            self.fail(f"{what} took {took:.3f} s of {seconds:.3f} and ended with {outcome}")
+
+    def judge(self, what: str, error: KVActorsError, row: Row | None) -> None:
+        """Some errors need a reason."""
+        if self.closing:
+            return
+        kinds = {fault.kind for fault in self.drawn.plan.fault}
+        crashed = self.recorder.failures > 0
+        cut = row is not None and row.cut
+        unfounded = (
+            (isinstance(error, ActorFailed) and not crashed)
+            or (isinstance(error, LeaseEnded) and not (crashed or cut))
+            or (isinstance(error, RankLost) and not kinds & {"rank_cut", "rank_lost"})
+            or isinstance(error, CacheClosed | ChannelError | NotReady)
+            or (isinstance(error, StoreUnsupported) and self.system.device_store is None)
+        )
+        if unfounded:
+            self.fail(f"{what} ended with {error!r}, and nothing accounts for that")
+
+    def asked(self) -> int:
+        """The incarnation of the index that will give the lease."""
+        return self.system.index.incarnation
+
+    async def own(self, client: Client, row: Row) -> None:
+        """An engine detects the failure of the index that gave a lease at once, and leaves the
+        blocks alone, which have other owners then. The next incarnation refuses every call."""
+        if self.system.index.incarnation == row.ticket:
+            return
+        lease = row.lease
+        calls: dict[str, Callable[[], Awaitable[Any]]] = {
+            "commit": lambda: lease.commit(0, deadline=2.0),
+            "extend": lambda: lease.extend([1], deadline=2.0),
+            "preempt": lambda: lease.preempt(deadline=2.0),
+            "finish": lambda: lease.finish(deadline=2.0),
+        }
+        what = client.rng.choice((*calls, ""))
+        if what:
+            await client.ask(what, calls[what], 2.0, row, cuts=False)
+            self.fail(f"{what} of a lease of a dead index was answered")
+        raise LeaseEnded("the index of this lease has failed")
+
+    async def write(self, row: Row, start: int, names: Sequence[bytes]) -> None:
+        blocks = row.lease.block_table[start : start + len(names)]
+        await self.model.fill(blocks, b"".join(names))
+
+    async def differing(
+        self, row: Row, start: int, names: Sequence[bytes], *, hits: bool = False
+    ) -> Sequence[int]:
+        blocks = row.lease.block_table[start : start + len(names)]
+        return await self.model.check(blocks, b"".join(names))
+
+    async def differing_layer(self, row: Row, layer: int, names: Sequence[bytes]) -> Sequence[int]:
+        if self.ranks:
+            return ()
+        return self.model.check_layer(layer, row.lease.block_table[: len(names)], b"".join(names))
+
+    async def wrong(self, row: Row, what: str) -> None:
+        """Wrong bytes are a violation, unless a rank lost its memory and the cache reports it
+        before the lease is used."""
+        gone = any(rank.serving is None or rank.starts > 1 for rank in self.ranks)
+        for _ in range(int(DOUBT / 0.1) if gone else 0):
+            await asyncio.sleep(0.1)
+            try:
+                await row.lease.commit(0, deadline=2.0)
+            except RankLost:
+                self.seen["lease ready to lost"] += 1
+                raise
+            except NoRoom:
+                break
+        await super().wrong(row, what)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[KVCache]:
@@ -212,14 +327,14 @@ class World:
                 while not self.system.ranks.healthy:
                     await asyncio.sleep(0.05)
             if not self.system.ranks.healthy:
-                self.violated(
+                self.fail(
                     "ranks are not healthy 30 s after the last fault: "
                     f"{self.system.ranks.statistics()}"
                 )
 
     async def _end_faults(self) -> None:
         for error in await self._injector.stop():
-            self.violated(f"a fault broke: {error!r}")
+            self.fail(f"a fault broke: {error!r}")
 
     def _count_hits(self) -> None:
         """Count the faults that had an effect."""

@@ -74,7 +74,7 @@ def where(_number: int, _frame: Any) -> None:
 def _round(seed: int, requests: int, record: Record, *, hostile: bool) -> None:
     folder = tempfile.mkdtemp(prefix="kvs-")
     drawn, history = draw(seed, folder), History()
-    drawn.hostile &= hostile
+    drawn.mix.hostile *= hostile
     try:
         again = drawn.store == "file" and requests > 10
         first = requests - requests // 4 if again else requests

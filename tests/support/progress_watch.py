@@ -204,7 +204,10 @@ class ProgressWatch(Instrument):
             if pin.nodes is not None and pin.expiry > message.deadline + margin:
                 pinned.update(split_hashes(pin.hashes))
         own = 0
-        full = path.num_full_blocks if pinned else 0
+        media = message.media if isinstance(message, Acquire) else ()
+        # the last token is computed again, and an item of media whole
+        most = core.index.before_media(core.index.limit_of(path.num_tokens), media)
+        full = min(path.num_full_blocks, most) if pinned else 0
         for key in split_hashes(path.hashes(0, full)):
             if key not in pinned:
                 break
