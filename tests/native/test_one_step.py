@@ -3,7 +3,6 @@ do."""
 
 from __future__ import annotations
 
-import sys
 from random import Random
 from typing import Any
 
@@ -127,15 +126,6 @@ def path_of(tokens: int, salt: int = 0) -> Path:
     return path
 
 
-def test_a_request_that_needs_no_block_is_refused_below_none() -> None:
-    tree = BlockTree(BLOCK)
-    path = path_of(4)
-    path.assign(0, [0, 1])
-    tree.commit(path, 2)
-    for free, run in ((-1, -1), (0, 2)):
-        assert tree.pin_resident(path_of(4), ROOT, -1, 0, 2, free, False, 0.0) == run
-
-
 @pytest.mark.parametrize("hinted", [False, True])
 def test_an_end_is_refused_in_a_tree_with_salts_or_hints(hinted: bool) -> None:
     """Each block has a separate place there, and its hint may have to be forgotten."""
@@ -184,31 +174,3 @@ def test_a_commit_that_the_tree_refuses_changes_nothing() -> None:
         tree.commit_tokens(path, 4, False)
     assert (path.num_held, path.num_committed) == (0, 0)
     assert tree.statistics()["nodes"] == 0
-
-
-@pytest.mark.parametrize(
-    "table",
-    [[2**17 - 1, 0, 255], [2**17, 2**17 - 1, 2**17 + 1], [300, 2**32 - 2, 2**31, 2**31 - 1, 300]],
-)
-def test_the_numbers_of_a_table_are_kept_for_the_first_blocks(table) -> None:
-    for _ in range(3):
-        found = path_of(len(table)).complete(0, table)
-        assert found == tuple(table)
-        assert all(type(one) is int for one in found)
-    own = [one for one in found if one > 256]  # the interpreter shares the others with everyone
-    counts = [sys.getrefcount(one) for one in own]
-    others = [path_of(len(table)).complete(0, table) for _ in range(100)]
-    del others
-    assert [sys.getrefcount(one) for one in own] == counts
-
-
-def test_a_table_is_completed_as_it_is_assigned() -> None:
-    path = path_of(6)
-    assert path.complete(0, [4, 5]) == (4, 5)
-    assert path.complete(2, []) == (4, 5)
-    assert path.complete(2, [6]) == (4, 5, 6)
-    with pytest.raises(ValueError, match="gap"):
-        path.complete(4, [7])
-    with pytest.raises(ValueError, match="out of range"):
-        path.complete(3, [-1])
-    assert path.blocks() == [4, 5, 6]

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from random import Random
 
-from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
-
-from tests.native.tree_machine import TreeMachine
-from tests.native.trees import EXTRAS, MAX_BLOCKS, MAX_PATHS, REACHED, ROOTS
+from tests.native.tree_machine import EXTRAS, MAX_BLOCKS, MAX_PATHS, REACHED, ROOTS, TreeMachine
 
 WANTED = [
     "match again what is being evicted",
@@ -103,13 +99,6 @@ WANTED = [
     "end refused",
 ]
 NEVER = ["one step refused in spite of all", "tokens refused for no reason"]
-
-
-def test_the_native_tree_agrees_with_its_twin() -> None:
-    machine_settings = settings(
-        max_examples=80, stateful_step_count=40, deadline=None, derandomize=True
-    )
-    run_state_machine_as_test(TreeMachine, settings=machine_settings)
 
 
 class Walk:

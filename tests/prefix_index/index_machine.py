@@ -6,9 +6,6 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
 from kvactors.actor import PeerRestarted
 from kvactors.actor.sliced import finish
 from kvactors.cpu_evictor.messages import (
@@ -70,24 +67,11 @@ from tests.support.stepper import Stepper
 BLOCK = 2
 LONGEST = 5
 
-choice = st.integers(0, 30)
 
-
-class IndexMachine(RuleBasedStateMachine):
+class IndexMachine:
     """Every request and every completion in any order. `leases` holds the numbers of the leases
     that were granted and have not ended."""
 
-    @initialize(
-        blocks=st.integers(3, 9),
-        exclusive=st.booleans(),
-        host=st.booleans(),
-        fetch=st.booleans(),
-        recompute=st.booleans(),
-        save=st.sampled_from(["none", "write_through"]),
-        low=st.sampled_from([0, 0, 2]),
-        part=st.sampled_from([1, 2, 100]),
-        announce=st.booleans(),
-    )
     def start(
         self,
         blocks: int,
@@ -278,15 +262,6 @@ class IndexMachine(RuleBasedStateMachine):
 
     # -- requests
 
-    @rule(
-        family=st.integers(0, 1),
-        tokens=st.integers(1, LONGEST * BLOCK),
-        patience=st.sampled_from([1.0, 5.0]),
-        wait=st.booleans(),
-        media=st.sampled_from([(), (), ((1, 4),), ((1, 2), (3, 5))]),
-        space=st.booleans(),
-        chunk=st.sampled_from([0, 0, 1, BLOCK + 1]),
-    )
     def acquire(
         self,
         family: int,
@@ -317,14 +292,10 @@ class IndexMachine(RuleBasedStateMachine):
         )
         self.turn(message, deadline)
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice, less=st.integers(0, 3))
     def commit(self, which: int, less: int) -> None:
         lease = self.lease(which)
         self.turn(Commit(lease, max(0, self.leases[lease] - less)))
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice, count=st.integers(1, BLOCK), stale=st.sampled_from([0, 0, 0, 1]))
     def extend(self, which: int, count: int, stale: int = 0) -> None:
         lease = self.lease(which)
         added = Path(BLOCK, bytes(32))
@@ -336,8 +307,6 @@ class IndexMachine(RuleBasedStateMachine):
             if answered.message is message and (busy or stale):
                 assert answered.error is not None, "an extend in the wrong place was taken"
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice, count=st.integers(0, 2 * BLOCK), stale=st.sampled_from([0, 0, 0, 1]))
     def reserve(self, which: int, count: int, stale: int = 0) -> None:
         lease = self.lease(which)
         busy = self.changes(lease)
@@ -347,22 +316,12 @@ class IndexMachine(RuleBasedStateMachine):
             if answered.message is message and (busy or stale):
                 assert answered.error is not None, "a reserve in the wrong place was taken"
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice, count=st.integers(1, 2 * BLOCK))
     def next_chunk(self, which: int, count: int) -> None:
         lease = self.lease(which)
         covered = self.lease_state(lease).path.num_blocks * BLOCK
         upto = min(self.leases[lease], covered + count)
         self.turn(Reserve(lease, self.leases[lease], upto), self.stepper.now + 1.0)
 
-    @precondition(lambda self: self.leases)
-    @rule(
-        which=choice,
-        count=st.integers(1, 2),
-        stale=st.sampled_from([0, 0, 0, 1]),
-        wait=st.booleans(),
-        for_room=st.booleans(),
-    )
     def fork(
         self, which: int, count: int, stale: int = 0, wait: bool = True, for_room: bool = False
     ) -> None:
@@ -380,7 +339,6 @@ class IndexMachine(RuleBasedStateMachine):
             if answered.message is message and busy:
                 assert answered.error is not None, "a fork in the wrong place was made"
 
-    @rule(which=choice)
     def cancel_fork(self, which: int) -> None:
         """The caller of a fork goes."""
         for envelope in [one for one in self.stepper._open if isinstance(one.message, Fork)]:
@@ -390,14 +348,10 @@ class IndexMachine(RuleBasedStateMachine):
                 self.turn(Abandon(number))
             self.turn(Withdrawn(message.lease))
 
-    @precondition(lambda self: self.copies)
-    @rule(which=choice, failed=st.sampled_from([(), (), (0,)]))
     def copied(self, which: int, failed: tuple[int, ...]) -> None:
         copy = self.copies.pop(sorted(self.copies)[which % len(self.copies)])
         self.turn(CopiedWithin(copy.op, failed))
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice, less=st.integers(0, 2 * BLOCK), stale=st.sampled_from([0, 0, 0, 1]))
     def truncate(self, which: int, less: int, stale: int = 0) -> None:
         lease = self.lease(which)
         state, kept = self.lease_state(lease), max(0, self.leases[lease] - less)
@@ -413,8 +367,6 @@ class IndexMachine(RuleBasedStateMachine):
             self.leases[lease] = kept
             assert state.path.num_blocks == answered.value.count == min(before, -(-kept // BLOCK))
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice, count=st.integers(0, BLOCK + 1), less=st.sampled_from([None, 0, 1]))
     def step(self, which: int, count: int, less: int | None) -> None:
         """One message extends and commits up to two leases. None of them waits."""
         chosen = sorted({self.lease(which), self.lease(which + 1)})
@@ -450,8 +402,6 @@ class IndexMachine(RuleBasedStateMachine):
             for one in self.stepper._open
         )
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice)
     def cancel_extend(self, which: int) -> None:
         lease = self.lease(which)
         for envelope in [
@@ -462,29 +412,20 @@ class IndexMachine(RuleBasedStateMachine):
             self.stepper.withdraw(envelope.message)
             self.turn(Withdrawn(lease))
 
-    @rule(name=st.sampled_from(["a", "b"]))
     def set_namespace(self, name: str) -> None:
         self.turn(SetNamespace(name))
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice)
     def ready(self, which: int) -> None:
         self.turn(Ready(self.lease(which)))
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice, layer=st.integers(0, 1))
     def layer_ready(self, which: int, layer: int) -> None:
         self.turn(LayerReady(self.lease(which), layer))
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice)
     def finish(self, which: int) -> None:
         lease = self.lease(which)
         del self.leases[lease]
         self.turn(Finish(lease))
 
-    @precondition(lambda self: self.leases)
-    @rule(which=choice, share=st.sampled_from([0, 1]))
     def preempt(self, which: int, share: int) -> None:
         lease = self.lease(which)
         effects = self.turn(Preempt(lease, share * self.leases[lease]))
@@ -495,7 +436,6 @@ class IndexMachine(RuleBasedStateMachine):
         ):
             del self.leases[lease]
 
-    @rule(which=choice)
     def abandon(self, which: int) -> None:
         everything = sorted([*self.leases, *self.open])
         if everything:
@@ -511,8 +451,6 @@ class IndexMachine(RuleBasedStateMachine):
 
     # -- completions
 
-    @precondition(lambda self: self.loads)
-    @rule(which=choice, good=st.integers(0, LONGEST), host=st.booleans())
     def loaded(self, which: int, good: int, host: bool) -> None:
         load = self.loads[sorted(self.loads)[which % len(self.loads)]]
         if not load.blocks and load.memory_generation == self.memory_generation:
@@ -523,38 +461,28 @@ class IndexMachine(RuleBasedStateMachine):
         good = min(good, len(load.blocks))
         self.turn(Loaded(load.op, good, good if host else 0))
 
-    @precondition(lambda self: self.loads)
-    @rule(which=choice)
     def stalled(self, which: int) -> None:
         load = self.loads[sorted(self.loads)[which % len(self.loads)]]
         if load.blocks:
             self.turn(LoadStalled(load.op))
 
-    @precondition(lambda self: self.loads)
-    @rule(which=choice, layers=st.integers(1, 2))
     def layers(self, which: int, layers: int) -> None:
         load = self.loads[sorted(self.loads)[which % len(self.loads)]]
         if load.blocks:
             self.turn(LayersLoaded(load.op, layers, len(load.blocks)))
 
-    @precondition(lambda self: self.offloads)
-    @rule(which=choice, kept=st.integers(0, 255))
     def offloaded(self, which: int, kept: int) -> None:
         offload = self.offloads.pop(sorted(self.offloads)[which % len(self.offloads)])
         flags = bytes(kept >> j % 8 & 1 for j in range(len(offload.blocks)))
         self.turn(Offloaded(offload.op, flags))
 
-    @precondition(lambda self: self.admits)
-    @rule(which=choice, kept=st.integers(0, 255))
     def admitted(self, which: int, kept: int) -> None:
         admit = self.admits.pop(sorted(self.admits)[which % len(self.admits)])
         self.turn(Saved(admit.op, bytes(kept >> j % 8 & 1 for j in range(len(admit.blocks)))))
 
-    @rule(seconds=st.sampled_from([0.5, 2.5]))
     def elapse(self, seconds: float) -> None:
         self.take(self.stepper.elapse(seconds))
 
-    @rule(family=st.integers(0, 1), start=st.integers(0, 3), gained=st.booleans())
     def hint(self, family: int, start: int, gained: bool) -> None:
         path = Path(BLOCK, self.roots.root(PLAIN))
         path.extend([family * 100 + i for i in range(LONGEST * BLOCK)])
@@ -565,13 +493,11 @@ class IndexMachine(RuleBasedStateMachine):
             else HostBlocksRemoved(keys)
         )
 
-    @rule(sure=st.integers(0, 5))
     def device_lost(self, sure: int) -> None:
         if not sure:
             self.memory_generation += 1
             self.turn(DataPlaneStatus(True, True, self.memory_generation))
 
-    @rule(sure=st.integers(0, 3))
     def host_ahead_of_the_index(self, sure: int) -> None:
         """The host tier learns of a lost memory before the index does: it answers what is of the
         generation before with nothing."""
@@ -582,7 +508,6 @@ class IndexMachine(RuleBasedStateMachine):
                 self.turn(Loaded(load.op, 0, 0))
             self.turn(DataPlaneStatus(True, True, self.memory_generation))
 
-    @rule(sure=st.integers(0, 5))
     def evictor_restarted(self, sure: int) -> None:
         if not sure:
             self.incarnation += 1
@@ -593,7 +518,6 @@ class IndexMachine(RuleBasedStateMachine):
             self.copies.clear()  # what is sent between the two is dropped
             self.turn(PeerRestarted("gpu_swapper", self.incarnation))
 
-    @rule(sure=st.integers(0, 3))
     def notifier_restarted(self, sure: int) -> None:
         if not sure:
             self.notifier_life += 1
@@ -601,13 +525,10 @@ class IndexMachine(RuleBasedStateMachine):
             self.namespace = None
             self.turn(PeerRestarted("flush_notifier", self.notifier_life))
 
-    @rule(sure=st.integers(0, 3))
     def clear(self, sure: int) -> None:
         if not sure:
             self.turn(Clear())
 
-    @precondition(lambda self: self.sweeps)
-    @rule(count=st.integers(1, 4))
     def sweep(self, count: int) -> None:
         """A step of what a clear leaves, which may come at any time. The pool gets at most `count`
         blocks by it."""
@@ -625,18 +546,14 @@ class IndexMachine(RuleBasedStateMachine):
             "a sweep must go on by itself, and only while there is something to do"
         )
 
-    @rule(sure=st.integers(0, 3))
     def pause(self, sure: int) -> None:
         if not sure:
             self.turn(Pause())
 
-    @rule()
     def resume(self) -> None:
         if self.actor.queue.paused:
             self.turn(Resume())
 
-    @precondition(lambda self: self.works)
-    @rule(which=choice)
     def go_on(self, which: int) -> None:
         """The next part of some work. Works go on in any order, and everything else may come in
         between."""
@@ -648,10 +565,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     # -- invariants after every turn
 
-    @invariant()
     def consistent(self) -> None:
-        if not hasattr(self, "stepper"):
-            return
         finish(self.index.check_steps())
         self.actor.check()
         core = self.actor
@@ -728,8 +642,6 @@ class IndexMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything is answered, every lease ends: nothing is left."""
-        if not hasattr(self, "stepper"):
-            return
         if self.actor.queue.paused:
             self.turn(Resume())
         for _ in range(200):

@@ -22,7 +22,7 @@ from kvactors.cpu_evictor.messages import (
     Save,
     Saved,
 )
-from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom, Paused, RankLost
+from kvactors.errors import DeadlineExceeded, LeaseEnded, Paused, RankLost
 from kvactors.flush_notifier.messages import (
     BlocksRemoved,
     NamespaceChanged,
@@ -50,7 +50,6 @@ from kvactors.prefix_index.messages import (
     Withdrawn,
 )
 from kvactors.prefix_index.settings import IndexSettings, Roots
-from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import BLOCK, acquire, block_index, path
 from tests.support.probe import Probe
 from tests.support.stepper import Stepper
@@ -195,13 +194,6 @@ def test_a_request_waits_for_an_eviction_until_its_deadline():
         assert step.turn(acquire(3, 3, first=200)).answered[0].error is None
 
 
-def test_a_request_that_cannot_fit_is_refused_in_its_turn():
-    with index(2) as step:
-        effects = step.turn(acquire(1, 3))
-        assert isinstance(effects.answered[0].error, NoRoom)
-        assert effects.told == effects.timers == ()
-
-
 def test_a_request_that_is_queued_and_served_in_one_turn_leaves_no_timer():
     """The request before it was cancelled, so its blocks are free as soon as the queue is served."""
     with index(4) as step:
@@ -307,30 +299,6 @@ def test_a_restarted_host_tier_answers_nothing_that_was_in_flight():
         assert ready[0].value.cached_tokens == 2 * BLOCK
         assert step.turn(Loaded(load.op, 2, 2)).told == ()
         assert step.actor.index_statistics().saves_in_flight == 0
-
-
-def test_a_restarted_notifier_is_sent_the_whole_tree_in_parts():
-    with index(part=1) as step:
-        served_in_parts(step)
-        effects = step.turn(PeerRestarted("flush_notifier", 1))
-        sent = effects.to("flush_notifier")
-        works = 1
-        while effects.told and isinstance(effects.told[-1].message, NextSlice):
-            assert step.actor.out.works == 1
-            effects = step.turn(effects.told[-1].message)
-            sent += effects.to("flush_notifier")
-            works += 1
-        assert [one.count for one in sent if isinstance(one, PathCached)] == [1, 1, 1]
-        assert works > 3
-        assert step.actor.out.works == 0
-
-
-def served_in_parts(step: Stepper[PrefixIndex]) -> None:
-    """A request of three blocks on an index whose turns handle one."""
-    for message in (acquire(1, 3), Commit(1, 3 * BLOCK), Finish(1)):
-        effects = step.turn(message)
-        while effects.told and isinstance(effects.told[-1].message, NextSlice):
-            effects = step.turn(effects.told[-1].message)
 
 
 def test_another_namespace_is_reported_once():

@@ -9,22 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.cpu_evictor.messages import Offload
-from kvactors.errors import DeadlineExceeded, LeaseEnded, NoRoom
-from kvactors.gpu_swapper.messages import DataPlaneStatus
+from kvactors.errors import NoRoom
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.messages import AdmissionDeadline, Proceed
+from kvactors.prefix_index.messages import Proceed
 from kvactors.prefix_index.waiting import TURN_REQUESTS, Wait, WaitQueue
-from kvactors.prefix_index.work import NextSlice
-from tests.prefix_index.objects import (
-    Request,
-    StartTimer,
-    answers,
-    cache,
-    core,
-    effects_of,
-    messages,
-    work_of,
-)
+from tests.prefix_index.objects import Request, answers, cache, core, effects_of
 
 
 class Taker:
@@ -56,67 +45,6 @@ def releasing(state: PrefixIndex) -> WaitQueue:
     return state.queue
 
 
-def test_free_blocks_are_given_at_once():
-    state = core(4)
-    taker = Taker(1, 3)
-    assert ask(state, taker) == (True, [])
-    assert taker.given is not None
-    assert len(taker.given) == 3
-    assert state.index.free == 1
-
-
-def test_a_request_for_more_than_can_be_freed_is_refused_and_changes_nothing():
-    state = core(4)
-    cache(state, 2)
-    taker = Taker(1, 5)
-    assert ask(state, taker) == (False, [])
-    assert state.index.free == 2
-    assert state.evictions.evicted == 0
-
-
-def test_a_request_waits_for_the_copies_of_evicted_blocks():
-    state = core(4)
-    cache(state, 3)
-    taker = Taker(1, 3)
-    accepted, actions = ask(state, taker)
-    [offload, timer] = actions
-    assert accepted
-    assert isinstance(offload, Offload)
-    assert isinstance(timer, StartTimer)
-    assert (timer.operation, timer.deadline) == (taker.wait, 5.0)
-    assert state.index.reserved == 1
-    assert state.index.promised == 2
-    state.evictions.finish(offload.op, b"\1\1")
-    assert effects_of(state.queue.serve) == []
-    assert taker.given is not None
-    assert len(set(taker.given)) == 3
-    assert taker.wait.timer is None
-    assert not state.queue.waiting
-
-
-def test_a_request_that_must_not_wait_is_refused_after_it_began_to_evict():
-    state = core(4)
-    cache(state, 3)
-    accepted, actions = ask(state, Taker(1, 3), wait=False)
-    assert not accepted
-    assert [type(one) for one in actions] == [Offload]
-    assert not state.queue.waiting
-
-
-def test_no_request_overtakes_the_queue():
-    state = core(4)
-    admission = releasing(state)
-    first, second = Taker(1, 5), Taker(2, 1)
-    ask(state, first)
-    ask(state, second)
-    assert second.given is None, "a small request took blocks that were promised"
-    [refusal] = effects_of(admission.cancel, 1, "gone")
-    assert first.gone
-    assert isinstance(refusal.error, LeaseEnded)
-    admission.serve()
-    assert second.given is not None
-
-
 def test_the_last_request_is_refused_once_no_block_can_become_free():
     state = core(4)
     admission = releasing(state)
@@ -130,54 +58,6 @@ def test_the_last_request_is_refused_once_no_block_can_become_free():
     assert isinstance(error, NoRoom)
     assert (first.given is not None, last.gone) == (True, True)
     assert state.index_statistics().no_room == 1
-
-
-def test_a_deadline_ends_the_wait_that_it_belongs_to():
-    state = core(2)
-    admission = releasing(state)
-    taker = Taker(1, 3)
-    _, actions = ask(state, taker)
-    [timer] = [one for one in actions if isinstance(one, StartTimer)]
-    assert isinstance(timer.message, AdmissionDeadline)
-    assert effects_of(admission.expire, 1, timer.message.ticket + 1) == []
-    [error] = answers(effects_of(admission.expire, 1, timer.message.ticket))
-    assert isinstance(error, DeadlineExceeded)
-    assert "1 lacking" in str(error)
-    assert state.index.free == 2
-
-
-def test_a_cancelled_request_is_skipped():
-    state = core(2)
-    admission = releasing(state)
-    gone, next_one = Taker(1, 3), Taker(2, 2)
-    ask(state, gone)
-    ask(state, next_one)
-    gone.wait.envelope.cancel()  # type: ignore[attr-defined]
-    admission.serve()
-    assert (gone.gone, gone.given) == (True, None)
-    assert next_one.given is not None
-
-
-def test_reserved_blocks_stay_free_and_are_not_given_to_others():
-    state = core(4)
-    state.index.reserved = 3
-    assert state.index.free == 1
-    assert ask(state, Taker(2, 2))[0] is False
-    assert len(state.index.take_reserved(3)) == 3
-
-
-def test_stalled_copies_are_not_waited_for():
-    state = core(6)
-    cache(state, 3)
-    cache(state, 3, first=100)
-    waiting = Taker(1, 3)
-    ask(state, waiting)
-    assert waiting.given is None
-    [offload] = messages(effects_of(state.data_plane_status, DataPlaneStatus(False, False, 0)))
-    assert isinstance(offload, Offload)
-    state.evictions.finish(offload.op, bytes(3))
-    state.queue.serve()
-    assert waiting.given is not None
 
 
 def test_a_turn_serves_a_bounded_number_of_requests():
@@ -196,16 +76,6 @@ def test_a_turn_serves_a_bounded_number_of_requests():
     admission.proceed()
     admission.serve()
     assert all(taker.given for taker in takers)
-
-
-def test_blocks_of_a_clear_come_back_in_later_turns():
-    state = core(4)
-    cache(state, 4)
-    state.index.retire()
-    [sweep] = effects_of(state.queue.serve)
-    assert effects_of(state.queue.serve) == [], "one turn of it is in the mailbox already"
-    assert [type(one) for one in work_of(state.out, sweep.work)] == [NextSlice]
-    assert state.index.pool.free == 4
 
 
 def test_eviction_ahead_of_need_starts_below_the_low_watermark():

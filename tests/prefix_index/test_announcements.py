@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.flush_notifier.messages import (
-    BlocksAdded,
-    BlocksRemoved,
-    NamespaceChanged,
-    PathCached,
-    TierCleared,
-)
+from kvactors.flush_notifier.messages import BlocksAdded, TierCleared
 from kvactors.identity import PLAIN, RequestScope
 from kvactors.prefix_index import reports as module
 from kvactors.prefix_index.reports import Announcements
@@ -52,19 +46,6 @@ def whole_walk(news, effects):
     return found + effects
 
 
-def test_without_a_sink_nothing_is_sent(index):
-    news = made(index, enabled=False)
-    one = cached(index, 2)
-    assert effects_of(news.cached, one, 0, 2, Reason.COMMIT) == []
-    assert effects_of(news.removed, one.hashes(0, 2), Reason.DEVICE_DROP) == []
-    assert (
-        effects_of(news.cleared, Reason.CLEAR)
-        == effects_of(news.report, NamespaceChanged("b"))
-        == effects_of(news.announce_all)
-        == []
-    )
-
-
 def test_a_long_path_is_announced_in_parts_each_below_its_parent(index):
     news = made(index)
     news.remember(ROOT, PLAIN)
@@ -103,23 +84,6 @@ def test_a_finish_announces_blocks_not_announced_before(index, whole):
     assert len(again) == (1 if whole else 0), "a finish announces whole paths if a sink asks for it"
 
 
-def test_a_walk_announces_every_block_once_below_its_parent(index):
-    news = made(index)
-    news.remember(ROOT, PLAIN)
-    one, other = cached(index, 5), cached(index, 3, first=100)
-    sent = whole_walk(news, effects_of(news.announce_all))
-    keys = b"".join(each.hashes for each in sent)
-    assert sorted(keys[i : i + 32] for i in range(0, len(keys), 32)) == sorted(
-        [*(one.hashes(i, i + 1) for i in range(5)), *(other.hashes(i, i + 1) for i in range(3))]
-    )
-    known = {ROOT}
-    for each in sent:
-        assert isinstance(each, PathCached)
-        assert each.parent in known
-        known |= {each.hashes[i : i + 32] for i in range(0, len(each.hashes), 32)}
-    assert news._walk is None
-
-
 def test_a_walk_does_not_announce_blocks_of_a_forgotten_root_as_others(index):
     news = made(index)
     news.remember(ROOT, RequestScope(salt="a"))
@@ -127,21 +91,6 @@ def test_a_walk_does_not_announce_blocks_of_a_forgotten_root_as_others(index):
     sent = whole_walk(news, effects_of(news.announce_all))
     assert {type(each) for each in sent} == {BlocksAdded}
     assert b"".join(each.hashes for each in sent) == one.hashes(0, 2)
-
-
-def test_changes_during_a_walk_are_sent_after_it(index):
-    news = made(index)
-    news.remember(ROOT, PLAIN)
-    one = cached(index, 5)
-    begun = effects_of(news.announce_all)
-    assert news._walk is not None
-    late = cached(index, 2, first=100)
-    assert effects_of(news.cached, late, 0, 2, Reason.COMMIT) == []
-    assert effects_of(news.removed, one.hashes(4, 5), Reason.DEVICE_DROP) == []
-    assert effects_of(news.report, NamespaceChanged("b")) == []
-    sent = whole_walk(news, begun)
-    assert [type(each) for each in sent[-3:]] == [PathCached, BlocksRemoved, NamespaceChanged]
-    assert sent[-3].hashes == late.hashes(0, 2)
 
 
 def test_a_walk_ends_where_the_notifier_restarts_again(index):

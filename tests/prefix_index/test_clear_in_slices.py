@@ -8,7 +8,7 @@ from pathlib import Path as FilePath
 from kvactors.actor.sliced import finish
 from kvactors.errors import NoRoom
 from kvactors.native import BlockTree, Path
-from kvactors.prefix_index.messages import Abandon, Ack, Acquire, AcquireResult, Clear, Pause
+from kvactors.prefix_index.messages import Abandon, Acquire, AcquireResult, Clear
 from kvactors.prefix_index.tree import RECLAIMED_BLOCKS, BlockIndex
 from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
@@ -80,28 +80,6 @@ def test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs() ->
         assert isinstance(request(machine, 15, wait=wait), AcquireResult)
         assert machine.index.free == 0
         machine.teardown()
-
-
-def test_a_pause_does_not_wait_for_the_sweep_of_a_clear() -> None:
-    machine = filled(20, 18)
-    machine.turn(Clear())
-    assert isinstance(machine.turn(Pause()).answered[0].value, Ack)
-    machine.teardown()
-
-
-def test_clears_in_a_row_each_count_their_own_blocks() -> None:
-    machine = filled(40, 10)
-    counts = [machine.turn(Clear()).answered[0].value.count]
-    assert isinstance(request(machine, 20), AcquireResult)
-    machine.commit(0, 0)
-    counts.append(machine.turn(Clear()).answered[0].value.count)  # all in use
-    machine.finish(0)
-    counts.append(machine.turn(Clear()).answered[0].value.count)
-    assert counts == [10, 0, 0]
-    assert sum(sweeps(machine)) == 10
-    assert machine.index.pool.free == 40
-    assert not machine.index.retired
-    machine.teardown()
 
 
 def test_the_memory_of_a_tree_goes_when_its_last_lease_has_ended() -> None:

@@ -11,7 +11,7 @@ from kvactors.cpu_evictor.messages import HostCleared
 from kvactors.errors import StoreError
 from kvactors.prefix_index.host import TreeClears
 from kvactors.prefix_index.messages import Ack
-from tests.prefix_index.objects import RecordedIndexEffects, Request, answers, effects_of, messages
+from tests.prefix_index.objects import RecordedIndexEffects, Request, answers, effects_of
 
 
 def started(clears, *, freed=0, storage=False, salt=None):
@@ -19,13 +19,6 @@ def started(clears, *, freed=0, storage=False, salt=None):
     request = Request()
     [clear] = effects_of(clears.start, request, salt, storage=storage)
     return clear, answers(effects_of(clears.device_cleared, clear.op, request, freed))
-
-
-def test_without_the_store_a_clear_is_answered_at_once():
-    clears = TreeClears(RecordedIndexEffects(), count(1))
-    clear, [answer] = started(clears, freed=3)
-    assert (clear.storage, clear.salt, answer.count, clears.sent) == (False, None, 3, 1)
-    assert effects_of(clears.again) == []
 
 
 def test_with_the_store_it_is_answered_when_the_store_is_empty_or_could_not_be_emptied():
@@ -48,16 +41,6 @@ def test_a_clear_of_a_salt_waits_for_the_device_and_for_the_store():
     assert effects_of(clears.again) == [], "it has been answered"
     [done] = answers(effects_of(clears.device_cleared, clear.op, request, 6))
     assert done.count == 6
-
-
-def test_a_restarted_host_tier_is_sent_the_clears_without_an_answer():
-    clears = TreeClears(RecordedIndexEffects(), count(1))
-    started(clears)
-    clear, _ = started(clears, storage=True, salt=3)
-    assert clears.sent == 2
-    [again] = messages(effects_of(clears.again))
-    assert (again, clears.sent) == (clear, 1)
-    assert answers(effects_of(clears.finish, HostCleared(clear.op, "")))
 
 
 @given(

@@ -44,13 +44,6 @@ def test_without_an_exclusive_host_tier_blocks_are_free_at_once():
     assert gone(actions) == [(1, Reason.DEVICE_EVICTION), (1, Reason.DEVICE_DROP)]
 
 
-def test_a_turn_evicts_a_part_at_most():
-    state = core(8, part=3)
-    cache(state, 8)
-    assert len(started(state, 7).blocks) == 3
-    assert state.evictions.started == 3
-
-
 def test_a_block_that_is_matched_again_stays_and_the_host_drops_its_copy():
     state = core(4)
     made = cache(state, 4)
@@ -62,41 +55,6 @@ def test_a_block_that_is_matched_again_stays_and_the_host_drops_its_copy():
     [discard] = [one for one in messages(actions) if isinstance(one, DropHostCopies)]
     assert discard.hashes == made.hashes(2, 3)
     assert (state.evictions.evicted, state.evictions.rescued) == (2, 1)
-
-
-def test_stalled_copies_do_not_count_as_blocks_being_freed():
-    state = core(4)
-    cache(state, 4)
-    first = started(state, 2)
-    state.evictions.stall()
-    second = started(state, 1)
-    assert (state.index.coming, sum(op.total for op in state.evictions._in_flight.values())) == (
-        1,
-        3,
-    )
-    state.evictions.finish(first.op, bytes(2))
-    assert state.index.coming == 1
-    state.evictions.finish(second.op, bytes(1))
-    assert state.index.coming == 0
-
-
-def test_a_restart_of_the_host_tier_frees_the_blocks_being_copied():
-    state = core(4)
-    cache(state, 4)
-    started(state, 2)
-    started(state, 1)
-    actions = effects_of(state.evictions.host_lost)
-    assert gone(actions) == [(2, Reason.DEVICE_DROP), (1, Reason.DEVICE_DROP)]
-    assert (state.index.free, len(state.evictions), state.index.coming) == (3, 0, 0)
-
-
-def test_blocks_of_a_cleared_tree_are_freed_without_a_report():
-    state = core(4)
-    cache(state, 4)
-    offload = started(state, 2)
-    state.index.retire()
-    assert effects_of(state.evictions.finish, offload.op, b"\1\1") == []
-    assert state.index.free == 4
 
 
 def test_a_drop_frees_more_than_a_part_in_one_turn():

@@ -5,29 +5,19 @@ from __future__ import annotations
 import pytest
 
 from kvactors.cpu_evictor.messages import Cancel, Load, Offload, Offloaded, SetTargets
-from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, Paused
+from kvactors.errors import LeaseEnded, NoRoom
 from kvactors.identity import PLAIN
 from kvactors.prefix_index.actor import PrefixIndex
-from kvactors.prefix_index.messages import (
-    Abandon,
-    AcquireResult,
-    AdmissionDeadline,
-    Extend,
-    Pause,
-    Resume,
-    SetNamespace,
-)
+from kvactors.prefix_index.messages import Abandon, AcquireResult, SetNamespace
 from tests.prefix_index.objects import (
     BLOCK,
     Request,
-    StartTimer,
     acquire,
     answers,
     cache,
     core,
     effects_of,
     messages,
-    path,
 )
 
 
@@ -36,59 +26,6 @@ def request(state: PrefixIndex, number: int, blocks: int, *, first: int = 0, **o
     message = acquire(number, blocks, first=first, **options)
     envelope = Request(message)
     return envelope, effects_of(state.acquire, message, envelope)
-
-
-def extend(state: PrefixIndex, number: int, position: int, tokens: int):
-    added = path(0)
-    added.extend([7] * tokens)
-    envelope = Request()
-    return envelope, effects_of(state.grow, Extend(number, position, added), envelope)
-
-
-def test_a_prefix_on_the_device_is_hit():
-    state = core(8)
-    cached = cache(state, 2)
-    _, actions = request(state, 1, 3)
-    [granted] = answers(actions)
-    assert isinstance(granted, AcquireResult)
-    assert (granted.cached_tokens, granted.pending, granted.device_hits) == (2 * BLOCK, False, 2)
-    assert len(set(granted.blocks)) == 3
-    assert state.index.free == 8 - 3
-    assert state.leases.get(1) is not None
-    assert cached.num_full_blocks == 2
-
-
-def test_blocks_of_the_host_are_loaded_behind_the_answer():
-    state = core(8)
-    cached = cache(state, 2)
-    [offload] = effects_of(state.evictions.evict, 2)
-    state.evictions.finish(offload.op, b"\1\1")
-    _, actions = request(state, 1, 3)
-    [granted] = answers(actions)
-    assert (granted.pending, granted.cached_tokens) == (True, 2 * BLOCK)
-    [load] = messages(actions)
-    assert isinstance(load, Load)
-    assert load.blocks == tuple(granted.blocks[:2])
-    assert load.hashes == cached.hashes(0, 2)
-
-
-def test_without_free_blocks_the_request_is_refused_and_nothing_changes():
-    state = core(2)
-    _, actions = request(state, 1, 3)
-    [error] = answers(actions)
-    assert isinstance(error, NoRoom)
-    assert (state.index.free, len(state.loads), len(state.leases)) == (2, 0, 0)
-    assert state.index_statistics().no_room == 1
-    assert not state.in_use()
-
-
-def test_the_caller_of_a_grant_that_has_gone_keeps_nothing():
-    state = core(4)
-    message = acquire(1, 2)
-    envelope = Request(message)
-    envelope.cancel()
-    state.acquire(message, envelope)
-    assert (state.index.free, len(state.leases)) == (4, 0)
 
 
 def test_refused_requests_that_try_again_in_turn_are_all_granted():
@@ -191,46 +128,3 @@ def test_a_waiting_request_that_is_given_up_cancels_its_load():
     assert [one.op for one in messages(actions) if isinstance(one, Cancel)] == [load.op]
     assert isinstance(answers(actions)[0], LeaseEnded)
     assert not state.loads
-
-
-def test_an_extend_in_the_wrong_place_or_during_another_is_refused():
-    state = core(4)
-    request(state, 1, 2)
-    [error] = answers(extend(state, 1, 99, 1)[1])
-    assert isinstance(error, LeaseBusy)
-    state.index.closing = 1  # blocks are on their way back
-    state.index.take(1)
-    first, actions = extend(state, 1, 2 * BLOCK, 2 * BLOCK)
-    assert [type(one) for one in actions] == [StartTimer]
-    [error] = answers(extend(state, 1, 2 * BLOCK, 1)[1])
-    assert isinstance(error, LeaseBusy)
-    first.cancel()
-    _, actions = extend(state, 1, 2 * BLOCK, BLOCK)
-    cancelled, granted = answers(actions)
-    assert isinstance(cancelled, LeaseEnded)
-    assert len(granted.blocks) == 1
-
-
-def test_tokens_within_the_last_block_need_none():
-    state = core(4)
-    message = acquire(1, 1)
-    message.path.extend([1])
-    state.acquire(message, Request(message))
-    [granted] = answers(extend(state, 1, BLOCK + 1, 1)[1])
-    assert granted.blocks == ()
-    assert isinstance(answers(extend(state, 2, 0, 1)[1])[0], LeaseEnded)
-
-
-def test_requests_of_a_pause_are_admitted_in_order_after_it():
-    state = core(4)
-    state.pause(Pause(), Request())
-    _, first = request(state, 1, 3)
-    _, second = request(state, 2, 3, first=100)
-    assert [type(one) for one in first + second] == [StartTimer] * 2
-    expired = second[0].message
-    assert isinstance(expired, AdmissionDeadline)
-    [error] = answers(effects_of(state.queue.expire, expired.lease, expired.ticket))
-    assert isinstance(error, Paused)
-    resume = Request()
-    done, granted = answers(effects_of(state.resume, Resume(), resume))
-    assert (done.count, len(granted.blocks)) == (1, 3)

@@ -69,53 +69,6 @@ async def test_a_device_that_no_sink_follows_hashes_nothing(
         hits.abandon()
 
 
-def test_a_hash_is_made_with_those_above_when_an_eviction_needs_it() -> None:
-    tree = BlockTree(2)
-    tokens = list(range(12))
-    stored(tree, tokens)
-    stored(tree, [*tokens[:4], 90, 91, 92, 93], first=6)
-    assert tree.hashed == 0
-    nodes, hashes, parents, _, _ = tree.evict(1, hashes=False)
-    assert (len(nodes), hashes, parents, tree.hashed) == (1, b"", b"", 0)
-    tree.finish_offload(nodes, b"\0")
-    expected = chain_hashes(ROOT, tokens, 2)
-    nodes, hashes, parents, _, _ = tree.evict(1)
-    assert hashes == expected[4 * HASH_BYTES : 5 * HASH_BYTES]
-    assert parents == expected[3 * HASH_BYTES : 4 * HASH_BYTES]
-    assert tree.hashed == 5
-    tree.check()
-
-
-def test_a_report_of_the_host_tier_finds_a_block_that_has_no_hash_yet() -> None:
-    tree = BlockTree(2)
-    tokens = list(range(8))
-    stored(tree, tokens)
-    hashes = chain_hashes(ROOT, tokens, 2)
-    assert tree.host_blocks_added(bytes(32) + hashes[: 2 * HASH_BYTES]) == 2
-    assert tree.statistics()["host"] == 2
-    assert tree.host_blocks_removed(hashes) == 4
-    assert tree.statistics()["host"] == 0
-    tree.check()
-
-
-def test_hashes_that_a_path_has_are_not_made_again() -> None:
-    tree = BlockTree(2)
-    path = Path(2, ROOT)
-    path.extend(range(8))
-    tree.pin(path)
-    path.assign(0, range(4))
-    tree.commit(path, 2)
-    path.hashes(0, 3)
-    tree.commit(path, 4)
-    assert tree.hashed == 1  # of the third block, which was hashed before its commit
-    tree.release(path)
-    _, hashes, parents, _, _ = tree.evict(4)
-    expected = split_hashes(chain_hashes(ROOT, list(range(8)), 2))
-    assert split_hashes(hashes) == expected[::-1]
-    assert split_hashes(parents) == [*expected[-2::-1], ROOT]
-    tree.check()
-
-
 def test_a_path_takes_the_hashes_that_the_tree_has() -> None:
     tree = BlockTree(2)
     tokens = list(range(12))

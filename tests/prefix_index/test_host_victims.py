@@ -83,15 +83,6 @@ def victims(sent: list[Any]) -> list[bytes]:
     ]
 
 
-def test_victims_are_named_once():
-    state = with_host(4, (4, 4))
-    sent = [serve(state, number, 4, first=100 * number) for number in range(4)]
-    named = victims(sent[3])
-    assert named == offloaded(sent[2])
-    state.index.tree.host_blocks_removed(b"".join(named))
-    state.index.tree.check()
-
-
 def test_a_host_tier_that_evicts_ahead_of_need_gets_victims_down_to_its_low_mark():
     state = with_host(2, (4, 2))
     sent = [victims(serve(state, number, 2, first=100 * number)) for number in range(5)]
@@ -124,13 +115,3 @@ def test_lru_names_no_victims():
     for number in range(4):
         assert not victims(serve(state, number, 2, first=100 * number))
     assert state.index.tree.statistics()["host"] == 6
-
-
-def test_after_a_clear_nothing_is_named():
-    state = with_host(4, (4, 4))
-    for number in range(2):
-        serve(state, number, 4, first=100 * number)
-    state.index.retire()
-    assert not victims(serve(state, 2, 4, first=200))
-    assert not victims(serve(state, 3, 4, first=300))
-    assert victims(serve(state, 4, 4, first=400))

@@ -6,20 +6,11 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 
 from kvactors.cpu_evictor.messages import LayersLoaded, Loaded
 from kvactors.errors import LeaseEnded
 from kvactors.prefix_index.messages import Abandon, Ack, Commit, Finish, LayerReady, Ready
 from tests.prefix_index.index_machine import BLOCK, LONGEST, IndexMachine
-
-
-def test_no_order_of_requests_and_completions_makes_the_index_fail() -> None:
-    machine_settings = settings(
-        max_examples=60, stateful_step_count=30, deadline=None, derandomize=True
-    )
-    run_state_machine_as_test(IndexMachine, settings=machine_settings)
 
 
 def started(blocks: int, *, host: bool = True) -> IndexMachine:
@@ -222,6 +213,8 @@ class Walk:
                     draw([1.0, 5.0]),
                     number(4) > 0,
                     draw(MEDIA),
+                    number(4) == 0,
+                    draw([0, 0, 0, 1, BLOCK + 1]),
                 ),
             ),
             (4, lambda: machine.leases and machine.commit(which, draw([0, 0, 1, 2]))),
@@ -251,7 +244,16 @@ class Walk:
                     machine.leases and machine.step(which, number(BLOCK + 2), draw([None, 0, 1]))
                 ),
             ),
-            (2, lambda: machine.leases and machine.fork(which, number(2) + 1, draw([0, 0, 0, 1]))),
+            (1, lambda: machine.leases and machine.next_chunk(which, number(2 * BLOCK) + 1)),
+            (
+                2,
+                lambda: (
+                    machine.leases
+                    and machine.fork(
+                        which, number(2) + 1, draw([0, 0, 0, 1]), number(4) > 0, number(3) == 0
+                    )
+                ),
+            ),
             (1, lambda: machine.cancel_fork(which)),
             (3, lambda: machine.copies and machine.copied(which, draw([(), (), (0,)]))),
             (2, lambda: machine.leases and machine.ready(which)),

@@ -1,5 +1,4 @@
-"""Names of blocks: the published vectors by three roads, media ranges, and token ids of every kind
-and range."""
+"""Names of blocks: the published vectors by three roads, and media ranges."""
 
 from __future__ import annotations
 
@@ -7,12 +6,9 @@ import hashlib
 import json
 import re
 import struct
-from array import array
-from collections.abc import Callable
 from pathlib import Path as FilePath
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -201,124 +197,3 @@ def test_bad_media_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         block_extras(4, 4, positions, hashes, num_tokens=16)
-
-
-# -- token ids
-
-DTYPES = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
-IDS = [0, 1, 2, 127, 5, 6, 7, 8, 99]
-
-
-def strided(dtype: str) -> Any:
-    wide = np.zeros(2 * len(IDS), dtype)
-    wide[::2] = IDS
-    return wide[::2]
-
-
-KINDS: list[tuple[str, Callable[[], Any]]] = [
-    ("list", lambda: list(IDS)),
-    ("tuple", lambda: tuple(IDS)),
-    ("bytes", lambda: bytes(IDS)),
-    ("bytearray", lambda: bytearray(IDS)),
-    ("list of numpy scalars", lambda: [np.int64(i) for i in IDS]),
-    *[(f"array {code}", lambda code=code: array(code, IDS)) for code in "bBhHiIlLqQ"],
-    *[(f"numpy {dtype}", lambda dtype=dtype: np.array(IDS, dtype)) for dtype in DTYPES],
-    *[
-        (f"memoryview {dtype}", lambda dtype=dtype: memoryview(np.array(IDS, dtype)))
-        for dtype in DTYPES
-    ],
-    *[(f"strided {dtype}", lambda dtype=dtype: strided(dtype)) for dtype in DTYPES],
-    *[
-        (f"reversed {dtype}", lambda dtype=dtype: np.array(IDS[::-1], dtype)[::-1])
-        for dtype in DTYPES
-    ],
-    ("read-only", lambda: np.frombuffer(np.array(IDS, np.int32).tobytes(), np.int32)),
-]
-
-
-@pytest.mark.parametrize("make", [make for _, make in KINDS], ids=[name for name, _ in KINDS])
-def test_every_kind_of_tokens_gives_the_same_names(make: Callable[[], Any]) -> None:
-    path = Path(4, bytes(32))
-    path.extend(make())
-    path.extend(make())
-    assert path.tokens(0, 4) == struct.pack("<16I", *(IDS + IDS)[:16])
-    assert path.hashes(0, 4) == chain_hashes(bytes(32), IDS + IDS, 4)
-    assert path.num_tokens == 2 * len(IDS)
-
-
-def bad_ids() -> list[tuple[str, Any]]:
-    cases: list[tuple[str, Any]] = [
-        ("list", [1, -1]),
-        ("list", [2**32]),
-        ("list", [2**64]),
-        ("list", [-(2**70)]),
-        ("tuple", (0, -5)),
-    ]
-    cases += [
-        (f"numpy {dtype}", np.array([3, -1], dtype))
-        for dtype in ("int8", "int16", "int32", "int64")
-    ]
-    cases += [(f"numpy {dtype}", np.array([3, 2**32], dtype)) for dtype in ("int64", "uint64")]
-    cases += [
-        ("numpy uint64", np.array([2**63 + 5], np.uint64)),
-        ("array", array("q", [-1])),
-        ("memoryview", memoryview(array("i", [-1]))),
-    ]
-    long = np.zeros(
-        20_000, np.int64
-    )  # where vectors and the work outside the interpreter's lock begin
-    for position in (0, 7, 9_999, 19_999):
-        at = long.copy()
-        at[position] = -1 if position % 2 else 2**32
-        cases.append((f"one of many, at {position}", at))
-    return cases
-
-
-@pytest.mark.parametrize("bad", [bad for _, bad in bad_ids()], ids=[name for name, _ in bad_ids()])
-def test_ids_out_of_range_are_refused_and_nothing_is_appended(bad: Any) -> None:
-    path = Path(1, bytes(32))
-    path.extend([4, 2**32 - 1])
-    before = path.hashes(0, 2)
-    with pytest.raises(ValueError, match="between 0 and"):
-        path.extend(bad)
-    with pytest.raises(ValueError, match="between 0 and"):
-        chain_hashes(bytes(32), bad, 1)
-    with pytest.raises(ValueError, match="between 0 and"):
-        PathModel(1, bytes(32)).extend(bad)
-    assert path.num_tokens == 2
-    path.extend([9])
-    assert path.hashes(0, 2) == before
-    assert path.tokens(0, 3) == struct.pack("<3I", 4, 2**32 - 1, 9)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [
-        1.5,
-        [1, 2.0],
-        [1, True],
-        "12",
-        ["1"],
-        None,
-        [None],
-        {1: 2},
-        np.array([1.0]),
-        np.zeros((2, 2), np.int64),
-        np.array(["a"]),
-        5,
-        array("f", [1]),
-    ],
-)
-def test_only_a_row_of_integers_is_accepted(bad: Any) -> None:
-    path = Path(1, bytes(32))
-    with pytest.raises(TypeError):
-        path.extend(bad)
-    assert path.num_tokens == 0
-
-
-@pytest.mark.parametrize("dtype", ["int64", "uint64", "int32", "uint32"])
-@given(values=st.lists(st.integers(0, 2**31 - 1), max_size=70))
-def test_wide_arrays_arrive_whole(dtype: str, values: list[int]) -> None:
-    path = Path(1, bytes(32))
-    path.extend(np.array(values, dtype))
-    assert path.tokens(0, len(values)) == struct.pack(f"<{len(values)}I", *values)

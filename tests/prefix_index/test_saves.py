@@ -25,12 +25,6 @@ def save(state: PrefixIndex, whole: SavedPath, start: int, stop: int) -> Save:
     return admit
 
 
-def test_nothing_is_saved_by_an_exclusive_cache_without_a_write_policy():
-    state = core()
-    assert not state.saves.enabled
-    assert effects_of(state.saves.start, committed(state, 2), 0, 2) == []
-
-
 def test_a_part_names_the_block_above_it_and_is_held_until_all_are_answered():
     state = core(exclusive=False, part=2)
     whole = committed(state, 3)
@@ -72,22 +66,3 @@ def test_a_store_addressed_by_tokens_gets_the_whole_path_of_its_scope():
     assert effects_of(other.saves.start, committed(other, 2), 0, 2) == [], (
         "another scope is not stored"
     )
-
-
-def test_a_restart_of_the_host_tier_gives_every_path_back_once():
-    state = core(exclusive=False, part=1)
-    whole = committed(state, 3)
-    for start in range(3):
-        save(state, whole, start, start + 1)
-    assert state.saves.host_lost() == [whole]
-    assert not state.saves
-    assert not whole.answered(), "its closing does not release it again"
-
-
-def test_blocks_of_a_cleared_tree_are_not_noted_as_on_the_host():
-    state = core(exclusive=False)
-    whole = committed(state, 2)
-    admit = save(state, whole, 0, 2)
-    state.index.retire()
-    assert state.saves.finish(admit.op, b"\1\1") is whole
-    assert state.index.tree.statistics()["host"] == 0

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from kvactors.cpu_evictor.messages import Offload, Offloaded
-from kvactors.errors import DeadlineExceeded, LeaseEnded, NeverFits, NoRoom
+from kvactors.errors import DeadlineExceeded, NeverFits, NoRoom
 from kvactors.native import Path
 from kvactors.prefix_index import waiting as queues
 from kvactors.prefix_index.messages import (
@@ -261,17 +261,6 @@ def test_not_now_and_never_are_different_errors() -> None:
     assert str(NoRoom(1, 0)) == "1 device block needed, 0 available"
 
 
-def test_a_request_that_waits_is_counted_and_holds_nothing() -> None:
-    state = core(4)
-    ask(state, acquire(1, 3))
-    before = (state.index.tree.statistics(), state.index.free)
-    [timer] = ask(state, acquire(2, 2, wait_for_room=True))
-    assert isinstance(timer, StartTimer)
-    assert (timer.deadline, state.index_statistics().waiting) == (10.0, 1)
-    assert (state.index.tree.statistics(), state.index.free) == before
-    assert not state.in_use() or len(state.leases) == 1
-
-
 def test_shared_blocks_that_others_use_count_for_a_request_that_waits() -> None:
     """Eight blocks: three are used by a lease that shares them with the waiting request."""
     state = core(8, host_tier=False)
@@ -297,15 +286,6 @@ def test_a_deadline_names_the_sizes() -> None:
     assert isinstance(error, DeadlineExceeded)
     assert "2 needed, 1 available" in str(error)
     assert timer.operation.timer is None  # type: ignore[union-attr]
-
-
-def test_a_cancelled_request_leaves_nothing() -> None:
-    state = core(4)
-    ask(state, acquire(1, 3))
-    ask(state, acquire(2, 2, first=100, wait_for_room=True))
-    [error] = answers(effects_of(state.abandon, Abandon(2)))
-    assert isinstance(error, LeaseEnded)
-    assert not state.queue.heads()
 
 
 def test_own_cached_blocks_are_not_free() -> None:

@@ -255,17 +255,6 @@ def granted(state: PrefixIndex, tokens: int, number: int = LEASE) -> LeaseState:
     return held(state, number)
 
 
-def test_tokens_after_a_truncate_have_their_own_hashes():
-    """Hashes of the dropped tokens were computed before."""
-    state = core(DEVICE_BLOCKS)
-    path = granted(state, 3 * BLOCK).path
-    before = path.hashes(0, 3)
-    state.truncate(Truncate(LEASE, 3 * BLOCK, BLOCK + 1), Request())
-    state.grow(Extend(LEASE, BLOCK + 1, added([7] * (2 * BLOCK - 1))), Request())
-    again, _ = request_path(BLOCK, path.root, [0, 1, 2, 7, 7, 7], ())
-    assert path.hashes(0, 3) == again.hashes(0, 3) != before
-
-
 def test_a_truncate_of_tokens_that_load_is_refused():
     state = core(DEVICE_BLOCKS, fetch=True)
     lease = granted(state, 3 * BLOCK)

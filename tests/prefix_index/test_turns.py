@@ -154,9 +154,6 @@ def test_restarts_of_the_neighbours_are_handled_in_parts(machine):
     machine.whole(Finish(lease))
 
 
-STEPS = MANY // PART + 8
-
-
 def test_a_block_that_comes_back_is_reported_although_its_scope_was_forgotten(machine):
     """Without tokens: an index that has the block from another tier keeps it, under the scope that
     it was announced with."""
