@@ -55,7 +55,6 @@ from kvactors.prefix_index.messages import (
     Ack,
     Acquire,
     AcquireResult,
-    AdmissionDeadline,
     ChangeShares,
     Clear,
     Commit,
@@ -67,7 +66,6 @@ from kvactors.prefix_index.messages import (
     LayerReady,
     LoadDeadline,
     Pause,
-    PinExpired,
     Preempt,
     Prefetch,
     Proceed,
@@ -82,11 +80,11 @@ from kvactors.prefix_index.messages import (
     Truncate,
     Withdrawn,
 )
-from kvactors.prefix_index.pins import Pins
+from kvactors.prefix_index.pins import PinExpired, Pins
 from kvactors.prefix_index.reports import Announcements, IndexStatistics
 from kvactors.prefix_index.settings import IndexSettings, Roots
 from kvactors.prefix_index.tree import BlockIndex, Match, pick_hashes, was_cleared
-from kvactors.prefix_index.waiting import TURN_REQUESTS, Line, Wait, WaitQueue
+from kvactors.prefix_index.waiting import TURN_REQUESTS, AdmissionDeadline, Line, Wait, WaitQueue
 from kvactors.prefix_index.work import IndexEffects, NextSlice, Work, hash_first, slices
 from kvactors.quotas import salt_id
 from kvactors.types import Reason
@@ -273,10 +271,8 @@ class PrefixIndex(Actor):
             complete=partial(self._grant_late, lease, match, envelope),
             give_up=partial(self._drop, lease),
         )
-        if not queue.request(wait, may_wait=may_wait, deadline=message.deadline):
-            self._drop(lease)
-            queue.lacks_room(envelope, match.new_blocks)
-        elif queue.waiting.get(message.lease) is wait:
+        queue.request(wait, may_wait=may_wait, deadline=message.deadline)
+        if queue.waiting.get(message.lease) is wait:
             tree.keep(path, used=False)
 
     def _grant(
@@ -290,7 +286,7 @@ class PrefixIndex(Actor):
     def _grant_late(
         self, lease: LeaseState, match: Match, envelope: Envelope[AcquireResult]
     ) -> None:
-        """The new blocks of a request that waited are reserved. The cached part of its path or its
+        """The new blocks of a request that waited are free. The cached part of its path or its
         namespace may have changed: match it again, and continue with the loads sent ahead only if
         nothing has."""
         message: Any = envelope.message
@@ -305,7 +301,7 @@ class PrefixIndex(Actor):
         again = index.match(path, fetch=fetch, media=lease.media, chunk=message.chunk_tokens)
         same_loads = len(lease.loads) == len(match.segments)
         if not changed and again == match and lease.tree is before and same_loads:
-            index.fill_table(path, match, index.take_reserved(match.new_blocks))
+            index.fill_table(path, match, index.take(match.new_blocks))
             self.loads.place(lease)
             self._granted(lease, envelope)
             return
@@ -314,7 +310,6 @@ class PrefixIndex(Actor):
         # Blocks whose loads have completed since are on the device now.
         lease.device_hits, lease.host_hits, lease.storage_hits = again.num_device_blocks, 0, 0
         lease.expected_blocks = again.expected_blocks
-        index.reserved -= match.new_blocks
         self.evictions.drop_until(again.new_blocks, path.salt)  # a clear may have removed hits
         if again.new_blocks > index.free:
             self._drop(lease)
@@ -425,7 +420,7 @@ class PrefixIndex(Actor):
 
     @on(AdmissionDeadline)
     def admission_deadline(self, message: AdmissionDeadline) -> None:
-        self.queue.expire(message.lease, message.ticket)
+        self.queue.expire(message.wait)
 
     @on(Proceed)
     def proceed(self, message: Proceed) -> None:
@@ -462,7 +457,7 @@ class PrefixIndex(Actor):
             return
 
         def complete() -> None:
-            self._grow(path, message, envelope, index.take_reserved(needed))
+            self._grow(path, message, envelope, index.take(needed))
 
         wait = Wait(lease.id, envelope, needed=needed, salt=path.salt, complete=complete)
         self._take(wait, lease.deadline)
@@ -508,8 +503,7 @@ class PrefixIndex(Actor):
             return
         deadline = wait.envelope.deadline
         deadline = lease_deadline if deadline is None else deadline
-        if not self.queue.request(wait, may_wait=may_wait, deadline=deadline):
-            self.queue.lacks_room(wait.envelope, wait.needed)
+        self.queue.request(wait, may_wait=may_wait, deadline=deadline)
 
     @on(Truncate)
     def truncate(self, message: Truncate, envelope: Envelope[Ack]) -> None:
@@ -604,7 +598,6 @@ class PrefixIndex(Actor):
     ) -> None:
         index = self.index
         if lease.fault is not None:  # since it began to wait
-            index.reserved -= needed
             self.out.refuse(envelope, lease.fault())
             return
         index.policy.advance(lease.tree)
@@ -615,7 +608,7 @@ class PrefixIndex(Actor):
         if not needed:
             self._answer_fork(forks, envelope)
             return
-        blocks = index.take_reserved(needed)
+        blocks = index.take(needed)
         for fork, block in zip(forks, blocks, strict=True):
             fork.path.assign(fork.path.num_blocks, [block])
         copy = TailCopy(tail_of(lease.path), tuple(blocks), forks, envelope)
@@ -1077,7 +1070,7 @@ class PrefixIndex(Actor):
 
     @on(PinExpired)
     def pin_expired(self, message: PinExpired) -> None:
-        self.pins.expire(message.number)
+        self.pins.expire(message.pin)
         self.queue.serve()
 
     @on(SetNamespace)

@@ -305,20 +305,6 @@ class LoadDeadline(Control, frozen=True, eq=False):
     op: int
 
 
-class PinExpired(Control, frozen=True, eq=False):
-    """To itself: the time of a pin is over."""
-
-    number: int
-
-
-class AdmissionDeadline(Control, frozen=True, eq=False):
-    """To itself: the deadline of a wait, for blocks or for the end of a pause. A lease may wait
-    again, with another ticket."""
-
-    lease: int
-    ticket: int
-
-
 class Proceed(Later, frozen=True, eq=False):
     """To itself: continue with the requests that wait. One turn takes a part of them."""
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import count
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvactors.actor import Control
 from kvactors.actor.clock import now
 from kvactors.cpu_evictor.messages import PinHostBlocks, UnpinHostBlocks
 from kvactors.identity import PLAIN
 from kvactors.native import BlockTree, Path
 from kvactors.prefix_index.leases import LeaseState
-from kvactors.prefix_index.messages import PinExpired
 from kvactors.prefix_index.work import Timed
 from kvactors.types import HASH_BYTES, hash_at
 
@@ -33,13 +32,18 @@ STOPPED_CLOCK_S = 0.1
 class Pin(Timed, eq=False):
     """One pinned path."""
 
-    number: int  # of its timer
     root: bytes
     salt: int
     hashes: bytes
     tree: BlockTree
     nodes: NDArray[np.uint32] | None  # None: the device has lost them
     expiry: float = inf  # on the cache's clock
+
+
+class PinExpired(Control, frozen=True, eq=False):
+    """To itself: the time of a pin is over."""
+
+    pin: Pin
 
 
 class Pins:
@@ -50,9 +54,7 @@ class Pins:
         self.refused = self.expired = 0  # refused: beyond the share
         self._index, self._out, self._roots = core.index, core.out, core.roots
         self._settings, self._scopes = core.settings, core.announcements.scopes
-        self._numbers = count(1)
         self._pins: dict[bytes, Pin] = {}  # by the hash of the last block
-        self._by_number: dict[int, bytes] = {}
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -93,9 +95,8 @@ class Pins:
             self.refused += 1
             return 0
         self._end(last)  # pinned again: only the time is new
-        pin = Pin(next(self._numbers), path.root, path.salt, hashes, lease.tree, nodes)
+        pin = Pin(path.root, path.salt, hashes, lease.tree, nodes)
         self._pins[last] = pin
-        self._by_number[pin.number] = last
         if hints.ttl is not None:
             pin.expiry = self._index.policy.now() + hints.ttl
             self._start_timer(pin)
@@ -108,12 +109,11 @@ class Pins:
         last = path.hashes(blocks - 1, blocks) if blocks else b""
         return blocks if self._end(last) else 0
 
-    def expire(self, number: int) -> None:
+    def expire(self, pin: Pin) -> None:
         """The time of a pin is over on the loop's clock."""
-        last = self._by_number.get(number)
-        if last is None:
+        last = pin.hashes[-HASH_BYTES:]
+        if self._pins.get(last) is not pin:
             return
-        pin = self._pins[last]
         if pin.expiry - self._index.policy.now() > EARLY_TIMER_S:
             # The cache's clock is another one, and slower.
             self._start_timer(pin, STOPPED_CLOCK_S)
@@ -137,13 +137,12 @@ class Pins:
     def _start_timer(self, pin: Pin, least: float = 0.0) -> None:
         """Timers run on the loop's clock, and a time to live on the cache's."""
         left = max(pin.expiry - self._index.policy.now(), least)
-        self._out.at(pin, now() + left, PinExpired(pin.number))
+        self._out.at(pin, now() + left, PinExpired(pin))
 
     def _end(self, last: bytes) -> bool:
         pin = self._pins.pop(last, None)
         if pin is None:
             return False
-        del self._by_number[pin.number]
         pin.stop_timer()
         self._release(pin)
         self._tell_host(pin, UnpinHostBlocks)

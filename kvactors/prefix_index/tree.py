@@ -177,11 +177,6 @@ class BlockIndex:
             self.ages.took(taken)
         return taken
 
-    def take_reserved(self, count: int) -> list[int]:
-        """`count` of the blocks that were counted in `reserved`."""
-        self.reserved -= count
-        return self.take(count)
-
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from itertools import count, takewhile
+from itertools import takewhile
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from kvactors.actor import Envelope
+from kvactors.actor import Control, Envelope
 from kvactors.errors import (
     DeadlineExceeded,
     KVActorsError,
@@ -20,7 +20,7 @@ from kvactors.errors import (
     Paused,
 )
 from kvactors.native import Path
-from kvactors.prefix_index.messages import Acquire, AdmissionDeadline, Fork, Proceed
+from kvactors.prefix_index.messages import Acquire, Fork, Proceed
 from kvactors.prefix_index.tree import Media
 from kvactors.prefix_index.work import Timed, Work
 
@@ -44,18 +44,23 @@ class Wait(Timed, eq=False):
 
     lease: int  # the lease that it is for, or that a fork is made of
     envelope: Envelope[Any]  # of its call
-    ticket: int = 0  # of its deadline, since a lease may wait again
     claim: int = 0  # device blocks that its lease uses once it is granted
     since: int = 0  # `WaitQueue.overtakings` when it began to wait for room
     needed: int = 0  # device blocks that it asks for
     lacking: int = 0  # those that are not reserved for it yet
     salt: int = 0  # of the request, see `kvactors.quotas.salt_id`
-    complete: Callable[[], None] = lambda: None  # called when all are reserved
+    complete: Callable[[], None] = lambda: None  # called when all are free
     give_up: Callable[[], None] = lambda: None  # called if it gets none
 
     @property
     def message(self) -> Any:
         return self.envelope.message
+
+
+class AdmissionDeadline(Control, frozen=True, eq=False):
+    """To itself: the deadline of a wait, for blocks or for the end of a pause."""
+
+    wait: Wait
 
 
 class Line:
@@ -114,7 +119,6 @@ class WaitQueue:
         self.proceeding = False  # a later turn continues with the lines
         self._core, self._out = core, core.out
         self._index, self._evictions = core.index, core.evictions
-        self._tickets = count(1)
         self._serving = self._sweeping = False
 
     def is_quiet(self) -> bool:
@@ -152,8 +156,7 @@ class WaitQueue:
 
     def _start(self, wait: Wait, deadline: float) -> None:
         self.contended = True
-        wait.ticket = next(self._tickets)
-        self._out.at(wait, deadline, AdmissionDeadline(wait.lease, wait.ticket))
+        self._out.at(wait, deadline, AdmissionDeadline(wait))
 
     def spare(self, heads: list[Wait]) -> float:
         """Device blocks that a request may claim, together with all requests that it overtakes, of
@@ -201,39 +204,32 @@ class WaitQueue:
 
     # -- requests that wait for evictions
 
-    def request(self, wait: Wait, *, may_wait: bool, deadline: float) -> bool:
+    def request(self, wait: Wait, *, may_wait: bool, deadline: float) -> None:
         """Give a request its blocks, or let it wait behind evictions until a deadline, if it may.
-        False if it has not got its blocks and does not wait."""
-        index, evicted = self._index, 0
+        Otherwise it lacks room."""
+        index = self._index
         wait.lacking = wait.needed
-        if self._give(wait):
-            return True
-        deficit = wait.needed - index.free - index.unpromised
-        if deficit > 0:
-            if self._index.evictable() < deficit and not self.releasing:
-                return False
+        evicted, deficit = 0, wait.needed - index.free - index.unpromised
+        if deficit > index.evictable() and not self.releasing:
+            may_wait = False
+        elif deficit > 0:
             evicted = self._evictions.evict_for(
                 lambda: wait.needed - index.free - index.unpromised, wait.salt, wait.needed
             )
-            if self._give(wait):
-                return True
+        if not self.waiting and index.free >= wait.needed:
+            wait.complete()
+            return
         if not may_wait:
-            return False
+            wait.give_up()
+            self.lacks_room(wait.envelope, wait.needed)
+            return
         self.waiting[wait.lease] = wait
         index.promised += wait.lacking
         self._start(wait, deadline)
-        if evicted < self._index.turn_blocks:
+        if evicted < index.turn_blocks:
             self._serve_evictions()
         else:
             self.proceed_later()  # this turn has evicted its part
-        return True
-
-    def _give(self, wait: Wait) -> bool:
-        if self.waiting or self._index.free < wait.needed:
-            return False
-        self._index.reserved += wait.needed
-        wait.complete()
-        return True
 
     def _serve_evictions(self) -> None:
         if self._serving:
@@ -264,6 +260,7 @@ class WaitQueue:
         index.promised -= reserved
         if not wait.lacking:
             self._dequeue(wait)
+            index.reserved -= wait.needed
             wait.complete()
             return True
         if self._evictions.evict_for(
@@ -332,10 +329,10 @@ class WaitQueue:
         if wait is not None:
             self._end(wait, LeaseEnded(reason))
 
-    def expire(self, lease: int, ticket: int) -> None:
-        wait = self._find(lease)
-        if wait is None or wait.ticket != ticket:
-            return
+    def expire(self, wait: Wait) -> None:
+        lease = wait.lease
+        if self._find(lease) is not wait:
+            return  # it has ended, and its lease may wait again
         if lease in self.held.waits:
             self._end(wait, Paused("the cache is paused"))
             return

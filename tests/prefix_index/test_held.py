@@ -29,9 +29,9 @@ def test_a_timer_of_an_earlier_wait_changes_nothing():
     [first] = effects_of(state.acquire, message, Request(message))
     state.queue.cancel(1, "gone")
     [second] = effects_of(state.acquire, message, Request(message))
-    state.queue.expire(1, first.message.ticket)
+    state.queue.expire(first.message.wait)
     assert len(state.queue.held) == 1
-    state.queue.expire(1, second.message.ticket)
+    state.queue.expire(second.message.wait)
     assert len(state.queue.held) == 0
 
 

@@ -65,7 +65,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.expected: dict[int, str] = {}
         self.found: dict[int, str] = {}
         self.asked: dict[int, Request] = {}
-        self.tickets: dict[int, int] = {}
+        self.waits: dict[int, Any] = {}
         self.number = self.overtakings = 0
         self.since: dict[int, int] = {}
 
@@ -111,7 +111,7 @@ class QueueMachine(RuleBasedStateMachine):
                 ended = isinstance(action, Reply)
                 self.found[lease] = "granted" if ended else type(action.error).__name__  # type: ignore[union-attr]
             elif isinstance(action, StartTimer):
-                self.tickets[action.message.lease] = action.message.ticket  # type: ignore[attr-defined]
+                self.waits[action.message.wait.lease] = action.message.wait  # type: ignore[attr-defined]
             elif isinstance(action, NextSlice):
                 pending += work_of(self.core.out, action.work)
             elif isinstance(action, Proceed):
@@ -172,7 +172,7 @@ class QueueMachine(RuleBasedStateMachine):
         del self.queue[lease]
         self.serve()
         self.expected[lease] = "DeadlineExceeded"
-        self.run(effects_of(self.core.queue.expire, lease, self.tickets[lease]))
+        self.run(effects_of(self.core.queue.expire, self.waits[lease]))
 
     @precondition(lambda self: self.held)
     @rule(number=which)
@@ -281,8 +281,7 @@ def test_a_deadline_names_the_sizes() -> None:
     state = core(4)
     ask(state, acquire(1, 3))
     [timer] = ask(state, acquire(2, 2, first=100, wait_for_room=True))
-    assert effects_of(state.queue.expire, 2, timer.message.ticket + 1) == []  # type: ignore[union-attr]
-    [error] = answers(effects_of(state.queue.expire, 2, timer.message.ticket))  # type: ignore[union-attr]
+    [error] = answers(effects_of(state.queue.expire, timer.message.wait))  # type: ignore[union-attr]
     assert isinstance(error, DeadlineExceeded)
     assert "2 needed, 1 available" in str(error)
     assert timer.operation.timer is None  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvactors.prefix_index.messages import AdmissionDeadline
+from kvactors.prefix_index.waiting import AdmissionDeadline
 from tests.prefix_index.index_machine import BLOCK, IndexMachine
 
 
@@ -26,12 +26,12 @@ def test_a_late_timer_of_an_earlier_wait_is_ignored() -> None:
     machine = full_of_evictable_blocks()
     lease = machine.lease(0)
     machine.extend(0, BLOCK)
-    first = machine.actor.queue.waiting[lease].ticket
+    first = machine.actor.queue.waiting[lease]
     machine.offloaded(0, 255)
     assert not machine.actor.queue.waiting
     machine.extend(0, BLOCK)
-    assert machine.actor.queue.waiting[lease].ticket != first
-    machine.turn(AdmissionDeadline(lease, first))
+    assert machine.actor.queue.waiting[lease] is not first
+    machine.turn(AdmissionDeadline(first))
     assert lease in machine.actor.queue.waiting, "the wait was ended by the timer of an earlier one"
     machine.offloaded(0, 255)
     assert machine.leases[lease] == 3 * BLOCK
