@@ -82,6 +82,19 @@ def test_a_request_gets_blocks_of_a_clear_at_once_and_no_more_than_it_needs() ->
         machine.teardown()
 
 
+def test_a_cleared_block_that_a_fork_has_is_not_free() -> None:
+    machine = IndexMachine()
+    machine.start(4, True, False, False, False, "none", 0)
+    machine.acquire(0, 2 * BLOCK, 5.0, True)
+    machine.fork(0, 1)
+    machine.commit(0, 0)
+    machine.finish(0)
+    machine.turn(Clear())
+    assert machine.index.reclaimable == machine.index.free == 2
+    assert isinstance(request(machine, 3, wait=False), NoRoom)
+    machine.teardown()
+
+
 def test_the_memory_of_a_tree_goes_when_its_last_lease_has_ended() -> None:
     machine = filled(40, 10)
     assert isinstance(request(machine, 4), AcquireResult)

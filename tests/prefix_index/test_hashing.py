@@ -98,10 +98,12 @@ def test_a_tree_that_is_renewed_hashes_as_the_one_before() -> None:
 def test_an_eviction_from_a_device_alone_has_no_hashes() -> None:
     for hashes in (False, True):
         index = BlockIndex(2, 8, 8, recompute_last_token=False, hashes=hashes)
+        index.take(4)
         stored(index.tree, list(range(8)))
-        eviction = index.evict(2, 1)
-        assert eviction.total == 2
-        assert len(eviction.hashes) == len(eviction.parents) == (2 * HASH_BYTES if hashes else 0)
+        eviction, size = index.evict(1, 1), HASH_BYTES * hashes
+        assert (len(eviction.hashes), len(eviction.parents)) == (size, size)
+        freed, _, hosted, lost = index.drop(1, 0, 0)
+        assert (freed, hosted, len(lost)) == (1, b"", size)
         assert index.tree.hashed == (4 if hashes else 0)
 
 
