@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvactors.native import (
@@ -61,47 +59,6 @@ class Memory:
 
     def block(self, block: int) -> NDArray[np.uint8]:
         return np.concatenate([region[block] for region in self.device])
-
-
-@st.composite
-def moves(draw: st.DrawFn) -> tuple[Memory, Ids, Ids]:
-    pieces = draw(st.lists(st.integers(0, 70), min_size=1, max_size=5).filter(any))
-    blocks, slots = draw(st.integers(1, 6)), draw(st.integers(1, 6))
-    memory = Memory.make(
-        pieces, blocks, slots, gap=draw(st.integers(0, 9)), seed=draw(st.integers(0, 99))
-    )
-    pairs = draw(st.integers(0, min(blocks, slots)))
-    one, other = draw(st.permutations(range(blocks))), draw(st.permutations(range(slots)))
-    return memory, ids(*one[:pairs]), ids(*other[:pairs])
-
-
-@given(moves())
-def test_gather_fills_the_named_slots_and_nothing_else(case: tuple[Memory, Ids, Ids]) -> None:
-    memory, blocks, slots = case
-    expected, device = memory.arena.copy(), [region.copy() for region in memory.device]
-    for block, slot in zip(blocks, slots, strict=True):
-        data = memory.block(int(block))
-        expected[slot, : data.size] = data
-    memory.move(gather, blocks, slots)
-    assert np.array_equal(memory.arena, expected)
-    assert all(
-        np.array_equal(now, before) for now, before in zip(memory.device, device, strict=True)
-    )
-
-
-@given(moves())
-def test_scatter_fills_the_named_blocks_and_nothing_else(case: tuple[Memory, Ids, Ids]) -> None:
-    memory, blocks, slots = case
-    memory.arena[:] = np.random.default_rng(1).integers(0, 256, memory.arena.shape, np.uint8)
-    expected, arena = [region.copy() for region in memory.device], memory.arena.copy()
-    for block, slot in zip(blocks, slots, strict=True):
-        at = 0
-        for region in expected:
-            region[block] = memory.arena[slot, at : at + region.shape[1]]
-            at += region.shape[1]
-    memory.move(scatter, blocks, slots)
-    assert all(np.array_equal(now, want) for now, want in zip(memory.device, expected, strict=True))
-    assert np.array_equal(memory.arena, arena)
 
 
 def test_a_batch_larger_than_the_caches_goes_and_comes_back() -> None:
@@ -189,27 +146,6 @@ def keys(*names: int) -> bytes:
     return b"".join(name.to_bytes(32, "big") for name in names)
 
 
-@given(
-    st.lists(st.integers(1, 40), min_size=1, max_size=4),
-    st.permutations(range(5)),
-    st.integers(1, 5),
-    st.data(),
-)
-def test_a_pattern_differs_from_every_other_and_from_damage(
-    pieces: list[int], order: list[int], count: int, data: st.DataObject
-) -> None:
-    memory = Memory.make(pieces, blocks=5, slots=1)
-    blocks, names = ids(*order[:count]), keys(*range(count))
-    fill_blocks(*memory.regions, blocks, names)
-    assert check_blocks(*memory.regions, blocks, names) == []
-
-    hurt = data.draw(st.integers(0, count - 1))
-    region = memory.device[data.draw(st.integers(0, len(pieces) - 1))]
-    byte, bit = data.draw(st.integers(0, region.shape[1] - 1)), data.draw(st.integers(0, 7))
-    region[order[hurt], byte] ^= 1 << bit
-    assert check_blocks(*memory.regions, blocks, names) == [hurt]
-
-
 def test_a_pattern_follows_the_key_through_a_copy() -> None:
     memory = Memory.make([64, 24], blocks=4, slots=2)
     fill_blocks(*memory.regions, ids(0, 1), keys(7, 8))
@@ -229,18 +165,6 @@ def test_patterns_need_a_key_for_each_block(how: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="out of range"):
         how(*memory.regions, ids(2), keys(1))
     assert np.array_equal(memory.device[0], before)
-
-
-def test_copy_bytes_and_touch_stay_inside() -> None:
-    source = np.random.default_rng(2).integers(1, 256, 10_000, np.uint8)
-    target = np.full(10_002, UNTOUCHED, np.uint8)
-    copy_bytes(int(target.ctypes.data) + 1, int(source.ctypes.data), 10_000)
-    assert np.array_equal(target[1:-1], source)
-    assert target[0] == target[-1] == UNTOUCHED
-    touch(int(target.ctypes.data) + 1, 10_000)
-    zeros = np.flatnonzero(target == 0) - 1
-    assert list(zeros) == [0, 4096, 8192, 9999]
-    touch(int(target.ctypes.data), 0)
 
 
 def test_copies_let_other_threads_run() -> None:

@@ -3,8 +3,6 @@ tree's memory, and chains that are not in ascending ids."""
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from kvactors.native import BlockTree, Path
@@ -57,23 +55,3 @@ def test_a_node_with_an_extra_key_is_no_part_of_a_plain_chain() -> None:
     assert tree.peek(path_of(2, tokens))[0] == 3
     assert tree.peek(path)[0] == 6
     tree.release(path)
-
-
-def test_chains_in_ids_of_evicted_nodes_are_found() -> None:
-    """Freed ids are given again in another order, and beside nodes of other chains."""
-    tree, random_ = BlockTree(2), random.Random(3)
-    pool, stored = list(range(400)), {}
-    for number in range(150):
-        tokens = [random_.randrange(2) for _ in range(2 * random_.randrange(1, 12))]
-        if len(pool) < 45:
-            nodes, _, _, blocks, _ = tree.evict(random_.randrange(45, 150), hashes=False)
-            tree.finish_offload(nodes, bytes(len(blocks)))
-            pool += blocks
-            stored.clear()
-        tokens += [number] * 2 * random_.randrange(30)
-        store(tree, tokens, pool)
-        stored[number] = tokens
-        for known in stored.values():
-            assert tree.peek(path_of(2, known))[0] == len(known) // 2
-    tree.check()
-    assert len(stored) > 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
+
 from tests.native.tree_machine import EXTRAS, MAX_BLOCKS, MAX_PATHS, REACHED, ROOTS, TreeMachine
 
 WANTED = [
@@ -234,3 +236,35 @@ def test_long_walks_agree_and_meet_every_situation() -> None:
     assert not missing, f"never reached: {missing}"
     wrong = [name for name in NEVER if REACHED[name]]
     assert not wrong, f"reached: {wrong}"
+
+
+@pytest.mark.parametrize("capacity", [0, 64])
+def test_long_chains(capacity: int) -> None:
+    """A match, a use and a release handle the nodes of a chain together, over groups of nodes and
+    chunks of memory (256 nodes of a tree without a capacity), in runs that end within them."""
+    for seed in range(12):
+        random, machine = Random(seed), TreeMachine()
+        machine.start(1, capacity, seed % 3 == 0)
+
+        def prompt(random: Random = random) -> list[int]:
+            """The beginning of one of three chains, and a branch of it."""
+            first, branch = 1000 * random.randrange(3), 100 * random.randrange(4)
+            chain = range(first, first + random.choice([1, 5, 40, 300]))
+            return [*chain, *range(branch, branch + random.randrange(24))]
+
+        for _ in range(25):
+            kind = random.randrange(5)
+            if kind == 0 and machine.leases:
+                machine.release(random.randrange(MAX_PATHS), True)
+            elif kind == 1 and len(machine.leases) < MAX_PATHS - 1:
+                machine.new_path(ROOTS[0], prompt(), True, 0, 0)
+                machine.commit(len(machine.leases) - 1, 0, True)
+            elif kind == 2:
+                machine.evict(random.randint(1, 64), 0, random.random() < 0.5)
+                machine.whole_request(prompt(), 0)
+                if machine.offloads:
+                    machine.finish_offload(0, random.randrange(256))
+            else:
+                machine.whole_request(prompt(), 0)
+            machine.alike()
+        machine.teardown()

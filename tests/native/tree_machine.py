@@ -556,7 +556,7 @@ class TreeMachine:
 
     def finish_offload(self, number: int, kept: int) -> None:
         flight = self.offloads.pop(number % len(self.offloads))
-        on_host = bytes(kept >> j & 1 for j in range(len(flight.native)))
+        on_host = bytes(kept >> j % 8 & 1 for j in range(len(flight.native)))
         again_read = any(node.readers > 1 for node in flight.nodes())
         native = flight.trees.native.finish_offload(flight.native, on_host)
         assert native == flight.trees.model.finish_offload(flight.model, on_host)
@@ -735,7 +735,7 @@ class TreeMachine:
         for trees in self.all_trees:
             if not trees.native.retired:
                 trees.native.retire()
-            self.give(trees.native.sweep(1000))
+            self.give(trees.native.sweep(100_000))
             assert trees.native.idle
             while not trees.native.dismantle():
                 trees.native.check()
