@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count, islice
 from typing import Any, ClassVar, get_args
@@ -160,7 +160,7 @@ class PrefixIndex(Actor):
         """Match, pin and take blocks: now, once enough of them are free, or after a pause."""
         queue, index, path, pool = self.queue, self.index, message.path, self.index.pool
         quiet = not queue.contended or queue.is_quiet()
-        if quiet and not (message.chunk_tokens or message.media) and index.ages is None:
+        if quiet and not (message.chunk_tokens or message.media):
             if message.scope is not PLAIN or self.announcements.latest is not self.roots.plain:
                 self.set_root(path, message.scope)
             policy, tokens, tree = index.policy, path.num_tokens, index.tree
@@ -179,12 +179,8 @@ class PrefixIndex(Actor):
                 if run >= 0:
                     if needed - run > free:
                         self.evictions.drop(needed - run - free, path.salt, needed - run)
-                    lease = self._new_lease(message, run, run)
-                    self.leases.grant(lease)
-                    table = path.complete(run, pool.take(needed - run))
-                    result = AcquireResult(table, run * index.block_size, False, run)
-                    if not self.out.reply(envelope, result):
-                        self._give_back(lease)
+                    table = path.complete(run, index.take(needed - run))
+                    self._granted(self._new_lease(message, run, run), envelope, table)
                     return
         if queue.asleep:
             self.out.refuse(envelope, CacheAsleep())
@@ -281,7 +277,7 @@ class PrefixIndex(Actor):
         """Enter the new blocks of a request into its table."""
         self.index.fill_table(lease.path, match, blocks)
         self.loads.begin(lease, match.segments, placed=True)
-        self._granted(lease, envelope)
+        self._granted(lease, envelope, lease.path.table())
 
     def _grant_late(
         self, lease: LeaseState, match: Match, envelope: Envelope[AcquireResult]
@@ -303,7 +299,7 @@ class PrefixIndex(Actor):
         if not changed and again == match and lease.tree is before and same_loads:
             index.fill_table(path, match, index.take(match.new_blocks))
             self.loads.place(lease)
-            self._granted(lease, envelope)
+            self._granted(lease, envelope, path.table())
             return
         self.loads.cancel(lease, 0)
         self._detach(lease)
@@ -317,7 +313,9 @@ class PrefixIndex(Actor):
             return
         self._grant(lease, again, envelope, index.take(again.new_blocks))
 
-    def _granted(self, lease: LeaseState, envelope: Envelope[AcquireResult]) -> None:
+    def _granted(
+        self, lease: LeaseState, envelope: Envelope[AcquireResult], table: Sequence[int]
+    ) -> None:
         index, expected = self.index, lease.expected_blocks
         self.leases.grant(lease)
         if index.ages is not None and lease.device_hits:
@@ -325,7 +323,7 @@ class PrefixIndex(Actor):
         if lease.media:
             expected = index.before_media(lease.expected_blocks, lease.media)
         cached, pending = expected * index.block_size, bool(lease.loads)
-        result = AcquireResult(lease.path.table(), cached, pending, lease.device_hits)
+        result = AcquireResult(table, cached, pending, lease.device_hits)
         if not self.out.reply(envelope, result):
             self._give_back(lease)
         elif self.queue.free_low:
