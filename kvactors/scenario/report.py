@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -95,7 +95,6 @@ class Report(msgspec.Struct):
     blocks_moved: int = 0
     loop_own_lag_ms: dict[str, float] = msgspec.field(default_factory=dict)
     loop_cpu_ms: dict[str, float] = msgspec.field(default_factory=dict)
-    fleet: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
     tenants: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
 
 
@@ -106,12 +105,13 @@ TOTALS = (
 SINK_COUNTS = ("delivered", "pending", "retried", "coalesced", "resyncs")
 
 
-def report_of(name: str, totals: Totals, wall: float, **figures: Any) -> Report:
+R = TypeVar("R", bound="Report")
+
+
+def report_of(kind: type[R], name: str, totals: Totals, wall: float, **figures: Any) -> R:
     """A report with the driver's counts. wall: seconds."""
     counts = {one: getattr(totals, one) for one in TOTALS}
-    return Report(
-        name=name, hit_rate=totals.hit_rates(), wall_s=round(wall, 3), **counts, **figures
-    )
+    return kind(name=name, hit_rate=totals.hit_rates(), wall_s=round(wall, 3), **counts, **figures)
 
 
 def make_report(
@@ -141,6 +141,7 @@ def make_report(
         stored |= {"shed": host.shed, "rotten": totals.rotten}
         stored |= {name: getattr(host, name) for name in NOT_FETCHED}
     return report_of(
+        Report,
         name,
         totals,
         wall,
@@ -231,8 +232,6 @@ def print_report(report: Report, console: Console) -> None:
     print_fields(report.name, report_rows(report), console)
     if report.serving:
         print_figures("serving loop", FIGURES, report.serving, console)
-    if report.fleet:
-        print_fleet(report.fleet, console)
 
 
 FIGURES = (
@@ -249,37 +248,6 @@ FIGURES = (
     ("seconds of the trace's clock", "seconds"),
 )
 """The figures of a serving loop, and how they are labelled."""
-
-
-FLEET = (
-    ("requests", "requests"),
-    ("hit rate", "hit_rate"),
-    ("hit rate of one large cache", "ideal_hit_rate"),
-    ("on the node's device", "hit_rate_device"),
-    ("in its host memory", "hit_rate_host"),
-    ("from the pool", "hit_rate_storage"),
-    ("tokens computed once (one large cache: 1)", "computed_once"),
-    ("blocks computed", "blocks_computed"),
-    ("distinct blocks", "blocks_distinct"),
-    ("objects in the pool at the end", "pool_objects"),
-    ("objects that the pool evicted", "pool_evicted"),
-    ("requests sent again", "retried"),
-    ("faults", "faults"),
-    ("faults left out", "faults_left_out"),
-    ("blocks verified", "verified"),
-    ("wrong bytes", "corrupt"),
-    ("wait for loads, s (p50)", "wait_p50_s"),
-    ("wait for loads, s (p99)", "wait_p99_s"),
-    ("seconds", "seconds"),
-)
-"""The figures of a fleet, and how they are labelled."""
-
-
-def print_fleet(fleet: dict[str, dict[str, float]], console: Console) -> None:
-    """The figures of a fleet, a column for each placement of its requests."""
-    placements = {name: figures for name, figures in fleet.items() if name != "namespaces"}
-    where = "network namespaces" if fleet["namespaces"]["used"] else "processes on loopback"
-    print_figures(f"fleet, {where}", FLEET, placements, console, cell=count_text)
 
 
 def figure_text(value: Any) -> str:

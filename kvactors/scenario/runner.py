@@ -31,7 +31,6 @@ from kvactors.observe.lag import NO_LAGS, LagMonitor
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.child import Child, child, compare, log_errors_only, routing, say
 from kvactors.scenario.engine import Engine, Observe, beside, reporting
-from kvactors.scenario.fleet import run_fleet
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Pool, Scenario, Workload, events_of
@@ -335,8 +334,6 @@ def run_scenario(
 
             check_virtual(scenario)
             return scenario, simulate(run, seed)
-        if scenario.fleet.nodes:
-            return scenario, run_terminable(run_fleet(data, seed, progress))
         if scenario.process.kills:
             return scenario, run_terminable(run_processes(scenario, data, seed))
         return scenario, run_terminable(run())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 import msgspec
 
@@ -187,47 +187,6 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     down_for: SecondsOrZero = 1.0
 
 
-Placement = Literal["random", "kv_aware", "no_pool"]
-
-
-class FleetFault(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fault of the fleet, in the run of every placement.
-
-    Attributes:
-        kind: kill (SIGKILL, started again at the end), pause (SIGSTOP), slow (the node's link has
-            `mbit_per_s` only), cut (the link is down), full (the node fills the pool with pinned
-            objects, and removes them at the end). slow and cut need network namespaces.
-        after: requests that have ended when the fault begins. Further ones wait until it has.
-        requests: how many requests end during it at least.
-    """
-
-    kind: Literal["kill", "pause", "slow", "cut", "full"]
-    target: Literal["master", "node"] = "node"
-    node: Number = 0
-    after: Number = 0
-    seconds: Seconds = 1.0
-    requests: Number = 0
-    mbit_per_s: Positive = 8.0
-
-
-class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fleet of nodes over one Mooncake pool, each in a process and a network namespace.
-
-    Attributes:
-        clients: how many of them, the last ones, give the pool no memory.
-        placements: how requests choose their node. The workload runs once for each: random,
-            kv_aware (the node with the fewest tokens to compute, by the nodes' KV events and the
-            requests in flight) and no_pool (random, without a pool, for comparison).
-        twins: every n-th request is served by two nodes at once (0: none).
-    """
-
-    nodes: Number = 0
-    clients: Number = 0
-    placements: tuple[Placement, ...] = ("random", "kv_aware")
-    twins: Number = 0
-    fault: tuple[FleetFault, ...] = ()
-
-
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An expectation: the value must lie within."""
 
@@ -244,21 +203,25 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     router: RouterSpec = RouterSpec()
     process: ProcessSpec = ProcessSpec()
     mooncake: Pool = Pool()
-    fleet: FleetSpec = FleetSpec()
     expect: dict[str, float | Bound] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def from_mapping(cls, data: Any) -> Scenario:
+    def from_mapping(cls, data: Any) -> Self:
         data = {**data, "expect": flatten(data.get("expect", {}))}
         scenario = super().from_mapping(data)
-        for about in (about_workload, about_parts, about_fleet):
+        for about in (about_workload, about_parts):
             for complaint, applies in about(scenario).items():
                 if applies:
                     raise ConfigError(complaint)
         for name in scenario.expect:
-            if name.partition(".")[0] not in Report.__struct_fields__:
+            if name.partition(".")[0] not in cls.report_type().__struct_fields__:
                 raise ConfigError(f"expect.{name}: reports have no such field")
         return scenario
+
+    @classmethod
+    def report_type(cls) -> type[Report]:
+        """Whose fields `expect` may name."""
+        return Report
 
 
 Complaints: TypeAlias = dict[str, object]
@@ -343,33 +306,6 @@ def about_fault(fault: FaultSpec, scenario: Scenario) -> Complaints:
             fault.turn and fault.turn + fault.turns > work.turns
         ),
     }
-
-
-def about_fleet(scenario: Scenario) -> Complaints:
-    """A fleet that cannot be."""
-    fleet = scenario.fleet
-    if not fleet.nodes:
-        others = fleet != FleetSpec()
-        return {"fleet.nodes is missing: the other settings of [fleet] need it": others}
-    found: Complaints = {
-        f"fleet.nodes must be in 2..64, not {fleet.nodes}": not 2 <= fleet.nodes <= 64,
-        "fleet needs storage.backend = 'mooncake' and workload.kind = 'chat'": (
-            scenario.storage.backend != "mooncake" or scenario.workload.kind != "chat"
-        ),
-        "fleet.clients must be fewer than the nodes: the pool needs memory": (
-            fleet.clients >= fleet.nodes
-        ),
-        "fleet.placements must name at least one placement, each once": (
-            not fleet.placements or len(set(fleet.placements)) < len(fleet.placements)
-        ),
-    }
-    for number, fault in enumerate(fleet.fault, 1):
-        where = f"fleet.fault {number}"
-        found[f"{where}: a master has no fault {fault.kind!r}"] = (
-            fault.target == "master" and fault.kind not in ("kill", "pause")
-        )
-        found[f"{where}: there is no node {fault.node}"] = fault.node >= fleet.nodes
-    return found
 
 
 def events_of(config: Config) -> KvEventsSinkConfig | None:

@@ -15,28 +15,28 @@ from typing import Any
 
 import pytest
 
-from kvactors.scenario.fleet import run_fleet
-from kvactors.scenario.report import Report, Totals
-from kvactors.scenario.shipped import find_file
-from kvactors.scenario.spec import Scenario, disappointments
+from kvactors.scenario.report import Totals
+from kvactors.scenario.spec import disappointments
 from kvactors.settings import read_toml
+from tests.fleet.run import FLEET, run_fleet
+from tests.fleet.spec import FleetReport, FleetScenario
 from tests.interop.network import raise_loopback
 
 pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("tmp_path")]
 
 
-def run(data: dict[str, Any], *, isolate: bool = True) -> Report:
+def run(data: dict[str, Any], *, isolate: bool = True) -> FleetReport:
     """Run a fleet's scenario. It must hold its expectations."""
     raise_loopback()
     report = asyncio.run(run_fleet(data, 18, lambda _: None, isolate=isolate))
     assert report.errors == []
-    assert disappointments(Scenario.from_mapping(data).expect, report) == []
+    assert disappointments(FleetScenario.from_mapping(data).expect, report) == []
     assert report.corrupt_blocks_served == 0
     assert report.flush["divergence"] == 0
     return report
 
 
-def show(report: Report) -> None:
+def show(report: FleetReport) -> None:
     """Print the share of the tokens computed once and what became of the pool's objects, by
     placement."""
     for placement, figures in report.fleet.items():
@@ -53,8 +53,8 @@ def show(report: Report) -> None:
 
 
 def test_the_scenario_of_the_package_holds() -> None:
-    """`kvactors run fleet`: every placement, and no pool."""
-    data = read_toml(find_file(Path("fleet"), "scenario"))
+    """`python -m tests.fleet`: every placement, and no pool."""
+    data = read_toml(FLEET)
     report = run(data)
     show(report)
     assert report.requests == data["expect"]["requests"]
@@ -65,7 +65,7 @@ def test_the_scenario_of_the_package_holds() -> None:
 @pytest.mark.parametrize("placement", ["random", "kv_aware"])
 def test_2000_requests_with_faults(placement: str) -> None:
     """Every fault, under one placement. Faults cost hits, and no byte is wrong."""
-    data = read_toml(find_file(Path("fleet"), "scenario"))
+    data = read_toml(FLEET)
     data["workload"] |= {"sessions": 200, "turns": 10, "user_tokens": 48, "output_tokens": 32}
     data["fleet"] |= {"placements": [placement], "twins": 0}
     for fault in data["fleet"]["fault"]:
@@ -82,7 +82,7 @@ def test_2000_requests_with_faults(placement: str) -> None:
 
 def small(**fleet: Any) -> dict[str, Any]:
     """A small fleet without faults, with caches that evict, whose pool has space for everything."""
-    data = read_toml(find_file(Path("fleet"), "scenario"))
+    data = read_toml(FLEET)
     data["fleet"] = {"nodes": 3, "placements": ["random"], **fleet}
     data["workload"] |= {"sessions": 20, "turns": 4}
     data["device"], data["host"] = {"num_blocks": 512}, {"slots": 256, "transit_slots": 512}
@@ -178,7 +178,7 @@ def test_a_fleet_that_is_interrupted_leaves_no_process() -> None:
 
 RUNNER = """
 import asyncio, json, sys
-from kvactors.scenario.fleet import run_fleet
+from tests.fleet.run import run_fleet
 def served(totals):
     if totals.requests:
         print("served", flush=True)

@@ -173,7 +173,6 @@ def test_an_error_in_a_script_is_reported():
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.toml"))
 # Runs for more than a minute: tests/interop/test_fleet.py
-SCENARIOS = [path for path in SCENARIOS if path.stem != "fleet"]
 OF_ATTENTION_STORE = sorted((Path(__file__).parent / "attention_store").glob("*.toml"))
 
 

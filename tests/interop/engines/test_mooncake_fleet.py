@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
-from kvactors.scenario.fleet import Network, run
 from kvactors.scenario.mooncake_master import Master
+from tests.fleet.run import Network, run
 from tests.interop.conftest import INSIDE_NETWORK
 from tests.interop.consumers.base import wait_until
 from tests.interop.engines.fleet import ROUTER, START, FleetRouter, Server, complete

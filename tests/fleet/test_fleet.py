@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import random
-from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.lease import Hits
-from kvactors.scenario.fleet import run_fleet
-from kvactors.scenario.fleet.driver import NodeFigures, choose
-from kvactors.scenario.fleet.node import NodeAnswer
-from kvactors.scenario.report import print_fleet
-from kvactors.scenario.shipped import find_file
-from kvactors.scenario.spec import Scenario, Workload
+from kvactors.scenario.spec import Workload
 from kvactors.scenario.workload import Conversation
 from kvactors.settings import read_toml
+from tests.fleet.driver import NodeFigures, choose
+from tests.fleet.node import NodeAnswer
+from tests.fleet.run import FLEET, run_fleet
+from tests.fleet.spec import FleetScenario
 
 WORK = Workload(system_tokens=40, user_tokens=30, output_tokens=20)
 
@@ -30,7 +26,7 @@ async def test_a_fleet_without_a_package_names_what_to_install(missing, monkeypa
     def found(name: str) -> object:
         return None if name == missing else object()
 
-    monkeypatch.setattr("kvactors.scenario.fleet.find_spec", found)
+    monkeypatch.setattr("tests.fleet.run.find_spec", found)
     with pytest.raises(ConfigError, match=rf"{missing} not found.*mooncake,kv-events"):
         await run_fleet({}, 0, lambda _: None)
 
@@ -112,7 +108,7 @@ def test_figures_count_what_was_computed_again():
 
 
 def fleet(**changes: Any) -> dict[str, Any]:
-    data = read_toml(find_file(Path("fleet"), "scenario"))
+    data = read_toml(FLEET)
     data["fleet"] = {"nodes": 3} | changes
     return data
 
@@ -120,7 +116,6 @@ def fleet(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"nodes": 0, "clients": 1}, "fleet.nodes is missing"),
         ({"nodes": 1}, "fleet.nodes must be in 2..64, not 1"),
         ({"clients": 3}, "fleet.clients must be fewer"),
         ({"placements": []}, "fleet.placements"),
@@ -133,19 +128,9 @@ def fleet(**changes: Any) -> dict[str, Any]:
 )
 def test_a_fleet_that_cannot_be_is_named(changes, complaint):
     with pytest.raises(ConfigError, match=complaint):
-        Scenario.from_mapping(fleet(**changes))
+        FleetScenario.from_mapping(fleet(**changes))
 
 
 def test_a_fleet_needs_a_pool_and_a_chat():
     with pytest.raises(ConfigError, match="fleet needs"):
-        Scenario.from_mapping(fleet() | {"storage": {"backend": "memory"}})
-
-
-def test_the_report_shows_each_placement():
-    console = Console(file=StringIO(), width=100)
-    figures = NodeFigures().as_dict()
-    print_fleet({"namespaces": {"used": 0.0}, "random": figures, "kv_aware": figures}, console)
-    shown = console.file.getvalue()
-    assert "processes on loopback" in shown
-    assert "random" in shown
-    assert "hit rate of one large cache" in shown
+        FleetScenario.from_mapping(fleet() | {"storage": {"backend": "memory"}})

@@ -1,4 +1,4 @@
-"""Drives a fleet: `python -m kvactors.scenario.fleet.driver`.
+"""Drives a fleet: `python -m tests.fleet.driver`.
 
 It reads its task as a line of JSON, prints the totals as lines while it runs, and a report at the
 end.
@@ -32,15 +32,15 @@ from kvactors.layout import make_layout
 from kvactors.native import Path
 from kvactors.scenario.child import Child, differing, log_errors_only, say, start_child
 from kvactors.scenario.engine import reporting
-from kvactors.scenario.fleet import Network
-from kvactors.scenario.fleet.node import NodeAnswer, Order
 from kvactors.scenario.mirror import Reader
 from kvactors.scenario.mooncake_master import Master, free_port
-from kvactors.scenario.report import Report, Totals, report_of
-from kvactors.scenario.spec import FleetFault, Placement, Scenario
+from kvactors.scenario.report import Totals, report_of
 from kvactors.scenario.workload import Conversation, serve_turn
 from kvactors.signals import run_terminable
 from kvactors.types import split_hashes
+from tests.fleet.node import NodeAnswer, Order
+from tests.fleet.run import ROOT, Network
+from tests.fleet.spec import FleetFault, FleetReport, FleetScenario, Placement
 
 START_S, ANSWER_S = 120.0, 300.0
 """Seconds within which a node must start, and answer. Only a hang takes as long."""
@@ -132,7 +132,7 @@ class Member:
 
     async def start(self) -> None:
         self._child = child = await start_child(
-            "-m", "kvactors.scenario.fleet.node", prefix=self._network.prefix, errors=self._log
+            "-m", "tests.fleet.node", folder=ROOT, prefix=self._network.prefix, errors=self._log
         )
         try:
             await child.receive(START_S)
@@ -250,7 +250,7 @@ class Run:
         placement: Placement,
         totals: Totals,
     ) -> None:
-        scenario = Scenario.from_mapping(data)
+        scenario = FleetScenario.from_mapping(data)
         self.figures = NodeFigures()
         self._served = False
         self._pause_at = 0.0  # requests wait for the first fault
@@ -259,7 +259,7 @@ class Run:
         self._aware, self._pooled = placement == "kv_aware", placement != "no_pool"
         self._totals, self._network = totals, network
         self._master = Master(host=network.hub)
-        self._draw = random.Random(seed)  # noqa: S311  (placement is no secret)
+        self._draw = random.Random(seed)
         layout = make_layout(scenario.layout, self._size)
         root = CacheScope(scenario.cache.model, scenario.cache.namespace).root(layout.fingerprint)
         sessions = range(self._work.sessions)
@@ -304,7 +304,7 @@ class Run:
 
     async def _turn(self, session: int, turn: int) -> None:
         """Serve a turn of a conversation, once no fault is due that must begin before it."""
-        while self.figures.finished >= self._pause_at:  # noqa: ASYNC110  (set elsewhere)
+        while self.figures.finished >= self._pause_at:
             await anyio.sleep(0.02)
         prompt, answer = self._texts[session].turn(turn)
         path = self._paths[session]
@@ -370,7 +370,7 @@ class Run:
         self._pause_at = math.inf
 
     async def _reach(self, finished: int) -> None:
-        while self.figures.finished < finished and not self._served:  # noqa: ASYNC110  (counted elsewhere)
+        while self.figures.finished < finished and not self._served:
             await anyio.sleep(0.02)
 
     async def _set(self, fault: FleetFault, *, on: bool) -> bool:
@@ -428,10 +428,10 @@ def gauge(address: str, name: str) -> float:
     raise KVActorsError(f"the master has no metric {name}")
 
 
-async def drive(data: dict[str, Any], seed: int, *, isolated: bool) -> Report:
+async def drive(data: dict[str, Any], seed: int, *, isolated: bool) -> FleetReport:
     """Run the workload once for each placement. isolated: whether this process has a network
     namespace."""
-    scenario, totals = Scenario.from_mapping(data), Totals()
+    scenario, totals = FleetScenario.from_mapping(data), Totals()
     network = Network(isolated=isolated)
     began = time.monotonic()
     figures: dict[str, dict[str, float]] = {}
@@ -440,6 +440,7 @@ async def drive(data: dict[str, Any], seed: int, *, isolated: bool) -> Report:
             figures[placement] = await Run(data, seed, network, placement, totals).run()
     divergence = sum(one["divergence"] + one["router_divergence"] for one in figures.values())
     return report_of(
+        FleetReport,
         scenario.scenario.name,
         totals,
         time.monotonic() - began,

@@ -1,4 +1,4 @@
-"""One node of a fleet: `python -m kvactors.scenario.fleet.node`.
+"""One node of a fleet: `python -m tests.fleet.node`.
 
 It reads lines of JSON: first its scenario (`data`), the seed of the texts (`seed`) and `commands`
 that connect its network, then orders. It answers each with a line, and ends with its input.
@@ -163,7 +163,7 @@ async def main() -> None:
     print("up", flush=True)
     orders = msgspec.json.decode(await reader.readline())
     for command in orders["commands"]:
-        subprocess.run(command, check=True, timeout=60)  # noqa: S603,ASYNC221
+        subprocess.run(command, check=True, timeout=60)  # noqa: ASYNC221
     async with session(Scenario.from_mapping(orders["data"]), virtual=False) as one:
         node = Node(one, orders["seed"])
         print("ready", flush=True)

@@ -1,6 +1,6 @@
-"""Scenario of a fleet: nodes in separate processes that share one Mooncake pool.
+"""Runs a fleet: nodes in separate processes that share one Mooncake pool.
 
-A driver in a separate process (`fleet.driver`) serves the workload on its nodes (`fleet.node`)."""
+A driver in a separate process (`driver`) serves the workload on its nodes (`node`)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from signal import Signals
 from typing import Any
 
@@ -17,7 +18,13 @@ import msgspec
 
 from kvactors.errors import ConfigError
 from kvactors.scenario.child import start_child
-from kvactors.scenario.report import Progress, Report, Totals
+from kvactors.scenario.report import Progress, Totals
+from tests.fleet.spec import FleetReport
+
+ROOT = Path(__file__).parents[2]
+
+FLEET = Path(__file__).with_name("fleet.toml")
+"""The scenario."""
 
 # -- The network of a fleet: a namespace for each node, joined by a bridge.
 #
@@ -34,9 +41,7 @@ class NetworkError(Exception):
 
 def run(*command: str) -> None:
     """Run a command. NetworkError with its message if it fails."""
-    done = subprocess.run(  # noqa: S603
-        command, capture_output=True, text=True, check=False, timeout=60
-    )
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode:
         raise NetworkError(f"{' '.join(command)}: {done.stderr.strip()}")
 
@@ -126,7 +131,7 @@ SILENCE_S, END_S = 600.0, 30.0
 
 async def run_fleet(
     data: dict[str, Any], seed: int, progress: Progress, *, isolate: bool = True
-) -> Report:
+) -> FleetReport:
     """Run the scenario of a fleet."""
     missing = [name for name in ("mooncake", "zmq") if find_spec(name) is None]
     if missing:
@@ -135,13 +140,13 @@ async def run_fleet(
             "install 'kvactors[mooncake,kv-events]'"
         )
     prefix = isolation() if isolate else []
-    driver = await start_child("-m", "kvactors.scenario.fleet.driver", prefix=prefix)
+    driver = await start_child("-m", "tests.fleet.driver", folder=ROOT, prefix=prefix)
     try:
         await driver.send_json({"data": data, "seed": seed, "isolated": bool(prefix)})
         while True:
             line = await driver.receive(SILENCE_S)
             if line.startswith("report "):
-                return msgspec.json.decode(line.removeprefix("report "), type=Report)
+                return msgspec.json.decode(line.removeprefix("report "), type=FleetReport)
             progress(msgspec.json.decode(line, type=Totals))
     finally:
         if not prefix:  # nothing else ends the pool's master

@@ -1,0 +1,2 @@
+"""Proof of a fleet: nodes in processes and network namespaces over one Mooncake pool, under faults.
+`python -m tests.fleet`."""
