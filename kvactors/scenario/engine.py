@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import anyio
 
@@ -26,10 +26,6 @@ IDLE = 300.0
 
 RETRY = 0.005
 """Seconds until a request that found too few free blocks tries again."""
-
-End = Literal["finish", "preempt", "abandon"]
-"""How a request ends. `abandon`: before its loads have landed."""
-
 
 Observe: TypeAlias = Callable[[KVCache], AbstractAsyncContextManager[Any]]
 """Entered with the open cache of a run, and left before it closes."""
@@ -155,16 +151,12 @@ class Engine:
         output: Tokens = (),
         *,
         think: float = 0.0,
-        end: End = "finish",
         output_tokens: int | None = None,
         **options: Any,
     ) -> Lease:
         """Serve one request from acquire to its end. Raises NoRoom: the cache has no free blocks
         for the request."""
         async with await self.cache.acquire(name, tokens, **options) as lease:
-            if end == "abandon":
-                lease.abandon()
-                return lease
             request = self.request(lease)
             await self.begin(request)
             cached = request.known
@@ -176,10 +168,7 @@ class Engine:
                 await self.compute(request)
             if self._thorough:
                 await self.verify(request, cached, request.full, "held")
-            if end == "preempt":
-                await lease.preempt()
-            else:
-                await lease.finish(output_tokens=output_tokens)
+            await lease.finish(output_tokens=output_tokens)
         self.totals.finished += 1
         return lease
 

@@ -131,45 +131,6 @@ def test_a_benchmark_that_fails_is_named_and_the_others_are_written(tmp_path, ca
     assert "old acquire" not in path.read_text()
 
 
-def test_text_that_is_written_during_a_run_stays(tmp_path, monkeypatch):
-    path = tmp_path / "page.md"
-    path.write_text(page("acquire"))
-
-    def fake(run: Any, peers: Peers, folder: Path, *, quick: bool) -> dict[str, Any]:
-        path.write_text(path.read_text() + "what the figures mean\n")
-        return record()
-
-    monkeypatch.setattr(command, "measure", fake)
-    assert command.main(["--only", "acquire", "--page", str(path)]) == 0
-    assert "old acquire" not in path.read_text()
-    assert path.read_text().endswith("what the figures mean\n")
-
-
-@pytest.mark.parametrize("text", [None, "no place for it\n"])
-def test_a_page_that_lost_its_places_during_a_run_is_named(tmp_path, capsys, monkeypatch, text):
-    path = tmp_path / "page.md"
-    path.write_text(page("acquire"))
-
-    def fake(run: Any, peers: Peers, folder: Path, *, quick: bool) -> dict[str, Any]:
-        path.unlink()
-        if text is not None:
-            path.write_text(text)
-        return record()
-
-    monkeypatch.setattr(command, "measure", fake)
-    assert command.main(["--only", "acquire", "--page", str(path)]) == 1
-    assert f"{path} was not written" in capsys.readouterr().err
-    assert text is None or path.read_text() == text
-
-
-def test_the_error_of_a_benchmark_is_its_last_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        runs, "command", lambda *_, **__: ["sh", "-c", "echo a >&2; echo b >&2; exit 3"]
-    )
-    with pytest.raises(RuntimeError, match="acquire ended with 3: b"):
-        runs.measure(runs.selected(["acquire"])[0], Peers(), tmp_path, quick=True)
-
-
 def test_bad_options_and_files_change_nothing(tmp_path, capsys):
     path = tmp_path / "page.md"
     path.write_text(page("lag"))
@@ -192,13 +153,6 @@ def test_bad_options_and_files_change_nothing(tmp_path, capsys):
     with pytest.raises(ValueError, match="no report"):
         command.main(["--from", str(tmp_path), "--only", "lag", "--page", str(path)])
     assert path.read_text() == page("lag")
-
-
-def test_an_interpreter_may_be_named_relative_to_the_folder(tmp_path, monkeypatch):
-    (tmp_path / "real").touch()
-    (tmp_path / "python").symlink_to("real")
-    monkeypatch.chdir(tmp_path)
-    assert command.parsed(["--vllm-python", "python"]).vllm_python == str(tmp_path / "python")
 
 
 def test_a_run_that_needs_more_memory_than_is_free_is_left_out(monkeypatch):
@@ -229,8 +183,3 @@ def test_the_machine_is_described():
     ]
     assert versions("", ["numpy", "no-such-package"]).keys() == {"numpy"}
     assert versions(sys.executable, ["numpy"]) == versions("", ["numpy"])
-
-
-def test_free_memory_is_read_from_the_kernels_table():
-    assert runs.free_gib("MemTotal: 5 kB\nMemAvailable:    2097152 kB\n") == 2.0
-    assert runs.free_gib("") == 0.0

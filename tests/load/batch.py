@@ -438,7 +438,7 @@ class Batch:
 
     async def _extend(self, row: Row) -> None:
         """Some more tokens."""
-        rng, lease, seconds = self.rng, row.lease, self.rng.choice((0.05, 2.0))
+        rng, lease, seconds = self.rng, row.lease, self.rng.choice(self.ground.deadlines)
         tokens = [rng.randrange(4) for _ in range(rng.randint(1, 2 * self.size))]
         media: tuple[Media, ...] = ((len(tokens) - 1, 1, "still"),) if rng.random() < 0.2 else ()
         buffer, spoils = buffer_of(rng, tokens), rng.random() < 0.3
@@ -463,7 +463,7 @@ class Batch:
 
     async def _next_chunk(self, row: Row) -> None:
         """The blocks of the next chunk of a prompt."""
-        rng, lease, seconds = self.rng, row.lease, self.rng.choice((0.05, 2.0))
+        rng, lease, seconds = self.rng, row.lease, self.rng.choice(self.ground.deadlines)
         before = lease.covered_tokens
         if before == lease.num_tokens:
             return
@@ -479,7 +479,7 @@ class Batch:
 
     async def _reserve(self, row: Row) -> bool:
         """Blocks for later tokens. They also cover tokens of a chunked prompt."""
-        rng, lease, seconds = self.rng, row.lease, self.rng.choice((0.05, 2.0))
+        rng, lease, seconds = self.rng, row.lease, self.rng.choice(self.ground.deadlines)
         most = min(3, turn_blocks_of(self.size)) * self.size
         count, covered = rng.randint(0, most), lease.covered_tokens
         taken = await self.call(
@@ -523,7 +523,7 @@ class Batch:
         other requests of the batch do."""
         rng, lease = self.rng, row.lease
         count, room = rng.choice((1, 1, 2, 4)), rng.random() < self.ground.mix.waits
-        seconds = 0.05 if room else rng.choice((0.05, 2.0))
+        seconds = 0.05 if room else rng.choice(self.ground.deadlines)
         if len(self.rows) + count > SIZES[-1]:
             return
 

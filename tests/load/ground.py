@@ -134,8 +134,8 @@ class Ground(ABC):
     name_bytes = 32
     """Bytes of the name of a block's contents."""
 
-    deadlines: tuple[float, ...] = (0.05, 0.2, 2.0)
-    """Seconds of requests."""
+    deadlines: tuple[float, ...] = (0.02, 0.02, 0.02, 0.05, 0.05, 0.05, 0.2, 2.0)
+    """Seconds of requests, and of calls that add blocks."""
 
     moments: tuple[float, ...] = (0.0, 0.0, 0.0, 0.001)
     """Seconds between two calls."""

@@ -67,15 +67,6 @@ async def test_a_thorough_engine_verifies_what_a_request_holds():
         assert one.totals.verified_blocks == 3
 
 
-@pytest.mark.parametrize(("end", "finished"), [("finish", 1), ("preempt", 1), ("abandon", 0)])
-async def test_a_request_ends_in_each_way(end, finished):
-    async with engine() as (one, _):
-        await one.serve("a", prompt(1, 2, tail=1), end=end)
-        assert one.totals.finished == one.totals.requests == finished
-        hits = (await one.serve("b", prompt(1, 2, tail=1))).hits.device
-        assert hits == 2 * finished
-
-
 async def test_too_large_a_request_is_rejected_and_one_without_free_blocks_waits():
     async with engine() as (one, _):
         await one.serve_patiently("large", prompt(1, 8), [1])

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from kvactors.errors import ConfigError
 from kvactors.scenario.output import live_line, print_details, print_fields, write_json
 from tests.simulation.coverage import Coverage, coverage
 from tests.simulation.pool import run_seeds
@@ -76,8 +75,7 @@ def run_simulate(
     """Run, print and write. Returns the exit status, 0 only if nothing was violated. minutes: as
     many seeds as they allow, in place of `seeds`. seed: only this one, with its plan, its
     configuration and its trace. direct: share of the asks that may be inline turns. sharing: with forks, sleeps, quotas, hints,
-    pins and clears of one salt. ConfigError for counts that cannot be."""
-    _check(seeds, first, minutes, processes, seed, direct)
+    pins and clears of one salt."""
     if seed is not None:
         return _run_one(seed, json, direct, sharing)
     began = time.monotonic()
@@ -103,24 +101,6 @@ def run_simulate(
     for one in report.violated[:SHOWN]:
         _print_violations(one)
     return 1 if report.violated else 0
-
-
-def _check(
-    seeds: int, first: int, minutes: float | None, processes: int, seed: int | None, direct: float
-) -> None:
-    if not 0 <= direct <= 1:
-        raise ConfigError(f"--direct must be from 0 to 1, not {direct}")
-    least = {
-        "seeds": (seeds, 1),
-        "first": (first, 0),
-        "processes": (processes, 1),
-        "seed": (seed or 0, 0),
-    }
-    for name, (value, low) in least.items():
-        if value < low:
-            raise ConfigError(f"--{name} must be at least {low}, not {value}")
-    if minutes is not None and not 0 < minutes < float("inf"):
-        raise ConfigError(f"--minutes must be a positive number, not {minutes}")
 
 
 def _run_one(seed: int, json: Path | None, direct: float, sharing: bool) -> int:

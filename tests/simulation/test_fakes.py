@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import anyio
 import pytest
@@ -13,8 +12,6 @@ from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
-from kvactors.errors import SinkError, StoreUnavailable
-from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.identity import StoreIdentity
 from kvactors.layout import make_layout
 from kvactors.settings import (
@@ -25,12 +22,9 @@ from kvactors.settings import (
     LayoutConfig,
     RanksConfig,
 )
-from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import SimBackend, SimExecutor, SimSink
-from kvactors.testing.faults import Gate, latency
+from kvactors.testing.fakes import SimBackend, SimExecutor
 from kvactors.testing.loop import simulate
-from tests.support.sim_pool import SimPool
 from tests.support.sim_rank import SimRank
 
 LAYOUT = make_layout(LayoutConfig(num_layers=3, num_kv_heads=1, head_dim=4, dtype="uint8"), 4)
@@ -69,40 +63,7 @@ class Copies:
 # -- gates and latencies
 
 
-@simulated
-async def test_a_gate_holds_every_caller_until_it_opens():
-    gate = Gate()
-    await gate.passed()
-    gate.close()
-    waiting = [asyncio.ensure_future(gate.passed()) for _ in range(2)]
-    await asyncio.sleep(5.0)
-    assert not any(one.done() for one in waiting)
-    gate.open()
-    await asyncio.gather(*waiting)
-    assert gate.waited == 2
-
-
-def test_latencies_have_their_mean_and_no_endless_tail():
-    draws = [latency(random.Random(1), 0.5)() for _ in range(1)]
-    draw = latency(random.Random(1), 0.5)
-    draws = [draw() for _ in range(5_000)]
-    assert 0.45 < sum(draws) / len(draws) < 0.55
-    assert max(draws) <= 10.0
-
-
 # -- copies
-
-
-@simulated
-async def test_copies_bring_the_bytes_there_and_back_and_take_their_time():
-    it = Copies()
-    keys = it.filled()
-    assert await it.executor.run(Direction.TO_HOST, (0, 1, 2, 3), (4, 5, 6, 7)) == ()
-    assert now() == 1.0
-    assert await it.executor.run(Direction.TO_DEVICE, (4, 5, 6, 7), (4, 5, 6, 7)) == ()
-    assert it.device.check((4, 5, 6, 7), keys) == []
-    assert it.executor.moved == 8
-    await it.executor.close()
 
 
 @pytest.mark.parametrize("direction", [Direction.TO_HOST, Direction.TO_DEVICE])
@@ -164,47 +125,6 @@ async def test_failed_pairs_are_reported_and_do_not_hold_their_bytes():
     assert await it.executor.run(Direction.TO_DEVICE, (4, 5, 6), (0, 1, 2)) == ()
 
 
-@simulated
-async def test_layers_arrive_one_by_one():
-    it = Copies()
-    it.filled()
-    await it.executor.run(Direction.TO_HOST, (0,), (0,))
-    said: list[tuple[float, int]] = []
-    began = now()
-    await it.executor.run(
-        Direction.TO_DEVICE, (5,), (0,), lambda layers: said.append((now(), layers))
-    )
-    assert [layers for _, layers in said] == [1, 2, 3]
-    assert [at for at, _ in said] == sorted(at for at, _ in said)
-    assert said[0][0] < said[2][0] < now()
-    assert now() > began + 1.0
-
-
-@simulated
-async def test_a_copy_hangs_until_it_is_released_even_when_it_is_cancelled():
-    it = Copies()
-    it.filled()
-    it.executor.gate.close()
-    copying = asyncio.ensure_future(it.executor.run(Direction.TO_HOST, (0,), (0,)))
-    await asyncio.sleep(50.0)
-    copying.cancel()
-    await asyncio.sleep(50.0)
-    assert not copying.done()
-    it.executor.gate.open()
-    with pytest.raises(asyncio.CancelledError):
-        await copying
-
-
-@simulated
-async def test_a_slow_copy_is_slow():
-    it = Copies()
-    it.filled()
-    it.executor.slower = 3.0
-    await it.executor.run(Direction.TO_HOST, (0,), (0,))
-    assert now() == 4.0
-    assert it.executor.delayed == 1
-
-
 # -- the store
 
 
@@ -225,18 +145,6 @@ class Store:
         return list(outcomes)
 
 
-@simulated
-async def test_a_store_keeps_its_objects_beyond_its_process():
-    it = Store()
-    assert await it.write(0, 1) == [Outcome.OK, Outcome.OK]
-    assert await it.read(0, 1, 2) == [Outcome.OK, Outcome.OK, Outcome.MISS]
-    assert now() >= 2.0
-    await it.store.close()
-    await it.store.open()
-    assert it.store.probe(KEYS[:3]) == 2
-    assert await it.read(0) == [Outcome.OK]
-
-
 @pytest.mark.parametrize("how", ["torn", "flipped"])
 def test_rotten_objects_are_corrupt_and_never_good(how):
     async def main():
@@ -251,16 +159,6 @@ def test_rotten_objects_are_corrupt_and_never_good(how):
         assert it.store.torn + it.store.flipped == 1
 
     simulate(main)
-
-
-@simulated
-async def test_objects_vanish_behind_the_stores_back():
-    it = Store()
-    await it.write(0, 1)
-    it.store.lose(1)
-    assert it.store.vanished == 1
-    assert it.store.probe(KEYS[:2]) == 2
-    assert await it.read(0, 1) == [Outcome.MISS, Outcome.OK]
 
 
 @simulated
@@ -286,23 +184,6 @@ async def test_a_store_may_be_down_full_slow_or_hang():
 
 
 @simulated
-async def test_a_shared_pool_reports_only_when_it_is_asked_and_takes_its_time():
-    it = Store()
-    it.store = SimPool(bytes(32), 64, latency=lambda: 1.0)
-    await it.write(0, 1)
-    began = now()
-    assert it.store.probe(KEYS[:3]) is None
-    assert await it.store.ask(KEYS[:3], never) == 2
-    assert now() == began + 1.0
-    assert it.store.keys() == []
-    assert not it.store.holds(KEYS[0])
-    assert await it.read(0, 1) == [Outcome.OK, Outcome.OK]
-    it.store.down = True
-    with pytest.raises(StoreUnavailable):
-        await it.store.ask(KEYS[:3], never)
-
-
-@simulated
 async def test_a_view_that_changes_while_it_is_written_spoils_the_object():
     it = Store()
     view = memoryview(bytearray(it.data[0]))
@@ -316,31 +197,6 @@ async def test_a_view_that_changes_while_it_is_written_spoils_the_object():
 
 
 # -- sinks
-
-
-@simulated
-async def test_a_sink_misbehaves_as_configured():
-    sink = SimSink(MemorySink(MemorySinkConfig(), 4), lambda: 0.5)
-    await sink.begin_epoch(1)
-    assert now() == 0.5
-    await sink.deliver([])
-    sink.twice = True
-    calls = []
-    sink.inner.deliver = lambda tasks: calls.append(tasks) or asyncio.sleep(0)
-    await sink.deliver([])
-    assert len(calls) == 2
-    assert sink.doubled == 1
-    for fault_mode in ("down", "lose_answers"):
-        sink.fault_mode = fault_mode
-        with pytest.raises(SinkError):
-            await sink.deliver([])
-    sink.fault_mode = "hang"
-    with anyio.move_on_after(1000.0) as scope:
-        await sink.deliver([])
-    assert scope.cancelled_caught
-    sink.heal()
-    await sink.deliver([])
-    assert sink.troubled == 3
 
 
 # -- ranks

@@ -10,7 +10,6 @@ from kvactors.testing.plan import FaultPlan
 from tests.simulation import run_seed
 from tests.simulation.coverage import coverage, universe
 from tests.simulation.draw import draw_run
-from tests.simulation.pool import run_seeds
 
 SEEDS, PART = 160, 20
 
@@ -101,10 +100,3 @@ def test_a_hand_written_plan():
     report = run_seed(3, drawn._replace(plan=plan))
     assert report.violations == []
     assert report.faults == 2
-
-
-def test_processes_give_the_same_reports():
-    here = {one.seed: one for one in run_seeds(0, 3, 1)}
-    there = {one.seed: one for one in run_seeds(0, 3, 2)}
-    assert here.keys() == there.keys() == {0, 1, 2}
-    assert all(here[seed].same_run(there[seed]) for seed in here)

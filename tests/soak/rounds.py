@@ -22,7 +22,7 @@ from tests.oracle.run import serve_round
 from tests.oracle.sink import Recorder
 from tests.oracle.world import World
 from tests.soak.memory import Memory, grow_intern_table, measure
-from tests.soak.readers import EventsReader, agrees, jsonl_held, stale_paths
+from tests.soak.readers import EventsReader, jsonl_held, stale_paths
 from tests.support.attentionstore_sdk import install, reset, services
 
 ROUND = 400
@@ -112,27 +112,24 @@ class Readers:
     async def compare(self, world: World, recorder: Recorder) -> None:
         """At rest: every reader holds the announced blocks."""
         if self._events is not None:
-            differing = await agrees(self._events, recorder)
+            differing = await self._events.differs(recorder)
             if differing:
                 world.fail(differing)
             world.seen["KV events compared"] += 1
-            world.seen["KV events replayed"] += self._events.replays
-            world.seen["KV events snapshots"] += self._events.snapshots
+            world.seen["KV events replayed"] += self._events.statistics.replayed
+            world.seen["KV events snapshots"] += self._events.statistics.snapshots
         if "jsonl" in self.drawn.sinks:
             path = Path(self.folder) / f"events-{self.drawn.seed}.jsonl"
             if jsonl_held(path) != recorder.held:
                 world.fail("the JSON-lines file differs from what was announced")
             world.seen["JSON lines compared"] += 1
         if "attention_store" in self.drawn.sinks:
-            stale = sum(stale_paths(one.resident, recorder) for one in self._services())
+            stale = sum(stale_paths(one.resident, recorder) for one in services.values())
             if stale:
                 world.fail(
                     f"AttentionStore's index has {stale} token paths that this node does not hold"
                 )
             world.seen["AttentionStore's index compared"] += 1
-
-    def _services(self) -> list[Any]:
-        return list(services.values())
 
     async def close(self) -> None:
         """Disconnect."""

@@ -111,19 +111,3 @@ def test_seeds_of_the_oracle_find_nothing():
     assert run.returncode == 0, run.stderr
     assert " 0 wrong, 0 actor restarts, 0 failures" in run.stdout
     assert "killed: " in run.stdout
-
-
-@pytest.mark.parametrize(
-    ("tool", "options"),
-    [("soak", ["--requests", "0"]), ("soak", ["--jobs", "0"]), ("oracle", ["--seeds", "-1"])],
-)
-def test_counts_that_cannot_be_are_refused(tool, options):
-    run = subprocess.run(
-        [sys.executable, "-m", f"tests.{tool}", *options],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 2
-    assert "must be" in run.stderr

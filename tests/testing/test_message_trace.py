@@ -33,7 +33,6 @@ from kvactors.gpu_swapper.messages import CopyFinished
 from kvactors.testing import Sim, Trace, minimal, render, simulate
 from kvactors.testing.trace import describe
 from tests.support.deadline import deadline_after
-from tests.support.probe import Probe
 
 BLOCK = 8
 
@@ -115,23 +114,6 @@ def test_listening_changes_nothing():
     assert sim.run(traffic, sim) == deaf.run(traffic, deaf)
     assert sim.trace.count
     assert not deaf.trace.count
-
-
-def test_rows_are_aligned_and_words_are_short():
-    text = traced(3)[1]
-    lines = text.splitlines()
-    column = lines[0].index("message")
-    assert all(line[column - 2 : column] == "  " and line[column] != " " for line in lines)
-    assert "0x" not in text
-    assert "b'" not in text
-    assert re.search(
-        r"prefix_index +cpu_evictor +Load +op=\d+ root=1:[0-9a-f]{8} hashes=[1-5]:[0-9a-f]{8} start=\d+ blocks=\[",
-        text,
-    )
-    assert "path=40 tokens" in text
-    assert re.search(
-        r"answer +#\d+ Acquire: AcquireResult\(blocks=\[\d+,..5\] cached_tokens=\d+ pending=", text
-    )
 
 
 def test_a_trace_of_one_request_has_all_its_messages_and_few_others():
@@ -221,21 +203,6 @@ def test_the_ring_keeps_the_last_and_counts_all():
     simulate(main)
 
 
-def test_turns_are_counted_when_taken_and_not_when_purged():
-    async def main():
-        trace = Trace()
-        probe = Probe("actor")
-        trace.watch(probe)
-        for number in range(4):
-            probe.try_tell(Order(number))
-        await probe.expect(Order)
-        await probe.expect(Order)
-        probe.purge(RuntimeError)
-        assert [record.turn for record in trace.records] == [1, 2, None, None]
-
-    simulate(main)
-
-
 def test_asks_that_end_otherwise_are_distinguished():
     async def main():
         trace = Trace()
@@ -315,19 +282,6 @@ def test_asks_that_end_at_once_are_listed_in_one_order_however_the_core_ends_the
     assert told(0).count("refusal" if dies else "expired") == 20
 
 
-def test_two_traces_of_one_actor_record_the_same():
-    async def main():
-        first, second = Trace(), Trace()
-        ref = make_ref(first)
-        second.watch(ref)
-        for number in range(3):
-            ref.try_tell(Order(number))
-        assert first.count == 3
-        assert str(first) == str(second)
-
-    simulate(main)
-
-
 def test_a_trace_of_one_actor_leaves_the_others_of_its_system_out():
     async def main():
         supervisor, trace = Supervisor(InFlight()), Trace()
@@ -350,55 +304,3 @@ def test_words_of_values():
         == "CopyFinished(op=7 direction=to_host failed=[] pairs=2)"
     )
     assert describe(InFlight()) == "<InFlight>"
-
-
-def test_a_failing_seed_fails_again_with_the_same_trace():
-    """A client that reads another's blocks without waiting for them: some seeds find it, and each
-    of these finds it again."""
-
-    async def main(sim):
-        async with sim.open(checked=False) as cache:
-
-            async def write():
-                async with await cache.acquire("writer", prompt(1)) as lease:
-                    await lease.wait_ready()
-                    await lease.commit(lease.num_tokens)  # planted: nothing is computed yet
-                    await anyio.sleep(sim.random.random() * 0.001)
-                    cache.device.fill(lease.block_table, lease.hashes(0, 5))
-
-            async def read():
-                await anyio.sleep(sim.random.random() * 0.002)
-                async with await cache.acquire("reader", prompt(1)) as lease:
-                    await lease.wait_ready()
-                    cached = lease.cached_tokens // BLOCK
-                    assert (
-                        cache.device.check(lease.block_table[:cached], lease.hashes(0, cached))
-                        == []
-                    )
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(write)
-                tasks.start_soon(read)
-
-    def outcome(seed):
-        sim = Sim(seed)
-        try:
-            sim.run(main, sim)
-        except ExceptionGroup:
-            return "failed", str(sim.trace)
-        return "passed", str(sim.trace)
-
-    runs = [outcome(seed) for seed in range(12)]
-    assert {verdict for verdict, _ in runs} == {"failed", "passed"}
-    assert runs == [outcome(seed) for seed in range(12)]
-
-
-def test_names_outside_a_simulated_loop_are_the_tasks_own():
-    async def main():
-        trace = Trace()
-        ref = make_ref(trace)
-        ref.try_tell(Order(1))
-        return trace.records[0].sender
-
-    assert simulate(main) == "main#1"
-    assert isinstance(asyncio.run(main()), str)

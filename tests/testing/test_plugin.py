@@ -127,22 +127,6 @@ def test_a_failure_reports_its_seed_its_messages_and_how_to_replay_it_and_the_re
     assert section(again) == told
 
 
-def test_a_failure_without_a_request_shows_the_last_messages(pytester):
-    pytester.makepyfile("""
-        def test_it(kv_sim):
-            async def main():
-                async with kv_sim.open() as cache:
-                    for number in range(30):
-                        async with await cache.acquire(f"r{number}", [number]) as lease:
-                            pass
-            kv_sim.run(main)
-            assert False
-    """)
-    told = section(run(pytester, "--kv-seeds", "1"))
-    assert re.fullmatch(r"of \d{2,} messages the last 40:", told[2])
-    assert len(told) >= 44
-
-
 def test_a_deadlock_is_reported_by_name(pytester):
     pytester.makepyfile("""
         import asyncio, anyio
