@@ -455,28 +455,32 @@ class BlockTree:
         the `oldest`."""
 
     def evict(
-        self, count: int, hashes: bool = True
-    ) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
-        """Pick up to `count` unreferenced device blocks, least recently used first (deeper first on
-        ties), mark them OFFLOADING, and return (nodes, hashes, parent hashes, device blocks, state
-        bits). `nodes` is the handle for `finish_offload`. Without `hashes` both are empty, and
-        nothing is hashed."""
-
-    def evict_for(
-        self, count: int, hashes: bool, salt: int, incoming: int, now: float
+        self, count: int, hashes: bool = True, salt: int = 0, incoming: int = 0, now: float = 0.0
     ) -> tuple[
-        tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes],
+        NDArray[np.uint32],
+        bytes,
+        bytes,
+        list[int],
+        bytes,
         tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]],
+        list[int],
     ]:
-        """`evict` by quotas and hints, for a request of `salt` that takes `incoming` blocks: first
-        blocks that have expired at `now`, then those of the salt itself if it would be above its
-        quota, then those of any salt above its quota, then by priority. Returns the result of
-        `evict`, and salt, priority and expiry of each block."""
+        """Pick up to `count` resident, unreferenced nodes, the least recently used first and
+        children before parents, for a request of `salt` that takes `incoming` blocks.
+
+        With quotas and hints, blocks come first that have expired at `now`, then those of the salt
+        itself if it would be above its quota, then those of any salt above its quota, then by
+        priority.
+
+        Returns (nodes, hashes, parents, blocks, states, traits, freed): `states` are the state bits
+        when chosen, before OFFLOADING, `traits` salt, priority and expiry of each block in a tree
+        with quotas and hints, and `freed` blocks that were cleared with their salt. Without
+        `hashes` both kinds are empty, and nothing is hashed."""
 
     def drop(
         self, count: int, hashes: bool = True, salt: int = 0, incoming: int = 0, now: float = 0.0
     ) -> tuple[list[int], int, bytes, bytes]:
-        """Take blocks from the device at once, chosen as by `evict_for`. Blocks that an offload
+        """Take blocks from the device at once, chosen as by `evict`. Blocks that an offload
         still reads leave with its end.
 
         Returns (freed, evicted, hosted, lost): `freed` device blocks, of which the first `evicted`
@@ -488,7 +492,7 @@ class BlockTree:
     pinned: int
     """Blocks that are pinned."""
     quota_evictions: int
-    """Blocks that `evict_for` chose because of a quota."""
+    """Blocks that were evicted because of a quota."""
 
     def share(self) -> None:
         """Track salts and hints from now on. One pass over the tree."""
@@ -529,14 +533,6 @@ class BlockTree:
         one, the device blocks that are free now, and the hashes of blocks that are not on the
         device any more. Referenced blocks are returned by a later `release`, in-flight ones by
         `finish_load` and `finish_offload`."""
-
-    @property
-    def forgetting(self) -> bool:
-        """Whether `forget_step` has something to do."""
-
-    def take_discarded(self) -> list[int]:
-        """Device blocks that the last `evict_for` has freed beside those that it returned: blocks
-        that were forgotten, and that no `forget_step` had met."""
 
     def is_forgotten(self, path: Path) -> bool:
         """Whether the blocks of a path were forgotten since it was matched, or the path is marked

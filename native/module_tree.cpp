@@ -29,12 +29,6 @@ std::vector<Key> keys_of(const nb::bytes& keys) {
 
 u64 quota_of(Id blocks) { return blocks < 0 ? kUnlimited : u64(blocks); }  // negative: none
 
-nb::tuple evicted_tuple(Evicted out) {
-    return nb::make_tuple(nodes_of(std::move(out.nodes)), bytes_of(out.keys.data(), out.keys.size()),
-                          bytes_of(out.parents.data(), out.parents.size()), ids_of(out.blocks),
-                          nb::bytes(out.states.data(), out.states.size()));
-}
-
 nb::tuple match_tuple(const Match& match) {
     return nb::make_tuple(match.device_run, nb::bytes(match.states.data(), match.states.size()));
 }
@@ -291,11 +285,6 @@ void bind_tree(nb::module_& m) {
             const bool over = t.forget_step(size_of(count, "count out of range"), hashes, out);
             return nb::make_tuple(over, ids_of(out.freed), bytes_of(out.keys.data(), out.keys.size()));
         }, "count"_a, "hashes"_a = true)
-        .def_prop_ro("forgetting", [](const PyTree& t) { return t.forgetting(); })
-        .def("take_discarded", [](PyTree& t) {
-            const Change change(t);
-            return ids_of(t.take_discarded());
-        })
         .def("is_forgotten", [](const PyTree& t, const PyPath& p) {
             const Busy busy(t.busy), path_busy(p.busy);
             return t.is_forgotten(p);
@@ -307,18 +296,16 @@ void bind_tree(nb::module_& m) {
                 if (t.is_gone(nodes.data()[j])) found.push_back(u32(j));
             return found;
         }, "nodes"_a)
-        .def("evict", [](PyTree& t, Id count, bool hashes) {
-            const Change change(t);
-            return evicted_tuple(t.evict(size_of(count, "count out of range"), hashes));
-        }, "count"_a, "hashes"_a = true)
-        .def("evict_for", [](PyTree& t, Id count, bool hashes, u64 salt, Id incoming, double now) {
+        .def("evict", [](PyTree& t, Id count, bool hashes, u64 salt, Id incoming, double now) {
             const Change change(t);
             const Demand demand{salt, size_of(incoming, "incoming out of range"), now};
             Evicted out = t.evict(size_of(count, "count out of range"), hashes, demand);
             const nb::tuple traits = nb::make_tuple(nb::tuple(nb::cast(out.salts)), nb::tuple(nb::cast(out.priorities)),
                                                     nb::tuple(nb::cast(out.expiries)));
-            return nb::make_tuple(evicted_tuple(std::move(out)), traits);
-        }, "count"_a, "hashes"_a, "salt"_a, "incoming"_a, "now"_a)
+            return nb::make_tuple(nodes_of(std::move(out.nodes)), bytes_of(out.keys.data(), out.keys.size()),
+                                  bytes_of(out.parents.data(), out.parents.size()), ids_of(out.blocks),
+                                  nb::bytes(out.states.data(), out.states.size()), traits, ids_of(out.freed));
+        }, "count"_a, "hashes"_a = true, "salt"_a = 0, "incoming"_a = 0, "now"_a = 0.0)
         .def("drop", [](PyTree& t, Id count, bool hashes, u64 salt, Id incoming, double now) {
             const Change change(t);
             const Demand demand{salt, size_of(incoming, "incoming out of range"), now};

@@ -63,6 +63,7 @@ struct Evicted {
     std::vector<u32> nodes, blocks;
     std::vector<Key> keys, parents;
     std::string states;
+    std::vector<u32> freed;  // blocks that were cleared with their salt, beside those
     // Of a tree that tracks them: salt, priority and expiry of each block.
     std::vector<u64> salts;
     std::vector<int> priorities;
@@ -193,7 +194,6 @@ public:
     bool begin_forget(u64 salt);
     bool forget_step(std::size_t count, bool with_names, Forgotten& out);
     bool forgetting() const { return to_forget_ != 0 || bare_ != kNil; }
-    std::vector<u32> take_discarded() { return std::exchange(discarded_, {}); }
     bool is_forgotten(const Path& path) const;
     bool is_gone(u32 id) const { return is_node(id) && gone(id); }
 
@@ -327,7 +327,6 @@ private:
     u64 forgotten_ = 0;           // nodes that a `forget_step` has met
     u32 to_forget_ = 0;           // nodes below this id may be cleared with their salt and not met yet
     u32 bare_ = kNil;             // where `forget_step` continues a chain of nodes that nothing keeps
-    std::vector<u32> discarded_;  // blocks that `evict` has freed: cleared with their salt
 };
 
 }  // namespace kvactors

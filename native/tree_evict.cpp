@@ -21,14 +21,13 @@ Evicted Tree::evict(std::size_t count, bool with_names, const Demand& demand) {
     if (retired_) return result;
     if (policy_ != nullptr) policy_->next_choice();
     if (memory_ != nullptr) memory_->expect(count);
-    discarded_.clear();
-    while (result.nodes.size() + discarded_.size() < count && has_listed()) {
+    while (result.nodes.size() + result.freed.size() < count && has_listed()) {
         bool chosen = false;
         const u32 id = sharing_ != nullptr   ? shared_victim(demand, chosen)
                        : policy_ == nullptr ? heads_[kPlainLevel]
                                             : victim(chosen);
         if (gone(id)) {
-            discard(id, discarded_);
+            discard(id, result.freed);
             continue;
         }
         Node& node = at(id);
@@ -97,7 +96,7 @@ Dropped Tree::drop(std::size_t count, bool with_names, const Demand& demand) {
         if (kept != left.kept.end() && *kept == j) ++kept;
         else (out.states[j] != 0 ? result.hosted : result.lost).push_back(out.keys[j]);
     }
-    for (const u32 block : take_discarded()) result.freed.push_back(block);
+    result.freed.insert(result.freed.end(), out.freed.begin(), out.freed.end());
     return result;
 }
 

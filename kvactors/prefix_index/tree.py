@@ -318,16 +318,13 @@ class BlockIndex:
     def evict(self, count: int, op: int, salt: int = 0, incoming: int = 0) -> Eviction:
         """Choose up to `count` blocks to leave the device, for a request of a salt that takes
         `incoming` blocks in all."""
-        tree, traits, freed = self.tree, None, list[int]()
-        if not tree.sharing:
-            chosen = tree.evict(count, hashes=self.hashes)
-        else:
-            now = self.policy.now()
-            chosen, hints = tree.evict_for(count, self.hashes, salt, incoming, now)
-            traits, freed = BlockHints(*hints), tree.take_discarded()
-            self.pool.give(freed)
-        nodes, hashes, parents, blocks, states = chosen
-        return Eviction(op, tree, nodes, hashes, parents, tuple(blocks), states, traits, len(freed))
+        tree = self.tree
+        now = self.policy.now() if tree.sharing else 0.0
+        chosen = tree.evict(count, self.hashes, salt, incoming, now)
+        nodes, hashes, parents, blocks, states, traits, freed = chosen
+        self.pool.give(freed)
+        hints = BlockHints(*traits) if tree.sharing else None
+        return Eviction(op, tree, nodes, hashes, parents, tuple(blocks), states, hints, len(freed))
 
     def drop(self, count: int, salt: int, incoming: int) -> tuple[int, int, bytes, bytes]:
         """Free up to `count` blocks at once. As `BlockTree.drop`, with the number of blocks."""

@@ -287,7 +287,7 @@ class DeviceTier:
 
     def evict(self, count: int) -> list[int]:
         """Free some blocks, and return them in the order in which the policy chose them."""
-        nodes, _, _, blocks, _ = self.tree.evict(count)
+        nodes, _, _, blocks, *_ = self.tree.evict(count)
         freed, _ = self.tree.finish_offload(nodes, bytes(len(nodes)))
         self._free += freed
         return blocks

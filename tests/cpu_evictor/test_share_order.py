@@ -118,7 +118,7 @@ def test_device_blocks_leave_in_the_order_of_the_model(steps):
             tree.set_quota(*values)
         elif kind == "evict":
             count, salt, incoming, now = values
-            (found, _, _, _, _), traits = tree.evict_for(count, True, salt, incoming, now)
+            found, *_, traits, _ = tree.evict(count, True, salt, incoming, now)
             tokens = tree.contents(found)[1] if len(found) else b""
             left = [int.from_bytes(tokens[i : i + 4], "little") for i in range(0, len(tokens), 4)]
             victims = list(zip(traits[0], left, strict=True))

@@ -72,9 +72,8 @@ class Machine:
     def evict(self, count: int) -> None:
         if self.tree.retired:
             return
-        chosen, _ = self.tree.evict_for(count, True, 0, 0, 0.0)
-        self.free += self.tree.take_discarded()
-        nodes, hashes, *_ = chosen
+        nodes, hashes, *_, freed = self.tree.evict(count)
+        self.free += freed
         if len(nodes):
             self.offloads.append((nodes, split(hashes)))
 

@@ -24,7 +24,7 @@ class Recorded(DeviceTier):
         self.evicted = []
 
     def evict(self, count):
-        nodes, _, _, blocks, _ = self.tree.evict(count)
+        nodes, _, _, blocks, *_ = self.tree.evict(count)
         self.evicted += ids_of(self.tree, nodes)
         freed, _ = self.tree.finish_offload(nodes, bytes(len(nodes)))
         self._free += freed
@@ -173,7 +173,7 @@ def test_requests_that_overlap_keep_their_blocks(trace, size, order, inverted):
         pinned = {one for other, _ in running for one in other.blocks()} | set(path.blocks()[:hits])
         missing = len(ids) - hits
         if missing > len(free):
-            nodes, _, _, blocks, _ = tree.evict(missing - len(free))
+            nodes, _, _, blocks, *_ = tree.evict(missing - len(free))
             assert not pinned & set(blocks)
             assert len(set(blocks)) == len(blocks)
             copying.append(nodes)

@@ -120,7 +120,7 @@ def test_every_victim_is_allowed_and_the_counts_agree(steps):
         elif kind == "evict":
             salt, incoming, now = given_values
             allowed = model.victims(salt, incoming, now)
-            (nodes, _, _, _, _), traits = tree.evict_for(1, True, salt, incoming, now)
+            nodes, *_, traits, _ = tree.evict(1, True, salt, incoming, now)
             assert len(nodes) == bool(allowed)
             if allowed:
                 _, tokens, _ = tree.contents(nodes)
@@ -156,7 +156,7 @@ def test_a_lower_priority_and_the_least_recent_use_come_first():
         tree.commit(path, 1)
         tree.hint(path, priority)
         tree.release(path)
-    _, traits = tree.evict_for(4, True, 0, 0, 0.0)
+    *_, traits, _ = tree.evict(4)
     assert traits[0] == (2, 1, 4, 3)
 
 
@@ -168,7 +168,7 @@ def test_a_pin_is_kept_until_it_is_ended():
     assert tree.pin_blocks(path, 2, 1) is None
     nodes = tree.pin_blocks(path, 2, 2)
     tree.release(path)
-    assert len(tree.evict_for(2, True, 0, 0, 0.0)[0][0]) == 0
+    assert len(tree.evict(2)[0]) == 0
     assert tree.unpin_blocks(nodes) == []
-    assert len(tree.evict_for(2, True, 0, 0, 0.0)[0][0]) == 2
+    assert len(tree.evict(2)[0]) == 2
     tree.check()

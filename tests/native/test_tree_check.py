@@ -39,7 +39,7 @@ def test_a_change_between_the_steps_is_no_damage(when):
     check, steps, over = TreeCheck(index.tree), 0, False
     while not over:
         if steps == when:
-            nodes, _, _, _, states = index.tree.evict(30)
+            nodes, _, _, _, states, *_ = index.tree.evict(30)
             index.pool.give(index.tree.finish_offload(nodes, bytes(len(states)))[0])
             path = Path(BLOCK, bytes(32))
             path.extend(list(range(500, 500 + 40 * BLOCK)))

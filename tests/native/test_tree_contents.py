@@ -32,7 +32,7 @@ def test_contents_give_the_keys_of_evicted_nodes():
     entered(tree, roots[0], [1, 2, 3, 4, 5, 6], [0, 1, 2])
     entered(tree, roots[0], [1, 2, 9, 9], [3])  # another child of the first block
     entered(tree, roots[1], [1, 2, 3, 4, 5, 6], [4, 5, 6], b"media")
-    nodes, keys, parents, _, _ = tree.evict(64)
+    nodes, keys, parents, _, *_ = tree.evict(64)
     found_roots, tokens, extras = tree.contents(nodes)
     extra_keys, size = dict(extras), 4 * SIZE
     assert len(nodes) == 7

@@ -43,7 +43,7 @@ class Grown:
     def change(self) -> None:
         """New nodes are added, old ones removed, and node ids are used again."""
         self.add()
-        nodes, _keys, _parents, _blocks, _states = self.tree.evict(self.random.randrange(4))
+        nodes, _keys, _parents, _blocks, _states, *_ = self.tree.evict(self.random.randrange(4))
         self.tree.finish_offload(nodes, bytes(len(nodes)))
 
     def all(self) -> dict[bytes, int]:

@@ -211,7 +211,7 @@ def test_the_inputs_of_hashes_are_found_over_any_ancestors(data: st.DataObject) 
         block += len(tokens) - run
         grown.append((root, tokens))
     count = data.draw(st.integers(1, block))
-    nodes, _, _, blocks, _ = tree.evict(count, hashes=False)
+    nodes, _, _, blocks, *_ = tree.evict(count, hashes=False)
     roots, inputs, extras = tree.contents(nodes)
     assert extras == []
     assert split_hashes(roots) == [wanted[one][0] for one in blocks]

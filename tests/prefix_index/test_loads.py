@@ -8,28 +8,13 @@ from hypothesis import strategies as st
 
 from kvactors.actor import Message
 from kvactors.actor.sliced import finish
-from kvactors.cpu_evictor.messages import (
-    Cancel,
-    DropHostCopies,
-    KeepHostCopies,
-    LayersLoaded,
-    Load,
-    SetTargets,
-)
+from kvactors.cpu_evictor.messages import Cancel, DropHostCopies, KeepHostCopies, LayersLoaded, Load
 from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.native import Path
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.leases import LeaseState
 from kvactors.prefix_index.loads import LATE_LOAD_S
-from kvactors.prefix_index.messages import (
-    Ack,
-    Extend,
-    LayerReady,
-    LoadDeadline,
-    Ready,
-    ReadyResult,
-    Truncate,
-)
+from kvactors.prefix_index.messages import Ack, Extend, LayerReady, LoadDeadline, Truncate
 from kvactors.prefix_index.tree import Segment
 from kvactors.types import HASH_BYTES, split_hashes
 from tests.prefix_index.objects import (
@@ -105,31 +90,6 @@ def test_a_result_waits_for_those_of_the_loads_above():
     assert not state.index.loading
 
 
-def test_an_answer_for_an_unknown_or_an_answered_load_is_ignored():
-    state = core()
-    _, (first, second) = begun(state, 1, 1)
-    state.loads.finish(second, 1, 0)
-    assert not state.loads.finish(second, 0, 0)
-    assert not state.loads.overdue(second)
-    assert not state.loads.finish(99, 1, 1)
-    assert not state.loads.overdue(99)
-    assert state.loads.finish(first, 0, 0)
-
-
-def test_an_overdue_load_keeps_its_targets_until_it_is_answered():
-    state = core(4)
-    lease, (op,) = begun(state, 2)
-    targets = lease.path.blocks()
-    state.leases.wait(Ready(1), Request())
-    [landed] = answers(effects_of(state.loads.overdue, op))
-    assert isinstance(landed, ReadyResult)
-    assert not set(landed.blocks) & set(targets)
-    assert state.loads.overdue_loads == 1
-    assert state.index.free == 0
-    assert effects_of(state.loads.finish, op, 0, 0) == []
-    assert state.index.free == 2
-
-
 @pytest.mark.parametrize("kept", [0, BLOCK, BLOCK + 1])
 def test_a_late_load_is_announced_by_the_tokens_that_it_was_loaded_for(kept):
     """Its lease has continued in other blocks, and was truncated and extended since."""
@@ -186,19 +146,6 @@ def test_the_host_keeps_the_loaded_blocks_of_a_path_that_was_cleared():
     assert kept == [lease.path.hashes(0, 2)]
 
 
-def test_loads_sent_ahead_are_placed_once_the_lease_has_its_blocks():
-    state = core()
-    lease = new_lease(state.index, 1, 2)
-    actions = effects_of(state.loads.begin, lease, segments(2), placed=False)
-    [load] = actions
-    assert load.blocks == ()
-    [timer, place] = effects_of(state.loads.place, lease)
-    assert isinstance(timer, StartTimer)
-    assert isinstance(place, SetTargets)
-    assert place.blocks == tuple(lease.path.blocks())
-    assert effects_of(state.loads.place, lease) == [], "each is placed once"
-
-
 def test_loads_sent_ahead_are_cancelled_where_another_request_was_faster():
     state = core()
     lease = new_lease(state.index, 1, 2)
@@ -209,20 +156,6 @@ def test_loads_sent_ahead_are_cancelled_where_another_request_was_faster():
     actions = effects_of(state.loads.place, lease)
     assert [type(one) for one in actions] == [Cancel, Cancel]
     assert (len(state.loads), lease.loads, lease.expected_blocks) == (0, [], 0)
-
-
-def test_a_joined_load_is_not_sent_again():
-    state = core()
-    owner, (op,) = begun(state, 2)
-    joined = path(2)
-    state.index.tree.pin(joined)
-    sharer = LeaseState(2, "r2", joined, state.index.tree, 10.0)
-    [load] = owner.loads
-    assert effects_of(state.loads.begin, sharer, [Segment(0, 2, load)], placed=True) == []
-    state.leases.grant(sharer)
-    state.loads.finish(op, 2, 2)
-    assert (owner.path.num_committed, sharer.path.num_committed) == (2, 2)
-    assert owner.path.blocks() == sharer.path.blocks()
 
 
 def parted(state, shared: int) -> tuple[LeaseState, LeaseState]:

@@ -80,7 +80,7 @@ class TwoTiers:
 
     def evict(self, count: int) -> None:
         """Move blocks from the device to the host."""
-        nodes, hashes, parents, blocks, _ = self.tree.evict(count)
+        nodes, hashes, parents, blocks, *_ = self.tree.evict(count)
         over = self.tree.host_kept(exclusive=True) + len(blocks) - self.host
         gone = split(self.tree.host_victims(max(0, over))) if self.by_policy else []
         for one in gone:
