@@ -28,7 +28,7 @@ from tests.benchmarks.store_rounds import (
     names,
     rounds_within,
 )
-from tests.benchmarks.store_summary import counted, rounds_of, rows_of, spread_of
+from tests.benchmarks.store_summary import counted, rows_of, spread_of
 from tests.storage.helpers import entry_of
 
 ROUNDS = 9
@@ -86,7 +86,7 @@ def lag_rows(found: Measured, quiet: Lags) -> list[Row]:
 
 
 def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
-    """All rows, and with the key "rounds" each round of each runner.
+    """All rows.
 
     Args:
         quick: a moment only, for tests.
@@ -102,7 +102,6 @@ def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
     loads = ((64 << 10, 2 << 20, 60.0),) if quick else LOADS
     rows: list[Row] = []
     spread: dict[str, str] = {}
-    every: dict[str, Any] = {}
     with (
         tempfile.TemporaryDirectory(prefix="kvactors-store-", dir=".") as name,
         ExitStack() as stack,
@@ -123,15 +122,12 @@ def run(*, quick: bool = False, vllm_python: str = "") -> dict[str, Any]:
             counts[load.case] = len(found.ours)
             rows += rows_of(found)
             spread |= spread_of(found)
-            every |= rounds_of(found)
             rows += lag_rows(found, quiet)
-        pool, pool_spread, pool_rounds = pool_rows(quick=quick)
-        counts |= {case: min(map(len, of.values())) for case, of in pool_rounds.items()}
+        pool, pool_spread = pool_rows(quick=quick)
         rows += pool
-        every |= pool_rounds
         took = run_terminable(scan_of(folder / "scan", slots))
         rows.append(time_row(f"start-up scan of {slots:,} slots", took, 2.0, "s", "the bar"))
     settings: dict[str, Any] = {"rounds": counted(counts)}
     settings |= {"quick": quick, "vllm": vllm_python or "not installed"}
     settings |= {"GB/s, " + k: v for k, v in spread.items()} | pool_spread
-    return bench_report("store", rows, settings) | {"rounds": every}
+    return bench_report("store", rows, settings)

@@ -188,16 +188,11 @@ def over_tcp(wanted: bool) -> Iterator[None]:
             os.environ[MEMCPY] = before
 
 
-Rounds = dict[str, dict[str, list[dict[str, float]]]]
-"""Rates and processor seconds for a GB of each round, by case and runner."""
-
-
-def pool_rows(*, quick: bool = False) -> tuple[list[Row], dict[str, str], Rounds]:
-    """Medians beside a real master, over TCP and in memory, the spread of the ratios, and all
-    rounds. No rows where Mooncake is not installed."""
+def pool_rows(*, quick: bool = False) -> tuple[list[Row], dict[str, str]]:
+    """Medians beside a real master, over TCP and in memory, and the spread of the ratios. No
+    rows where Mooncake is not installed."""
     rows: list[Row] = []
     spread: dict[str, str] = {}
-    every: Rounds = {}
     loads = ((64 << 10, 2 << 20),) if quick else LOADS
     rounds = 1 if quick else ROUNDS
     for tcp in (True, False):
@@ -206,22 +201,13 @@ def pool_rows(*, quick: bool = False) -> tuple[list[Row], dict[str, str], Rounds
                 with over_tcp(tcp), master() as one:
                     found = run_terminable(in_pool(one.address, size, total, rounds))
             except StoreError:
-                return [], {}, {}
+                return [], {}
             place = "over TCP" if tcp else "in memory"
             for what in ("write", "read"):
                 case = f"Mooncake {place}, {size >> 10} KiB blocks, {what}"
                 rows += rows_beside(case, found, what)
                 spread[case] = spread_beside(found, what)
-                every[case] = rounds_of(found, what)
-    return rows, spread, every
-
-
-def rounds_of(found: Directions, what: str) -> dict[str, list[dict[str, float]]]:
-    """All rounds of a direction, by runner."""
-    return {
-        name: [{"rate": rate, "cpu": cost} for rate, cost in found[what, one]]
-        for one, name in NAMES.items()
-    }
+    return rows, spread
 
 
 def rows_beside(case: str, found: Directions, what: str) -> list[Row]:

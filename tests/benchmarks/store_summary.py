@@ -120,15 +120,6 @@ def ratios_of(found: Measured, i: int) -> list[str]:
     return shown
 
 
-def rounds_of(found: Measured) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """All rounds of a load: bytes a second and processor seconds for a GB, by runner."""
-    return {
-        found.load.case: {
-            name: [one._asdict() for one in of] for name, of in by_runner(found).items() if of
-        }
-    }
-
-
 def counted(counts: Mapping[str, int]) -> str:
     """How many rounds each load had: the usual number, and the loads with another one."""
     if not counts:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from kvactors import ConfigError
 from tests.benchmarks import decode
 
 STAND_IN = """#!{python}
@@ -39,8 +38,3 @@ def test_a_step_is_beside_the_bar_and_each_peer(tmp_path: Path, few: None) -> No
         ("8 requests, block 16, extend and commit one by one", 2.0, decode.PEERS["vllm"]),
     ]
     assert all(row["ours"] > 0 for row in rows)
-
-
-def test_a_python_without_the_peer_is_named(few: None) -> None:
-    with pytest.raises(ConfigError, match=r"tests\.interop\.setup"):
-        decode.run(quick=True, vllm_python="/no-python")

@@ -86,13 +86,6 @@ def test_turns_count_what_was_there() -> None:
     )
 
 
-def test_a_python_without_sglang_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"(torch|sglang).*|tests\.interop\.setup"):
-        index.run(quick=True, sglang_python=sys.executable)
-    with pytest.raises(ConfigError, match=r"no-python.*tests\.interop\.setup DIR engines"):
-        index.run(quick=True, sglang_python=str(tmp_path / "no-python"))
-
-
 def test_a_number_of_blocks_below_zero_is_named() -> None:
     with pytest.raises(ConfigError, match="blocks is -1"):
         index.run(quick=True, blocks=-1)

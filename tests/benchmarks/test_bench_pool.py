@@ -6,14 +6,7 @@ import pytest
 
 from kvactors.signals import run_terminable
 from kvactors.storage.mooncake_client import MooncakeClient
-from tests.benchmarks.store_pool import (
-    NAMES,
-    Runner,
-    in_pool,
-    rounds_of,
-    rows_beside,
-    spread_beside,
-)
+from tests.benchmarks.store_pool import NAMES, Runner, in_pool, rows_beside, spread_beside
 from tests.storage.mooncake_standin import StandIn
 
 RATES = {
@@ -40,12 +33,6 @@ def test_the_spread_has_ratios_of_the_same_rounds_and_processor_time():
     assert shown.startswith("no checksums 0.75 to 1.25 (0.80), checksums 0.25 to 2.00 (0.75), ")
     for one, name in NAMES.items():
         assert f"{name} {0.1 * one:.2f}" in shown
-
-
-def test_the_rounds_have_every_runner():
-    assert {name: [one["rate"] for one in of] for name, of in rounds_of(FOUND, "read").items()} == {
-        NAMES[one]: rates for one, rates in RATES.items()
-    }
 
 
 def test_every_runner_moves_its_own_kind_of_objects(monkeypatch):

@@ -38,8 +38,6 @@ def test_the_store_reports_both_directions_beside_plain_threads(tmp_path, monkey
         cases
     )
     assert all(row["ours"] > 0 for row in report["rows"])
-    assert {len(of) for runners in report["rounds"].values() for of in runners.values()} == {1}
-    assert set(report["rounds"]) <= {case.rsplit(", ", 1)[0] for case in cases} | set(cases)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -85,7 +83,7 @@ def stand_in(folder: Path, log: Path, failed: int = 0) -> str:
 def test_vllms_tier_takes_its_turn_in_every_round(tmp_path, monkeypatch):
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
-    monkeypatch.setattr(store, "pool_rows", lambda **_: ([], {}, {}))
+    monkeypatch.setattr(store, "pool_rows", lambda **_: ([], {}))
     log = tmp_path / "log"
     report = store.run(quick=True, vllm_python=stand_in(tmp_path, log))
     load = load_of(64 << 10, 2 << 20)
@@ -98,13 +96,7 @@ def test_vllms_tier_takes_its_turn_in_every_round(tmp_path, monkeypatch):
         )
         spread = report["settings"][f"GB/s, 64 KiB blocks, {what}"]
         assert "vLLM's 0.00 to 0.00" in spread
-        rounds = report["rounds"]["64 KiB blocks"]
-        (mine,), (theirs,) = rounds["ours"], rounds["vLLM's"]
-        assert theirs[what] == (2 << 20) / 2.0
-        assert mine[what] / 1e6 == pytest.approx(beside["ours"], rel=1e-3)
-        best = max(one[what] for name, (one,) in rounds.items() if "threads" in name)
-        assert f"of the disk {mine[what] / best:.2f} " in spread
-        assert f"of vLLM's {mine[what] / theirs[what]:.2f} " in spread
+        assert f"of vLLM's {beside['ratio']:.2f} " in spread
     asked = [json.loads(line) for line in log.read_text().splitlines()]
     assert [one["do"] for one in asked] == ["open", "write", "read", "close"]
     assert (asked[0]["size"], asked[0]["slots"]) == (64 << 10, load.slots)
