@@ -754,6 +754,7 @@ class Batch:
             self.fail(f"{what}: {about}")
         if happened and other is None:
             self._judge_outcome(outcome, entry, before)
+        self.check_table(row)
         if lease.num_tokens == len(row.tokens):
             await self.compute(row)
         else:
@@ -784,6 +785,4 @@ class Batch:
             found.append("a lease has other blocks than the index has for it")
         if lease._handle.changing or lease._handle.committing:
             found.append(f"a lease without a call is busy with {lease._handle.changing!r}")
-        if len(set(lease.block_table)) < len(lease.block_table):
-            found.append("a block stands twice in a table")
         return found

@@ -1,6 +1,6 @@
-"""An engine as oracle: it computes what every block must hold from the request alone, and checks
-each hit byte for byte.
+"""A model as oracle: it computes what every block must hold from the request alone, and the client of
+`tests.load` is checked against it byte for byte.
 
-Written against the documented public API. Nothing from `kvactors.testing` or `tests.simulation`
-takes part in a verdict.
+The model is written against the documented public API. Nothing from `tests.simulation` takes part
+in a verdict.
 """
