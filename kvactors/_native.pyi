@@ -33,6 +33,26 @@ def chain_hashes(parent: bytes, tokens: Tokens, block_size: int) -> bytes:
     """Hashes of all full blocks of `tokens` under `parent` (32 bytes), without extra keys: n x 32
     bytes."""
 
+class BlockRows:
+    """Hashes (32 bytes) and tokens of the flush notifier's blocks, by row from 1. The caller
+    chooses the rows, one after the other, and may use a row again after `erase`."""
+
+    def __init__(self, token_bytes: int) -> None: ...
+    def __len__(self) -> int: ...
+    def find(self, block_hash: bytes) -> int:
+        """The row with a hash, 0 if there is none."""
+
+    def put(self, row: int, block_hash: bytes, tokens: bytes) -> None:
+        """ValueError for a hash that a row has, and for other sizes of hash or tokens."""
+
+    def erase(self, row: int) -> None: ...
+    def hash(self, row: int) -> bytes: ...
+    def tokens(self, row: int) -> bytes: ...
+    def hashes_of(self, rows: list[int]) -> bytes:
+        """The hashes of some rows, joined. `tokens_of` joins their tokens."""
+
+    def tokens_of(self, rows: list[int]) -> bytes: ...
+
 class EventEncoder:
     """KV events and batches of them as MessagePack. Immutable, and usable by several threads.
 

@@ -3,6 +3,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "events.hpp"
+#include "rows.hpp"
 #include "module.hpp"
 
 namespace kvactors {
@@ -163,9 +164,46 @@ struct FrameSender {
     nb::object fail;  // raises the error of the last call
 };
 
+// The bytes of some rows, joined.
+template <class Field>
+nb::bytes joined(const nb::list& rows, std::size_t size, Field field) {
+    nb::object whole = nb::steal(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(rows.size() * size)));
+    if (!whole.is_valid()) throw nb::python_error();
+    char* at = PyBytes_AsString(whole.ptr());
+    for (nb::handle row : rows) {
+        std::memcpy(at, field(nb::cast<u32>(row)), size);
+        at += size;
+    }
+    return nb::borrow<nb::bytes>(whole);
+}
+
 }  // namespace
 
 void bind_events(nb::module_& m) {
+    nb::class_<BlockRows>(m, "BlockRows")
+        .def("__init__", [](BlockRows* self, Id token_bytes) {
+            new (self) BlockRows(size_of(token_bytes, "token_bytes out of range"));
+        }, "token_bytes"_a)
+        .def("__len__", &BlockRows::used)
+        .def("find", [](const BlockRows& rows, const nb::bytes& hash) {
+            return rows.find(key_of(hash, "a block hash has 32 bytes"));
+        }, "block_hash"_a)
+        .def("put", [](BlockRows& rows, u32 row, const nb::bytes& hash, const nb::bytes& tokens) {
+            if (tokens.size() != rows.token_bytes()) throw nb::value_error("tokens of another block size");
+            rows.put(row, key_of(hash, "a block hash has 32 bytes"), reinterpret_cast<const u8*>(tokens.c_str()));
+        }, "row"_a, "block_hash"_a, "tokens"_a)
+        .def("erase", [](BlockRows& rows, u32 row) {
+            if (!rows.holds(row)) throw nb::value_error("no such row");
+            rows.erase(row);
+        }, "row"_a)
+        .def("hash", [](const BlockRows& rows, u32 row) { return bytes_of(rows.hash(row), 32); }, "row"_a)
+        .def("tokens", [](const BlockRows& rows, u32 row) { return bytes_of(rows.tokens(row), rows.token_bytes()); }, "row"_a)
+        .def("hashes_of", [](const BlockRows& rows, const nb::list& some) {
+            return joined(some, 32, [&](u32 row) { return rows.hash(row); });
+        }, "rows"_a)
+        .def("tokens_of", [](const BlockRows& rows, const nb::list& some) {
+            return joined(some, rows.token_bytes(), [&](u32 row) { return rows.tokens(row); });
+        }, "rows"_a);
     nb::class_<PyEventEncoder>(m, "EventEncoder")
         .def("__init__", [](PyEventEncoder* self, bool array, bool whole_hashes, Id block_size,
                             const std::vector<std::string>& media, Id num_nil, const nb::bytes& dp_rank,

@@ -1,71 +1,36 @@
-"""Blocks of the ledger: the tiers of each, the state that each sink acknowledged, and the tree."""
+"""Blocks of the ledger: the tiers of each, the state that each sink acknowledged, and the tree.
+
+A block is the number of a row. What is known of it is in columns, arrays that are indexed by the
+row, and its hash and tokens are in native memory: about 170 bytes a block of 16 tokens, where an
+object with its own values takes 700, and nothing that the cyclic garbage collector visits."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvactors.actor.sliced import Sliced
-from kvactors.identity import RequestScope
+from kvactors.identity import PLAIN, RequestScope
+from kvactors.native import BlockRows
 from kvactors.redact import redacted_repr
 from kvactors.types import ALL_TIERS, Reason, Tier
 
-UNSURE = 3  # bits by which `LedgerBlock.views` shifts the tiers on which an answer was lost
+UNSURE = 3  # bits by which a sink's view shifts the tiers on which an answer was lost
 
 BITS = tuple([int(tier) for tier in Tier if tier & tiers] for tiers in range(ALL_TIERS + 1))
 """By set of tiers: its members as numbers (plain ints: arithmetic on flags is slow)."""
 
-LAST = 0  # index of `LedgerBlock.reasons` for the last change on any tier, beside the tiers' bits
-REASONS = tuple(Reason)  # by the numbers in `LedgerBlock.reasons`
+LAST = 0  # index of `LedgerTree.reasons` for the last change on any tier, beside the tiers' bits
+REASONS = tuple(Reason)  # by the numbers in `LedgerTree.reasons`
 
 REASON_NUMBERS = {reason: number for number, reason in enumerate(REASONS)}
+
+GROWTH_ROWS = 1_024  # rows by which the columns grow
 
 
 HashInputs = tuple[bytes, bytes, bytes, RequestScope]
 """The inputs of a block's hash: parent hash, tokens, extra key and scope."""
-
-
-class LedgerBlock:
-    """One block whose path is known. Small numbers are in bytearrays, which the cyclic garbage
-    collector does not visit.
-
-    Attributes:
-        due: per sink, the tiers on which it is to be announced (see `Ledger`).
-        views: per sink, the tiers that the sink acknowledged. Above them, shifted by UNSURE, the
-            tiers on which an answer was lost: the sink may have them or not.
-        pins: references from outside the tree: deliveries in flight, and slices that continue here.
-        finished: whether the path of a finished request covers it.
-        reasons: numbers in REASONS of the last change, by LAST or by tier.
-    """
-
-    __slots__ = (
-        *("hash", "parent", "parent_hash", "tokens", "scope", "extra_key", "depth"),
-        *("tiers", "due", "views", "pins", "finished", "reasons", "token_addressed"),
-        *("child", "left", "right", "number", "before", "after"),
-    )
-
-    def __init__(
-        self, block_hash: bytes, parent: LedgerBlock | None, inputs: HashInputs, sinks: int
-    ) -> None:
-        self.hash = block_hash
-        self.parent = parent
-        self.parent_hash, self.tokens, self.extra_key, self.scope = inputs
-        self.depth: int = parent.depth + 1 if parent is not None else 1
-        self.tiers = self.pins = 0
-        self.views = bytearray(sinks)
-        self.due = bytearray(sinks)
-        self.child: LedgerBlock | None = None
-        self.left: LedgerBlock | None = None
-        self.right: LedgerBlock | None = None
-        self.number = 0
-        self.before: LedgerBlock | None = None
-        self.after: LedgerBlock | None = None
-        self.finished = self.token_addressed = False
-        self.reasons = bytearray(1 + max(Tier))
-
-    def idle(self) -> bool:
-        """Whether no tier, no sink's view and no delivery has it. Blocks below it may remain."""
-        return not (self.tiers or self.pins or any(self.views))
 
 
 class HeldBlock(NamedTuple):
@@ -88,87 +53,178 @@ class LedgerTree:
 
     They are also a linked list in the order in which they were added, so parents before children,
     which can be scanned in slices while blocks come and go. Numbers rise from 1, and a removed
-    block has number 0.
+    block has number 0. Its row is used again while there is no scan.
 
     A block is idle when no tier, no sink's view and no delivery has it. Idle blocks are kept for a
     while, since facts about one block arrive from several actors in any order: a block that left
     one tier may be about to appear on another.
 
     Attributes:
+        rows: hashes and tokens by row. Row 0 is none.
+        parent, child, left, right: rows, 0 for none: the block above, the first below, and the
+            others below the same block.
+        depth: 1 for the first block of a path.
+        number: place in the order of addition.
+        tiers: the set of tiers that hold the block.
+        pins: references from outside the tree: deliveries in flight, and slices that continue here.
+        finished: whether the path of a finished request covers it.
+        reasons: by LAST or tier, numbers in REASONS of the last change.
+        views: by sink, the tiers that the sink acknowledged. Above them, shifted by UNSURE, the
+            tiers on which an answer was lost: the sink may have them or not.
         idle: idle blocks, the longest idle first.
         version: rises with every slice that may have changed something.
         changing: changes that have slices left, between which differences and the number of idle
             blocks may be inconsistent.
     """
 
-    def __init__(self, idle_limit: int, step: int) -> None:
-        self.blocks: dict[bytes, LedgerBlock] = {}
-        self.idle: dict[LedgerBlock, None] = {}
+    def __init__(self, block_bytes: int, idle_limit: int, step: int) -> None:
+        self.rows = BlockRows(block_bytes)
+        self._columns: list[array[int]] = []
+        self.parent, self.child = self.column("I"), self.column("I")
+        self.left, self.right = self.column("I"), self.column("I")
+        self._before, self._after = self.column("I"), self.column("I")
+        self.depth, self.number = self.column("I"), self.column("Q")
+        self.tiers, self.pins = self.column(), self.column("I")
+        self.finished, self.token_addressed = self.column(), self.column()
+        self.reasons = {index: self.column() for index in (LAST, *BITS[ALL_TIERS])}
+        self.views: list[array[int]] = []
+        self._scopes: list[RequestScope] = [PLAIN]
+        self._roots: dict[int, bytes] = {}  # root hashes, by the first block of a path
+        self._extra_keys: dict[int, bytes] = {}
+        self._free = array("I")
+        self._scans = 0
+        self.idle: dict[int, None] = {}
         self.idle_limit = max(1, idle_limit)
         self.step = step
         self.version = self.changing = self.last_number = 0
-        self._first: LedgerBlock | None = None
-        self._last: LedgerBlock | None = None
+        self._first = self._last = 0
 
-    def add(self, block: LedgerBlock) -> None:
-        self.blocks[block.hash] = block
+    def column(self, kind: str = "B") -> array[int]:
+        """A new column of zeros, of numbers of this kind (see `array`). Only without blocks."""
+        self._columns.append(array(kind))
+        return self._columns[-1]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def find(self, block_hash: bytes) -> int:
+        """The block with a hash, 0 if there is none."""
+        return self.rows.find(block_hash)
+
+    def parent_hash(self, block: int) -> bytes:
+        """The hash of the block above, or the root hash."""
+        above = self.parent[block]
+        return self.rows.hash(above) if above else self._roots[block]
+
+    def scope(self, block: int) -> RequestScope:
+        return self._scopes[block]
+
+    @property
+    def has_extra_keys(self) -> bool:
+        return bool(self._extra_keys)
+
+    def extra_key(self, block: int) -> bytes:
+        return self._extra_keys.get(block, b"")
+
+    def is_idle(self, block: int) -> bool:
+        """Whether no tier, no sink's view and no delivery has it. Blocks below it may remain."""
+        if self.tiers[block] or self.pins[block]:
+            return False
+        for view in self.views:  # noqa: SIM110  (a generator would cost more)
+            if view[block]:
+                return False
+        return True
+
+    def _new_row(self) -> int:
+        if self._free and not self._scans:
+            row = self._free.pop()
+            for column in self._columns:
+                column[row] = 0
+            return row
+        row = len(self._scopes)
+        self._scopes.append(PLAIN)
+        if row >= len(self.parent):
+            for column in self._columns:
+                column.frombytes(bytes(GROWTH_ROWS * column.itemsize))
+        return row
+
+    def add(self, block_hash: bytes, parent: int, inputs: HashInputs) -> int:
+        """Add a block below another, or, if `parent` is 0, below the root hash in its inputs."""
+        parent_hash, tokens, extra_key, scope = inputs
+        block = self._new_row()
+        self.rows.put(block, block_hash, tokens)
+        self._scopes[block] = scope
+        if extra_key:
+            self._extra_keys[block] = extra_key
         self.last_number += 1
-        block.number = self.last_number
-        block.before = self._last
-        if self._last is None:
+        self.number[block] = self.last_number
+        self._before[block] = self._last
+        if self._last:
+            self._after[self._last] = block
+        else:
             self._first = block
-        else:
-            self._last.after = block
         self._last = block
-        above = block.parent
-        if above is not None:
-            block.right = above.child
-            if above.child is not None:
-                above.child.left = block
-            above.child = block
+        if not parent:
+            self._roots[block] = parent_hash
+            self.depth[block] = 1
+            return block
+        self.parent[block] = parent
+        self.depth[block] = self.depth[parent] + 1
+        self.right[block] = right = self.child[parent]
+        if right:
+            self.left[right] = block
+        self.child[parent] = block
+        return block
 
-    def _remove(self, block: LedgerBlock) -> None:
-        """`after` and `right` stay, so that a scan that has stopped here continues there."""
-        del self.blocks[block.hash]
-        before, after = block.before, block.after
-        if before is None:
+    def _remove(self, block: int) -> None:
+        """The next block in the order stays, so that a scan that has stopped here continues
+        there."""
+        self.rows.erase(block)
+        self._scopes[block] = PLAIN
+        self._roots.pop(block, None)
+        self._extra_keys.pop(block, None)
+        before, after = self._before[block], self._after[block]
+        if before:
+            self._after[before] = after
+        else:
             self._first = after
+        if after:
+            self._before[after] = before
         else:
-            before.after = after
-        if after is None:
             self._last = before
-        else:
-            after.before = before
-        above, left, right = block.parent, block.left, block.right
-        if above is not None:
-            if left is not None:
-                left.right = right
-            else:
-                above.child = right
-            if right is not None:
-                right.left = left
-        block.before = block.left = None
-        block.number = 0
+        above, left, right = self.parent[block], self.left[block], self.right[block]
+        if left:
+            self.right[left] = right
+        elif above:
+            self.child[above] = right
+        if right:
+            self.left[right] = left
+        self.number[block] = 0
+        self._free.append(block)
 
-    def scan(self, up_to: int | None = None) -> Iterator[LedgerBlock]:
+    def scan(self, up_to: int | None = None) -> Iterator[int]:
         """The blocks that are there now, or those numbered up to `up_to`. Blocks may be added and
         removed between two of them. A block that is there all the time is yielded once."""
         last = self.last_number if up_to is None else up_to
-        block = self._first
-        while block is not None and block.number <= last:
-            if block.number:
-                yield block
-            block = block.after
+        numbers, after, block = self.number, self._after, self._first
+        self._scans += 1
+        try:
+            while block and (number := numbers[block]) <= last:
+                if number:
+                    yield block
+                block = after[block]
+        finally:
+            self._scans -= 1
 
-    def note_idle(self, block: LedgerBlock) -> None:
+    def note_idle(self, block: int) -> None:
         """Keep an idle block the longest. A block that comes back into use leaves the idle ones
         when `trim` reaches it."""
         self.idle.pop(block, None)
         self.idle[block] = None
 
-    def unpin(self, block: LedgerBlock) -> None:
-        block.pins -= 1
-        if not block.tiers and block.idle():
+    def unpin(self, block: int) -> None:
+        self.pins[block] -= 1
+        if not self.tiers[block] and self.is_idle(block):
             self.note_idle(block)
 
     # -- changes
@@ -190,7 +246,7 @@ class LedgerTree:
         self.changing -= 1
 
     def change_all(
-        self, change: Callable[[LedgerBlock], object], up_to: int | None = None
+        self, change: Callable[[int], object], up_to: int | None = None
     ) -> Iterator[None]:
         """Change every block (or those numbered up to `up_to`), parents before children."""
         self.begin()
@@ -205,34 +261,29 @@ class LedgerTree:
         block has been noted by then, so no block that the slice still refers to is removed."""
         removed = 0
         while len(self.idle) > self.idle_limit:
-            oldest = next(iter(self.idle))
-            del self.idle[oldest]
-            block: LedgerBlock | None = oldest
+            block = next(iter(self.idle))
+            del self.idle[block]
             while (
-                block is not None
-                and block.child is None
-                and block.idle()
-                and block not in self.idle
+                block and not self.child[block] and self.is_idle(block) and block not in self.idle
             ):
+                above = self.parent[block]
                 self._remove(block)
-                block = block.parent
-                if block is not None:
+                block = above
+                if block:
                     removed += 1
                     if not removed % self.step:
-                        block.pins += 1
+                        self.pins[block] += 1
                         yield
-                        block.pins -= 1
+                        self.pins[block] -= 1
                         self.version += 1
 
-
-def path_to(block: LedgerBlock, step: int) -> Sliced[list[LedgerBlock]]:
-    """The blocks from the root to a block, in slices."""
-    path: list[LedgerBlock] = []
-    node: LedgerBlock | None = block
-    while node is not None:
-        path.append(node)
-        node = node.parent
-        if not len(path) % step:
-            yield
-    path.reverse()
-    return path
+    def path_to(self, block: int) -> Sliced[list[int]]:
+        """The blocks from the root to a block, in slices."""
+        path: list[int] = []
+        while block:
+            path.append(block)
+            block = self.parent[block]
+            if not len(path) % self.step:
+                yield
+        path.reverse()
+        return path

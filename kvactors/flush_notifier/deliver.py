@@ -217,7 +217,7 @@ class SinkDelivery:
         interval, tree = self.sink.resync_interval, self.view.tree
         if not self.repeat_due and self.repeat is None:
             return interval
-        return slice_pause(interval, len(tree.blocks), tree.step)
+        return slice_pause(interval, len(tree), tree.step)
 
     # -- inspection
 

@@ -10,13 +10,13 @@ a block is in the sink's view only while the block above it is in the view on so
 DEVICE only while the block above it is in the view on DEVICE. An index that is a radix tree of the
 device, or that finds a block's place by its parent, drops anything else. Two parts keep the rule:
 
-* The tiers due of a block (`LedgerBlock.due`) are the closed truth: the tiers that hold it, as far
+* The tiers due of a block (`SinkView.due`) are the closed truth: the tiers that hold it, as far
   as the rule allows, given the tiers due of the block above. A change spreads to the blocks below.
   A block whose path is interrupted is resident and not due: it cannot be hit.
 * A batch takes differences and orders them so that each step between the view and the due state is
   a tree (see `Selection`).
 
-A view may be unsure after a lost answer (`LedgerBlock.views`). The rule then holds for what the
+A view may be unsure after a lost answer (`LedgerTree.views`). The rule then holds for what the
 sink may have, and for what it has if it took a leading part of the tasks that it was sent."""
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from kvactors.flush_notifier.blocks import (
     REASON_NUMBERS,
     UNSURE,
     HashInputs,
-    LedgerBlock,
     LedgerTree,
 )
 from kvactors.flush_notifier.messages import (
@@ -132,13 +131,13 @@ class Orphans:
             if not below:
                 del self._below[block[0]]
 
-    def next_attachable(self, tree: LedgerTree) -> tuple[bytes, LedgerBlock, HashInputs] | None:
+    def next_attachable(self, tree: LedgerTree) -> tuple[bytes, int, HashInputs] | None:
         """Take one orphan whose parent has been added: its hash, its parent, and itself."""
         while self.attachable:
             parent_hash = self.attachable[0]
-            parent = tree.blocks.get(parent_hash)
+            parent = tree.find(parent_hash)
             block_hash = next(iter(self._below.get(parent_hash, ())), None)
-            if parent is not None and block_hash is not None:
+            if parent and block_hash is not None:
                 block = self.waiting[block_hash]
                 self.drop(block_hash)
                 return block_hash, parent, block
@@ -150,11 +149,11 @@ class Orphans:
         block = self.waiting.get(block_hash)
         if not self.tiers[block_hash]:
             return "an orphan on no tier"
-        if block_hash in tree.blocks:
+        if tree.find(block_hash):
             return "an orphan in the tree"
         if block and block_hash not in self._below.get(block[0], ()):
             return "an orphan is missing among those of its parent"
-        if block and block[0] in tree.blocks and block[0] not in self.attachable:
+        if block and tree.find(block[0]) and block[0] not in self.attachable:
             return "an orphan waits for a parent that is in the tree"
         return ""
 
@@ -178,19 +177,18 @@ class Ledger:
         namespace: str = "",
     ) -> None:
         self.block_bytes = 4 * block_size
-        self.tree = LedgerTree(idle_limit, step)
-        self.sinks = [SinkView(self.tree, i, one) for i, one in enumerate(filters)]
+        self.tree = LedgerTree(self.block_bytes, idle_limit, step)
+        self.sinks = [SinkView(self.tree, one) for one in filters]
         self.orphans = Orphans()
         self._root_of = root_of
         self._namespace = namespace
         self._token_root = token_root if any(one.by_tokens for one in filters) else b""
         # the same views with what `update` reads for every block
-        self._rules = [(view, view.closed, view.conditional, view.dirty) for view in self.sinks]
+        self._rules = [
+            (view, view.closed, view.conditional, view.dirty, view.due, view.held)
+            for view in self.sinks
+        ]
         self._announces_full = [view for view in self.sinks if view.filter.announces_full]
-
-    @property
-    def blocks(self) -> dict[bytes, LedgerBlock]:
-        return self.tree.blocks
 
     # -- facts
 
@@ -217,35 +215,36 @@ class Ledger:
         bit, reason = int(message.tier), REASON_NUMBERS[message.reason]
         finished = message.reason is Reason.REQUEST_FINISH
         parent_hash = message.parent
-        parent = tree.blocks.get(parent_hash) if message.start else None
-        if message.start and parent is None:
+        parent = tree.find(parent_hash) if message.start else 0
+        if message.start and not parent:
             # This incarnation has not been sent the path above yet. That will name these blocks.
             yield from self.gain(message.hashes[: count * HASH_BYTES], message.tier, message.reason)
             return
         tree.begin()
         looked, extra_keys = 0, dict(message.extra_keys)
+        last_reasons, reasons = tree.reasons[LAST], tree.reasons[bit]
         for i in range(total):
             block_hash = hash_at(message.hashes, i)
-            block = tree.blocks.get(block_hash)
-            if block is None:
+            block = tree.find(block_hash)
+            if not block:
                 tokens = message.tokens[i * self.block_bytes : (i + 1) * self.block_bytes]
                 extra_key = extra_keys.get(message.start + i, b"")
                 inputs = parent_hash, tokens, extra_key, message.scope
                 block = self._learn(block_hash, parent, inputs)
             if i < count:
-                block.tiers |= bit
+                tree.tiers[block] |= bit
                 if finished:
-                    block.finished = True
+                    tree.finished[block] = True
                     for view in self._announces_full:
                         view.doubt(block)
-                block.reasons[LAST] = block.reasons[bit] = reason
-            if self.update(block) and block.child is not None:
+                last_reasons[block] = reasons[block] = reason
+            if self.update(block) and tree.child[block]:
                 looked = yield from self._spread(block, looked)
             parent, parent_hash = block, block_hash
             looked += 1
             if looked >= tree.step:
                 looked = 0
-                block.pins += 1  # its child is still to come
+                tree.pins[block] += 1  # its child is still to come
                 yield from tree.pause()
                 tree.unpin(block)
         yield from self._attach_orphans()
@@ -260,6 +259,7 @@ class Ledger:
     def _change(self, hashes: bytes, bit: int, reason: Reason, *, gained: bool) -> Iterator[None]:
         tree, looked, number = self.tree, 0, REASON_NUMBERS[reason]
         of_orphan = self.orphans.gain if gained else self.orphans.lose
+        tiers, last_reasons, reasons = tree.tiers, tree.reasons[LAST], tree.reasons[bit]
         tree.begin()
         for i in range(count_hashes(hashes)):
             if looked >= tree.step:
@@ -267,27 +267,28 @@ class Ledger:
                 yield from tree.pause()
             looked += 1
             block_hash = hash_at(hashes, i)
-            block = tree.blocks.get(block_hash)
-            if block is None:
+            block = tree.find(block_hash)
+            if not block:
                 of_orphan(block_hash, bit)
-            elif gained or block.tiers & bit:
-                block.tiers = block.tiers | bit if gained else block.tiers & ~bit
-                block.reasons[LAST] = block.reasons[bit] = number
-                if self.update(block) and block.child is not None:
+            elif gained or tiers[block] & bit:
+                tiers[block] = tiers[block] | bit if gained else tiers[block] & ~bit
+                last_reasons[block] = reasons[block] = number
+                if self.update(block) and tree.child[block]:
                     looked = yield from self._spread(block, looked)
         yield from tree.end()
 
     def clear(self, tier: Tier, reason: Reason) -> Iterator[None]:
         bit, number = int(tier), REASON_NUMBERS[reason]
+        tiers, reasons = self.tree.tiers, self.tree.reasons
         left = 0  # the tiers that still hold something
 
-        def leave(block: LedgerBlock) -> None:
+        def leave(block: int) -> None:
             nonlocal left
-            if block.tiers & bit:
-                block.tiers &= ~bit
-                block.reasons[LAST] = block.reasons[bit] = number
+            if tiers[block] & bit:
+                tiers[block] &= ~bit
+                reasons[LAST][block] = reasons[bit][block] = number
             self.update(block)
-            left |= block.tiers
+            left |= tiers[block]
 
         yield from self.tree.change_all(leave)
         for _ in self.orphans.clear(bit, self.tree.step):
@@ -305,88 +306,87 @@ class Ledger:
         if self._root_of is None:
             return
 
-        def move(block: LedgerBlock) -> None:
-            before = block.due[:]
+        def move(block: int) -> None:
+            before = [view.due[block] for view in self.sinks]
             self.update(block)
-            if block.due != before:
-                for index in (LAST, *BITS[block.tiers]):
-                    block.reasons[index] = REASON_NUMBERS[Reason.NAMESPACE]
+            if before != [view.due[block] for view in self.sinks]:
+                for index in (LAST, *BITS[self.tree.tiers[block]]):
+                    self.tree.reasons[index][block] = REASON_NUMBERS[Reason.NAMESPACE]
 
         yield from self.tree.change_all(move)
 
     # -- the due state
 
-    def _learn(
-        self, block_hash: bytes, parent: LedgerBlock | None, inputs: HashInputs
-    ) -> LedgerBlock:
+    def _learn(self, block_hash: bytes, parent: int, inputs: HashInputs) -> int:
         """Add a block that no path has named before. `update` must follow. Without a parent the
         parent hash is a root hash."""
-        block = LedgerBlock(block_hash, parent, inputs, len(self.sinks))
-        block.tiers = self.orphans.take_tiers(block_hash)
-        self.tree.add(block)
+        tree, (parent_hash, tokens, _, _) = self.tree, inputs
+        block = tree.add(block_hash, parent, inputs)
+        tree.tiers[block] = self.orphans.take_tiers(block_hash)
         if self._token_root and (
-            parent.token_addressed if parent is not None else block.parent_hash == self._token_root
+            tree.token_addressed[parent] if parent else parent_hash == self._token_root
         ):
             # a block with an extra key has another hash
-            block.token_addressed = block_hash == hash_of_block(block.parent_hash, block.tokens)
+            tree.token_addressed[block] = block_hash == hash_of_block(parent_hash, tokens)
         return block
 
-    def update(self, block: LedgerBlock) -> bool:
+    def update(self, block: int) -> bool:
         """A block changed: compute its due state, and compare that with the view of each sink. True
         if the blocks below depend on the change: `_spread` must follow before the next block."""
-        above, tiers, spread = block.parent, block.tiers, False
-        due_before, views = block.due, block.views
-        first = self._above_first(block) if above is None else 0
-        for sink, (view, closed, conditional, dirty) in enumerate(self._rules):
-            due = closed[(first if above is None else above.due[sink]) << SHIFT | tiers]
-            if due and conditional and not view.filter.accepts(block):
+        tree = self.tree
+        above, tiers, spread = tree.parent[block], tree.tiers[block], False
+        first = 0 if above else self._above_first(block)
+        for view, closed, conditional, dirty, due_of, held in self._rules:
+            due = closed[(due_of[above] if above else first) << SHIFT | tiers]
+            if due and conditional and not view.filter.accepts(tree, block):
                 due = 0
-            if due != (before := due_before[sink]):
-                due_before[sink] = due
+            if due != (before := due_of[block]):
+                due_of[block] = due
                 spread = spread or not due or not before or bool((due ^ before) & DEVICE)
-            if due != views[sink]:
+            if due != held[block]:
                 if block not in dirty:
                     view.clock += 1
                     dirty[block] = view.clock
             elif block in dirty:
                 del dirty[block]
-                view.coalesced += not block.pins
-        if not tiers and block.idle():
-            self.tree.note_idle(block)
+                view.coalesced += not tree.pins[block]
+        if not tiers and tree.is_idle(block):
+            tree.note_idle(block)
         return spread
 
-    def _above_first(self, first: LedgerBlock) -> int:
+    def _above_first(self, first: int) -> int:
         """The tiers due above the first block of a path: all if requests begin at its root now."""
-        root_of = self._root_of
-        if root_of is None or root_of(self._namespace, first.scope) == first.parent_hash:
+        root_of, tree = self._root_of, self.tree
+        if root_of is None or root_of(self._namespace, tree.scope(first)) == tree.parent_hash(
+            first
+        ):
             return ABOVE_ALL
         return 0
 
-    def _spread(self, top: LedgerBlock, looked: int) -> Sliced[int]:
+    def _spread(self, top: int, looked: int) -> Sliced[int]:
         """The tiers due of a block changed: update the blocks below it, down to those for which
         nothing changes. looked: blocks processed in this slice so far, as is the result."""
-        tree = self.tree
-        node: LedgerBlock | None = top.child
-        while node is not None:
+        tree, reasons = self.tree, self.tree.reasons
+        node = tree.child[top]
+        while node:
             below = self.update(node)
             if below:
-                node.reasons[LAST] = top.reasons[LAST]
-                for bit in BITS[node.tiers]:
-                    node.reasons[bit] = top.reasons[LAST]
+                for index in (LAST, *BITS[tree.tiers[node]]):
+                    reasons[index][node] = reasons[LAST][top]
             looked += 1
             if looked >= tree.step:
                 looked = 0
-                top.pins += 1  # the fact continues from here
-                node.pins += 1
+                tree.pins[top] += 1  # the fact continues from here
+                tree.pins[node] += 1
                 yield from tree.pause()
                 tree.unpin(node)
                 tree.unpin(top)
-            if below and node.child is not None:
-                node = node.child
+            if below and tree.child[node]:
+                node = tree.child[node]
                 continue
-            while node is not None and node is not top and node.right is None:
-                node = node.parent
-            node = None if node is None or node is top else node.right
+            while node and node != top and not tree.right[node]:
+                node = tree.parent[node]
+            node = 0 if not node or node == top else tree.right[node]
         return looked
 
     # -- orphans
@@ -404,8 +404,8 @@ class Ledger:
                 if block_hash in orphans.tiers and size == self.block_bytes:
                     tokens = part.tokens[i * size : (i + 1) * size]
                     inputs = parent_hash, tokens, extra_keys.get(i, b""), part.scope
-                    parent = tree.blocks.get(parent_hash)
-                    if parent is not None or (is_root and not i):
+                    parent = tree.find(parent_hash)
+                    if parent or (is_root and not i):
                         self._attach(block_hash, parent, inputs)
                     else:
                         orphans.wait(block_hash, inputs)
@@ -418,12 +418,13 @@ class Ledger:
         yield from self._attach_orphans()
         yield from tree.end()
 
-    def _attach(self, block_hash: bytes, parent: LedgerBlock | None, inputs: HashInputs) -> None:
+    def _attach(self, block_hash: bytes, parent: int, inputs: HashInputs) -> None:
         """Add an orphan to the tree. It has no children yet. It counts as covered by a finished
         request, since one brought it to storage."""
-        added = self._learn(block_hash, parent, inputs)
-        added.finished = True
-        added.reasons[LAST] = added.reasons[int(Tier.STORAGE)] = REASON_NUMBERS[Reason.STORED]
+        added, reasons = self._learn(block_hash, parent, inputs), self.tree.reasons
+        self.tree.finished[added] = True
+        for index in (LAST, int(Tier.STORAGE)):
+            reasons[index][added] = REASON_NUMBERS[Reason.STORED]
         self.update(added)
 
     def _attach_orphans(self) -> Iterator[None]:
@@ -455,8 +456,8 @@ class Ledger:
         for blocks, block in enumerate(tree.scan(), 1):
             self._check_block(block)
             idle += block in tree.idle
-            for view in self.sinks:
-                dirty[view.index] += block in view.dirty
+            for i, view in enumerate(self.sinks):
+                dirty[i] += block in view.dirty
             if not blocks % step:
                 yield
         keys = iter(self.orphans.tiers)  # broken once the version has changed
@@ -469,7 +470,7 @@ class Ledger:
             waiting, orphans = len(self.orphans.waiting), len(self.orphans.tiers)
             pending = [view.pending for view in self.sinks]
             _require(waiting <= orphans, "a waiting orphan on no tier")
-            _require(blocks == len(tree.blocks), "a block without a place in the order")
+            _require(blocks == len(tree), "a block without a place in the order")
             _require(dirty == pending, "a difference of a block that is not in the tree")
             _require(idle == len(tree.idle), "an idle block that is not in the tree")
             _require(
@@ -477,42 +478,42 @@ class Ledger:
                 f"{idle} idle blocks, the limit is {tree.idle_limit}",
             )
 
-    def _check_block(self, block: LedgerBlock) -> None:
-        tree, parent = self.tree, block.parent
-        _require(tree.blocks.get(block.hash) is block, "a block under another hash")
-        if parent is not None:
-            _require(tree.blocks.get(parent.hash) is parent, "a block whose parent was removed")
-            before, after = block.left, block.right
-            linked = (parent.child if before is None else before.right) is block
-            linked = linked and (after is None or after.left is block)
+    def _check_block(self, block: int) -> None:
+        tree, parent = self.tree, self.tree.parent[block]
+        _require(tree.find(tree.rows.hash(block)) == block, "a block under another hash")
+        if parent:
+            _require(tree.number[parent] > 0, "a block whose parent was removed")
+            before, after = tree.left[block], tree.right[block]
+            linked = (tree.right[before] if before else tree.child[parent]) == block
+            linked = linked and (not after or tree.left[after] == block)
             _require(linked, "a block that is not among the children of its parent")
         _require(
-            block.child is not None or not block.idle() or block in tree.idle,
+            bool(tree.child[block]) or not tree.is_idle(block) or block in tree.idle,
             "an idle block that is not among the idle ones",
         )
         for sink in self.sinks:
-            view, due = block.views[sink.index], block.due[sink.index]
+            view, due = sink.held[block], sink.due[block]
             _require(
-                (due != view) == (block in sink.dirty) or bool(block.pins and tree.changing),
+                (due != view) == (block in sink.dirty) or bool(tree.pins[block] and tree.changing),
                 "a difference that is not pending, or a pending one that is none",
             )
             _require(
-                block.token_addressed or not (view and sink.filter.by_tokens),
+                bool(tree.token_addressed[block]) or not (view and sink.filter.by_tokens),
                 "a sink addressed by tokens was sent a block that tokens do not identify",
             )
             if tree.changing:
                 continue
-            above_due = self._above_first(block) if parent is None else parent.due[sink.index]
-            accepted = sink.filter.accepts(block)
-            expected = sink.closed[above_due << SHIFT | block.tiers] if accepted else 0
+            above_due = sink.due[parent] if parent else self._above_first(block)
+            closed = sink.closed[above_due << SHIFT | tree.tiers[block]]
+            expected = closed if sink.filter.accepts(tree, block) else 0
             # A root is another one before the ledger is sent that (`Roots.renew`).
-            leaving = parent is None and not expected
+            leaving = not parent and not expected
             _require(
                 due == expected or leaving,
                 "what is due of a block does not follow from the block above",
             )
-            if parent is not None:
-                below, above = view | view >> UNSURE, parent.views[sink.index]
+            if parent:
+                below, above = view | view >> UNSURE, sink.held[parent]
                 above |= above >> UNSURE
                 _require(
                     bool(above & TIERS or not below & TIERS) and not below & ~above & DEVICE,
@@ -528,41 +529,43 @@ class Ledger:
         the closed truth of the tiers differ. A change between two slices may or may not count."""
         differing: set[bytes] = set()
         over, found, expected = pace(self._check_step), 0, ShardedDict[int]()
-        for block, due in self.announceable(view.filter, tiers, expected):
+        for block_hash, block, due in self.announceable(view.filter, tiers, expected):
             if over():
                 yield
-            held = (
-                block.views[view.index] & TIERS if mirror is None else tiers_of(mirror, block.hash)
-            )
+            held = view.held[block] & TIERS if mirror is None else tiers_of(mirror, block_hash)
             found += held.bit_count()
             if due != held:
-                differing.add(block.hash)
+                differing.add(block_hash)
         if mirror is not None and found != sum(map(len, mirror.values())):
             for block_hash in chain.from_iterable(map(list, mirror.values())):
                 if over():
                     yield
-                if block_hash not in self.blocks:
+                if not self.tree.find(block_hash):
                     differing.add(block_hash)
         yield from expected.free()
         return differing
 
     def announceable(
         self, sink: SinkFilter, tiers: Tiers, expected: ShardedDict[int]
-    ) -> Iterator[tuple[LedgerBlock, int]]:
-        """Every block whose path is known, parents before children, and the tiers on which it would
-        be announced to a sink with this filter if `tiers` held these blocks. expected: filled with
-        the announced tiers by block hash, for the caller to free in slices."""
-        closed = sink.closed()
-        for block in self.tree.scan():
-            above = (
-                self._above_first(block)
-                if block.parent is None
-                else expected.of(block.parent.hash).get(block.parent.hash, 0)
-            )
-            due = closed[above << SHIFT | tiers_of(tiers, block.hash)] if sink.accepts(block) else 0
+    ) -> Iterator[tuple[bytes, int, int]]:
+        """The hash of every block whose path is known, parents before children, the block, and the
+        tiers on which it would be announced to a sink with this filter if `tiers` held these
+        blocks. expected: filled with the announced tiers by block hash, for the caller to free in
+        slices."""
+        tree, closed = self.tree, sink.closed()
+        for block in tree.scan():
+            block_hash = tree.rows.hash(block)
+            if tree.parent[block]:
+                parent_hash = tree.parent_hash(block)
+                above = expected.of(parent_hash).get(parent_hash, 0)
+            else:
+                above = self._above_first(block)
+            due = closed[above << SHIFT | tiers_of(tiers, block_hash)]
+            if due and not sink.accepts(tree, block):
+                due = 0
             if due:
-                expected.of(block.hash)[block.hash] = due
-            yield block, due
+                expected.of(block_hash)[block_hash] = due
+            yield block_hash, block, due
 
 
 def tiers_of(tiers: Tiers, block_hash: bytes) -> int:

@@ -9,22 +9,12 @@ the losses below it and the gains of the same block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvactors.actor.sliced import Sliced, pace
-from kvactors.flush_notifier.blocks import (
-    BITS,
-    LAST,
-    REASONS,
-    UNSURE,
-    HeldBlock,
-    LedgerBlock,
-    LedgerTree,
-    path_to,
-)
-from kvactors.flush_notifier.messages import ExtraKeys, FlushTask
+from kvactors.flush_notifier.blocks import BITS, LAST, REASONS, UNSURE, HeldBlock, LedgerTree
+from kvactors.flush_notifier.messages import FlushTask
 from kvactors.redact import redacted_repr
 from kvactors.types import ALL_TIERS, Reason, Residency, Tier
 
@@ -37,9 +27,6 @@ PATHS = 4
 """A batch of n blocks may carry paths of PATHS x n blocks in all: many short runs deep in the tree
 are sent in several batches."""
 
-HASH: Callable[[LedgerBlock], bytes] = attrgetter("hash")
-TOKENS: Callable[[LedgerBlock], bytes] = attrgetter("tokens")
-
 TIER_OF = {int(tier): tier for tier in Tier}
 """By bit. `Tier(bit)` takes as long as the rest of a short task."""
 
@@ -48,22 +35,10 @@ SHIFT = 3  # bits of a set of tiers
 ABOVE_ALL = TIERS  # in place of the due state of the block above the first block of a path
 
 
-def gain_of(block: LedgerBlock, sink: int) -> int:
-    """The tiers on which to announce a block: due, and not in the sink's view for certain."""
-    view = block.views[sink]
-    return block.due[sink] & ~(view & ~(view >> UNSURE))
-
-
-def loss_of(block: LedgerBlock, sink: int) -> int:
-    """The tiers on which a removal is to be sent: possibly in the sink's view, and not due."""
-    view = block.views[sink]
-    return (view | view >> UNSURE) & TIERS & ~block.due[sink]
-
-
 class BlockRun(NamedTuple):
     """Blocks in path order, each the parent of the next, that change alike on the tier `bit`."""
 
-    blocks: list[LedgerBlock]
+    blocks: list[int]
     bit: int
     resident: bool
     reason: Reason
@@ -75,40 +50,33 @@ class BlockRun(NamedTuple):
 class Selection:
     """The differences of a sink that go into one batch: sets of tiers by block."""
 
-    def __init__(self, dirty: Mapping[LedgerBlock, int], sink: int, limit: int, step: int) -> None:
-        self.gains: dict[LedgerBlock, int] = {}
-        self.losses: dict[LedgerBlock, int] = {}
-        self._dirty = dirty
-        self._sink = sink
+    def __init__(self, view: SinkView, limit: int) -> None:
+        self.gains: dict[int, int] = {}
+        self.losses: dict[int, int] = {}
+        self._view = view
+        self._tree = view.tree
         self._limit = limit
-        self._step = step
-        self._over = pace(step)
+        self._over = pace(view.tree.step)
         self._full = False
-        self._gained: LedgerBlock | None = None  # the last one
-        self._lost: LedgerBlock | None = None
+        self._gained = self._lost = 0  # the last ones
 
     def choose(self) -> Iterator[None]:
         """Take about `limit` blocks. A run is taken whole, since each of its parts would carry the
         path from the root."""
-        sink, gains, losses, over = self._sink, self.gains, self.losses, self._over
-        for block in self._dirty:
-            due, view = block.due[sink], block.views[sink]
-            if (gain := due & ~(view & ~(view >> UNSURE))) and block not in gains:
-                above = block.parent
-                if (above is None or above in gains or not gain_of(above, sink)) and len(
-                    gains
-                ) < self._limit:
+        view, gains, losses, over = self._view, self.gains, self.losses, self._over
+        parent, child, gain_of, loss_of = self._tree.parent, self._tree.child, view.gain, view.loss
+        for block in view.dirty:
+            gain, loss = gain_of(block), loss_of(block)
+            if gain and block not in gains:
+                above = parent[block]
+                if (not above or above in gains or not gain_of(above)) and len(gains) < self._limit:
                     gains[block] = gain  # the usual case: no gain above it is pending
                     self._gained = block
                 else:
                     yield from self._gain(block)
-            if (
-                (loss := (view | view >> UNSURE) & TIERS & ~due)
-                and block not in losses
-                and not self._full
-            ):
+            if loss and block not in losses and not self._full:
                 if (
-                    block.child is None
+                    not child[block]
                     and (not gain or block in gains)
                     and len(gains) + len(losses) < self._limit
                 ):
@@ -121,63 +89,63 @@ class Selection:
             if over():
                 yield
 
-    def _gain(self, block: LedgerBlock) -> Iterator[None]:
-        sink, gains = self._sink, self.gains
-        chain, above = [block], block.parent
-        while above is not None and above not in gains and gain_of(above, sink):
+    def _gain(self, block: int) -> Iterator[None]:
+        gains, gain_of, parent = self.gains, self._view.gain, self._tree.parent
+        chain, above = [block], parent[block]
+        while above and above not in gains and gain_of(above):
             chain.append(above)
-            above = above.parent
+            above = parent[above]
             if self._over():
                 yield
-        if len(gains) + len(self.losses) >= self._limit and above is not self._gained:
+        if len(gains) + len(self.losses) >= self._limit and (not above or above != self._gained):
             self._full = True
             return
         while chain:
             one = chain.pop()
-            gains[one] = gain_of(one, sink)
+            gains[one] = gain_of(one)
             if self._over():
                 yield
         self._gained = block
 
-    def _lose(self, top: LedgerBlock) -> Iterator[None]:
+    def _lose(self, top: int) -> Iterator[None]:
         """Take a loss, after the losses below it, as many of them as fit."""
-        sink, losses = self._sink, self.losses
-        node: LedgerBlock = top
-        below = top.child
+        tree, losses, loss_of = self._tree, self.losses, self._view.loss
+        node, below = top, tree.child[top]
         while True:
-            while below is not None and (below in losses or not loss_of(below, sink)):
-                below = below.right
+            while below and (below in losses or not loss_of(below)):
+                below = tree.right[below]
                 if self._over():
                     yield
-            if below is not None:
-                node, below = below, below.child
+            if below:
+                node, below = below, tree.child[below]
                 if self._over():
                     yield
                 continue
             if len(self.gains) + len(losses) >= self._limit and (
-                self._lost is None or self._lost.parent is not node
+                not self._lost or tree.parent[self._lost] != node
             ):
                 self._full = True
                 return
-            if gain_of(node, sink) and node not in self.gains:
+            if self._view.gain(node) and node not in self.gains:
                 yield from self._gain(node)
                 if self._full:
                     return
-            losses[node] = loss_of(node, sink)
+            losses[node] = loss_of(node)
             self._lost = node
             if self._over():
                 yield
-            if node is top or node.parent is None:
+            if node == top or not tree.parent[node]:
                 return
-            node, below = node.parent, node.right
+            node, below = tree.parent[node], tree.right[node]
 
     # -- runs
 
     def runs(self, *, node: bool, paths: bool) -> Sliced[list[BlockRun]]:
         """The differences as runs, in the order in which they are sent. For a sink that is sent
         paths only the first runs, whose paths are not much longer than the batch."""
-        gains: dict[int, list[LedgerBlock]] = {}
-        losses: dict[int, list[LedgerBlock]] = {}
+        gains: dict[int, list[int]] = {}
+        losses: dict[int, list[int]] = {}
+        depth = self._tree.depth
         for chosen, of_tier in ((self.gains, gains), (self.losses, losses)):
             for block, tiers in chosen.items():
                 for bit in BITS[tiers]:
@@ -197,42 +165,45 @@ class Selection:
 
         # Gains first: a block that moves between tiers is on one of them in every view between.
         def place(run: BlockRun) -> tuple[bool, int]:
-            return not run.resident, run.blocks[0].depth if run.resident else -run.blocks[-1].depth
+            return not run.resident, depth[run.blocks[0]] if run.resident else -depth[
+                run.blocks[-1]
+            ]
 
         runs.sort(key=place)
         if paths:
             left = PATHS * self._limit
             for i, run in enumerate(runs):
-                left -= run.blocks[-1].depth
+                left -= depth[run.blocks[-1]]
                 if i and left < 0:
                     return runs[:i]
         return runs
 
     def _join(
         self,
-        blocks: Collection[LedgerBlock],
+        blocks: Collection[int],
         bit: int,
         *,
         resident: bool,
         index: int,
-        alike: Mapping[LedgerBlock, int] | None = None,
+        alike: Mapping[int, int] | None = None,
     ) -> Sliced[list[BlockRun]]:
         """Join blocks into runs, in linear time. A run follows the parent chain while the reason
         stays the same. It ends at a branch and at MAX_RUN_BLOCKS. alike: further blocks, each with
         a value. A branch among them all ends a run, and so does another value."""
+        reasons, parent = self._tree.reasons[index], self._tree.parent
         if len(blocks) == 1:
-            return [BlockRun([one], bit, resident, REASONS[one.reasons[index]]) for one in blocks]
+            return [BlockRun([one], bit, resident, REASONS[reasons[one]]) for one in blocks]
         heirs = yield from self._heirs(blocks if alike is None else alike, index, alike)
-        over = pace(self._step)
+        over = pace(self._tree.step)
         runs: list[BlockRun] = []
         for block in blocks:
             if over():
                 yield
-            number, parent = block.reasons[index], block.parent
-            if parent is not None and heirs.get(parent) is block:
+            number = reasons[block]
+            if heirs.get(parent[block]) == block:
                 continue  # part of its parent's run
             run, below = [block], heirs.get(block)
-            while below is not None:
+            while below:
                 if len(run) == MAX_RUN_BLOCKS:
                     runs.append(BlockRun(run, bit, resident, REASONS[number]))
                     run = []
@@ -244,23 +215,23 @@ class Selection:
         return runs
 
     def _heirs(
-        self, members: Collection[LedgerBlock], index: int, alike: Mapping[LedgerBlock, int] | None
-    ) -> Sliced[dict[LedgerBlock, LedgerBlock | None]]:
-        """By member that has children among the members: its only child there, None if there are
+        self, members: Collection[int], index: int, alike: Mapping[int, int] | None
+    ) -> Sliced[dict[int, int]]:
+        """By member that has children among the members: its only child there, 0 if there are
         several or the child changes otherwise."""
-        over = pace(self._step)
-        found: set[LedgerBlock] = set()
+        over, reasons = pace(self._tree.step), self._tree.reasons[index]
+        found: set[int] = set()
         for block in members:
             found.add(block)
             if over():
                 yield
-        heirs: dict[LedgerBlock, LedgerBlock | None] = {}
+        heirs: dict[int, int] = {}
         for block in members:
-            parent = block.parent
-            if parent is not None and parent in found:
-                same = parent.reasons[index] == block.reasons[index]
+            parent = self._tree.parent[block]
+            if parent in found:
+                same = reasons[parent] == reasons[block]
                 same = same and (alike is None or alike[parent] == alike[block])
-                heirs[parent] = block if same and parent not in heirs else None
+                heirs[parent] = block if same and parent not in heirs else 0
             if over():
                 yield
         return heirs
@@ -282,61 +253,31 @@ class DeliveryBatch(NamedTuple):
         return first, DeliveryBatch(self.tasks[count:], self.runs[count:], self.cleared)
 
 
-def as_task(run: BlockRun, epoch: int, *, by_name: bool, step: int) -> Sliced[FlushTask]:
+def as_task(tree: LedgerTree, run: BlockRun, epoch: int, *, by_name: bool) -> Sliced[FlushTask]:
     """The task of a run. by_name: see `Sink.by_name`."""
-    first, last = run.blocks[0], run.blocks[-1]
-    if by_name and first is last:  # the usual case while blocks come one by one
-        tokens = first.tokens if run.resident else b""
-        own = run.resident and first.extra_key
-        extra_keys: ExtraKeys = ((first.depth - 1, own),) if own else ()
-        hashes = first.hash
-    else:
-        path: list[LedgerBlock] = []  # the blocks whose tokens are sent
-        if not by_name:
-            path = yield from path_to(last, step)
-        elif run.resident:
-            path = run.blocks
-        tokens = yield from gathered(path, TOKENS, step)
-        extra_keys = yield from extra_keys_of(path, step)
-        hashes = yield from gathered(run.blocks, HASH, step)
+    path = run.blocks if run.resident else []  # the blocks whose tokens are sent
+    if not by_name:
+        path = yield from tree.path_to(run.blocks[-1])
+    extra_keys: list[tuple[int, bytes]] = []
+    for i, block in enumerate(path if tree.has_extra_keys else (), 1):
+        if extra_key := tree.extra_key(block):
+            extra_keys.append((tree.depth[block] - 1, extra_key))
+        if not i % tree.step:
+            yield
+    first = run.blocks[0]
     return FlushTask(
-        tokens,
-        first.depth - 1,
+        tree.rows.tokens_of(path),
+        tree.depth[first] - 1,
         len(run.blocks),
-        hashes,
-        first.parent_hash,
+        tree.rows.hashes_of(run.blocks),
+        tree.parent_hash(first),
         Residency.RESIDENT if run.resident else Residency.GONE,
         TIER_OF[run.bit],
         run.reason,
         epoch,
-        first.scope,
-        extra_keys,
+        tree.scope(first),
+        tuple(extra_keys),
     )
-
-
-def gathered(
-    blocks: list[LedgerBlock], field: Callable[[LedgerBlock], bytes], step: int
-) -> Sliced[bytes]:
-    """A field of all blocks as one buffer."""
-    if len(blocks) <= step:
-        return b"".join(map(field, blocks))
-    whole = bytearray()
-    for i in range(0, len(blocks), step):
-        whole += b"".join(map(field, blocks[i : i + step]))
-        yield
-    return bytes(whole)
-
-
-def extra_keys_of(blocks: list[LedgerBlock], step: int) -> Sliced[ExtraKeys]:
-    """(position, extra key) of the blocks that have one."""
-    found: list[tuple[int, bytes]] = []
-    for i in range(0, len(blocks), step):
-        if i:
-            yield
-        found += [
-            (block.depth - 1, block.extra_key) for block in blocks[i : i + step] if block.extra_key
-        ]
-    return tuple(found)
 
 
 class SinkFilter(NamedTuple):
@@ -360,10 +301,9 @@ class SinkFilter(NamedTuple):
         names = ("by_name", "takes_clear", "announces_full")
         return sink.filter._replace(**{name: getattr(sink, name) for name in names})
 
-    def accepts(self, block: LedgerBlock) -> bool:
-        return (block.finished or not self.at_finish) and (
-            block.token_addressed or not self.by_tokens
-        )
+    def accepts(self, tree: LedgerTree, block: int) -> bool:
+        finished = tree.finished[block] or not self.at_finish
+        return bool(finished and (tree.token_addressed[block] or not self.by_tokens))
 
     def table(self) -> tuple[int, ...]:
         """By the tiers that hold a block: where to announce it, without regard to its parent."""
@@ -385,7 +325,8 @@ class SinkView:
     """One sink's side of the ledger. All work is in slices.
 
     Attributes:
-        index: position of this sink in `LedgerBlock.due` and `LedgerBlock.views`.
+        due: by block, the tiers on which it is to be announced (see `Ledger`).
+        held: the column of `LedgerTree.views` of this sink.
         conditional: whether the filter excludes some blocks altogether.
         dirty: blocks whose view differs from the due state, with the clock at which each began to
             differ, in that order.
@@ -393,14 +334,15 @@ class SinkView:
         clear_due: everything in the view was removed at once, and the sink was not sent that.
     """
 
-    def __init__(self, tree: LedgerTree, index: int, sink_filter: SinkFilter) -> None:
+    def __init__(self, tree: LedgerTree, sink_filter: SinkFilter) -> None:
         self.tree = tree
-        self.index = index
+        self.due, self.held = tree.column(), tree.column()
+        tree.views.append(self.held)
         self.filter = sink_filter
         self.table = sink_filter.table()
         self.closed = sink_filter.closed()
         self.conditional = sink_filter.at_finish or sink_filter.by_tokens
-        self.dirty: dict[LedgerBlock, int] = {}
+        self.dirty: dict[int, int] = {}
         self.clock = 0
         self.coalesced = 0
         self.clear_due = False
@@ -414,23 +356,33 @@ class SinkView:
         """Every difference that began up to this `clock` was delivered, or has ended."""
         return next(iter(self.dirty.values()), self.clock + 1) - 1
 
+    def gain(self, block: int) -> int:
+        """The tiers on which to announce a block: due, and not in the view for certain."""
+        view = self.held[block]
+        return self.due[block] & ~(view & ~(view >> UNSURE))
+
+    def loss(self, block: int) -> int:
+        """The tiers on which to send a removal: possibly in the view, and not due."""
+        view = self.held[block]
+        return (view | view >> UNSURE) & TIERS & ~self.due[block]
+
     # -- changes
 
-    def compare(self, block: LedgerBlock) -> None:
+    def compare(self, block: int) -> None:
         """The view of a block changed: record whether it differs from the due state."""
-        if block.due[self.index] != block.views[self.index]:
+        if self.due[block] != self.held[block]:
             if block not in self.dirty:
                 self.clock += 1
                 self.dirty[block] = self.clock
         elif block in self.dirty:
             del self.dirty[block]
-            self.coalesced += not block.pins
-        if not block.tiers and block.idle():
+            self.coalesced += not self.tree.pins[block]
+        if not self.tree.tiers[block] and self.tree.is_idle(block):
             self.tree.note_idle(block)
 
-    def doubt(self, block: LedgerBlock) -> None:
+    def doubt(self, block: int) -> None:
         """The sink may have lost a block of its view: the block is sent again."""
-        block.views[self.index] |= (block.views[self.index] & TIERS) << UNSURE
+        self.held[block] |= (self.held[block] & TIERS) << UNSURE
 
     # -- deliveries
 
@@ -444,14 +396,14 @@ class SinkView:
                 gone, tiers = Residency.GONE, Tier(self.filter.tiers)
                 task = FlushTask(b"", 0, 0, b"", b"", gone, tiers, Reason.CLEAR, epoch)
                 return DeliveryBatch([task], [], tree.last_number)
-        selection = Selection(self.dirty, self.index, limit, tree.step)
+        selection = Selection(self, limit)
         yield from selection.choose()
         runs = yield from selection.runs(node=self.filter.node, paths=not by_name)
         tasks = []
         for run in runs:
-            tasks.append((yield from as_task(run, epoch, by_name=by_name, step=tree.step)))
+            tasks.append((yield from as_task(tree, run, epoch, by_name=by_name)))
             for i, block in enumerate(run.blocks, 1):
-                block.pins += 1
+                tree.pins[block] += 1
                 if not i % tree.step:
                     yield
         return DeliveryBatch(tasks, runs)
@@ -459,19 +411,19 @@ class SinkView:
     def delivered(self, batch: DeliveryBatch) -> Iterator[None]:
         """The sink acknowledged a batch: it is the view now, even if blocks have changed since.
         After a clear, blocks that have come back since differ."""
-        tree, index, dirty = self.tree, self.index, self.dirty
+        tree, held, due, dirty = self.tree, self.held, self.due, self.dirty
         tree.begin()
-        sent: dict[LedgerBlock, int] = {}
+        sent: dict[int, int] = {}
         over = pace(tree.step)
         for blocks, bit, resident, _ in batch.runs:
             settled, view = ~(bit | bit << UNSURE), bit if resident else 0
             for block in blocks if resident else reversed(blocks):
-                block.views[index] = block.views[index] & settled | view
+                held[block] = held[block] & settled | view
                 sent[block] = sent.get(block, 0) | bit | bit << UNSURE
                 if over():
                     yield
         for i, (block, bits) in enumerate(sent.items(), 1):
-            if not (block.due[index] ^ block.views[index]) & ~bits:
+            if not (due[block] ^ held[block]) & ~bits:
                 dirty.pop(block, None)  # a new difference among the sent changes began later
             if not i % tree.step:
                 yield
@@ -482,7 +434,7 @@ class SinkView:
     def refused(self, batch: DeliveryBatch) -> Iterator[None]:
         """The sink did not acknowledge a batch. It may have taken any part of it: all of it is sent
         again, as far as it is due then."""
-        tree, index = self.tree, self.index
+        tree = self.tree
         tree.begin()
         if batch.cleared:
             self.clear_due = True
@@ -490,7 +442,7 @@ class SinkView:
         over = pace(tree.step)
         for run in batch.runs:
             for block in run.blocks:
-                block.views[index] |= run.bit << UNSURE
+                self.held[block] |= run.bit << UNSURE
                 if over():
                     yield
         yield from self._release(batch)
@@ -526,19 +478,19 @@ class SinkView:
             if not i % self.tree.step:
                 yield
 
-    def _lose(self, block: LedgerBlock) -> None:
-        if block.views[self.index]:
-            block.views[self.index] = 0
+    def _lose(self, block: int) -> None:
+        if self.held[block]:
+            self.held[block] = 0
             self.compare(block)
 
-    def _clear(self, block: LedgerBlock) -> None:
+    def _clear(self, block: int) -> None:
         """The sink removed a block with all others. If it is due, that is a new difference."""
-        if block.views[self.index]:
+        if self.held[block]:
             self.dirty.pop(block, None)
             self._lose(block)
 
-    def _send_again(self, block: LedgerBlock) -> None:
-        if block.views[self.index] & TIERS:
+    def _send_again(self, block: int) -> None:
+        if self.held[block] & TIERS:
             self.tree.version += 1
             self.doubt(block)
             self.compare(block)
@@ -546,7 +498,15 @@ class SinkView:
     # -- inspection
 
     def held_blocks(self, *, every: bool = False) -> Iterator[HeldBlock]:
-        for block in self.tree.scan():
-            if (tiers := block.views[self.index] & TIERS) or every:
-                place = block.hash, block.parent_hash, block.depth - 1, block.tokens
-                yield HeldBlock(*place, tiers, block.scope, block.extra_key)
+        tree = self.tree
+        for block in tree.scan():
+            if (tiers := self.held[block] & TIERS) or every:
+                yield HeldBlock(
+                    tree.rows.hash(block),
+                    tree.parent_hash(block),
+                    tree.depth[block] - 1,
+                    tree.rows.tokens(block),
+                    tiers,
+                    tree.scope(block),
+                    tree.extra_key(block),
+                )

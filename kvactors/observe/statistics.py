@@ -127,10 +127,12 @@ def announceable(system: System, sink: SinkFilter = PER_TIER) -> dict[Tier, set[
     """The keys of each tier that a sink with this filter is sent."""
     found: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
     where = residency(system)
-    for block, tiers in system.notifier_actor.ledger.announceable(sink, where, ShardedDict()):
+    for block_hash, _, tiers in system.notifier_actor.ledger.announceable(
+        sink, where, ShardedDict()
+    ):
         for tier in Tier:
             if tiers & tier:
-                found[tier].add(block.hash)
+                found[tier].add(block_hash)
     return found
 
 

@@ -19,7 +19,7 @@ from kvactors.types import Tier
 from tests.chaos.load import Load, make_mix
 from tests.chaos.record import Setting, Situation, Tally, reached
 from tests.chaos.rest import BREAKER, at_rest, settings
-from tests.flush_notifier.helpers import path_tokens
+from tests.flush_notifier.helpers import known, path_tokens
 from tests.support import attentionstore_sdk as stand_in
 from tests.support.attentionstore_sdk import Service
 
@@ -123,11 +123,11 @@ async def other_namespace(cache: KVCache) -> AsyncIterator[None]:
 def compare_index(cache: KVCache, service: Service, tally: Tally) -> None:
     """The index must hold the blocks of finished requests that device and host hold and that tokens
     alone identify."""
-    entries, held = cache.system.notifier_actor.ledger.blocks, residency(cache.system)
-    found = [entries[key] for key in held[Tier.DEVICE] | held[Tier.HOST] if key in entries]
+    ledger, held = cache.system.notifier_actor.ledger, residency(cache.system)
+    found = known(ledger) & (held[Tier.DEVICE] | held[Tier.HOST])
     view = cache.sinks["attention_store"].filter
     plain = [
-        path_tokens(entries[key])
+        path_tokens(ledger, key)
         for keys in announceable(cache.system, view).values()
         for key in keys
     ]

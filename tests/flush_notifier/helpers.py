@@ -9,7 +9,6 @@ import numpy as np
 from kvactors.actor import ActorSpec, Group, InFlight, Supervisor
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.blocks import LedgerBlock, path_to
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import PathCached, WaitFlushed
 from kvactors.flush_notifier.sinks.memory import MemorySink
@@ -46,9 +45,15 @@ def path(*branch: int) -> tuple[bytes, bytes]:
     return b"".join(tokens), join_hashes(keys)
 
 
-def path_tokens(block: LedgerBlock) -> bytes:
+def known(ledger: Ledger) -> set[bytes]:
+    """The hashes of the blocks whose path is known."""
+    return {ledger.tree.rows.hash(block) for block in ledger.tree.scan()}
+
+
+def path_tokens(ledger: Ledger, block_hash: bytes) -> bytes:
     """The complete token path from the root to a block."""
-    return b"".join(one.tokens for one in finish(path_to(block, block.depth)))
+    tree = ledger.tree
+    return tree.rows.tokens_of(finish(tree.path_to(tree.find(block_hash))))
 
 
 def names(*branch: int) -> list[bytes]:

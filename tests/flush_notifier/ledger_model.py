@@ -30,6 +30,7 @@ from tests.flush_notifier.helpers import (
     SALTED,
     announced,
     finished,
+    known,
     names,
     path,
     take,
@@ -203,7 +204,7 @@ class Model:
     def _notice_forgotten(self) -> None:
         """Only blocks that are nowhere, and that no sink and no delivery is about, may be
         forgotten, and only when too many are kept."""
-        now = self.book.blocks.keys()
+        now = known(self.book)
         vanished = self.known - now
         moving = self.fact.keys if self.fact is not None else frozenset()
         for key in vanished:
@@ -225,7 +226,7 @@ class Model:
                 ), "forgotten in delivery"
         self.forgotten += len(vanished)
         self.finished -= vanished
-        self.known = set(now)
+        self.known = now
 
     # -- deliveries
 
@@ -363,7 +364,7 @@ class Model:
                 for task in (batch.tasks if batch is not None else ())
                 for key in split_hashes(task.hashes)
             }
-            pending = {block.hash for block in self.book.sinks[sink].dirty} | in_flight
+            pending = in_flight.union(map(self.book.tree.rows.hash, self.book.sinks[sink].dirty))
             for key in (self.known | mirror.keys()) - pending:
                 expected = self.expected(sink, key)
                 assert mirror.get(key, 0) == expected, "a mirror differs, and nothing is pending"
@@ -387,7 +388,7 @@ class Model:
         self.compare()
         assert not any(view.dirty for view in self.book.sinks)
         kept = {key for key, mask in self.truth.items() if mask and key in self.known}
-        assert len(self.book.blocks) <= DEPTH * (len(kept) + self.settings.idle_limit), (
+        assert len(self.book.tree) <= DEPTH * (len(kept) + self.settings.idle_limit), (
             "too much is remembered"
         )
 

@@ -23,6 +23,7 @@ from tests.flush_notifier.helpers import (
     delivered,
     do,
     finished,
+    known,
     names,
     path,
     path_tokens,
@@ -153,12 +154,11 @@ async def test_an_index_that_loses_its_state_now_and_then_has_no_more_than_the_n
             prompt = [draw.randrange(3)] * 4 + [draw.randrange(3)] * (4 * draw.randint(1, 3) + 1)
             await serve(cache, prompt)
             finished_since |= {tuple(prompt[: 4 * i]) for i in range(1, len(prompt) // 4 + 1)}
-            entries, held = cache.system.notifier_actor.ledger.blocks, residency(cache.system)
+            ledger, held = cache.system.notifier_actor.ledger, residency(cache.system)
             keys = held[Tier.DEVICE] | held[Tier.HOST]
             there = {
-                tuple(np.frombuffer(path_tokens(entries[key]), "<u4").tolist())
-                for key in keys
-                if key in entries
+                tuple(np.frombuffer(path_tokens(ledger, key), "<u4").tolist())
+                for key in keys & known(ledger)
             }
             assert index <= there
             assert there & finished_since <= index

@@ -426,10 +426,10 @@ CACHE = Config.from_mapping(
 
 def held_paths(cache) -> set[tuple[int, ...]]:
     """The paths of finished requests on device and host, by tokens."""
-    entries = cache.system.notifier_actor.ledger.blocks
+    ledger = cache.system.notifier_actor.ledger
     held = announceable(cache.system, cache.sinks["attention_store"].filter)
-    found = [entries[key] for keys in held.values() for key in keys]
-    return {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in found}
+    found = [path_tokens(ledger, key) for keys in held.values() for key in keys]
+    return {tuple(np.frombuffer(tokens, "<u4").tolist()) for tokens in found}
 
 
 @settings(max_examples=25, deadline=None)

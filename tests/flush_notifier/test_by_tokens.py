@@ -106,7 +106,7 @@ def test_only_leading_blocks_without_extra_keys_of_the_opened_scope_are_announce
 def test_an_error_here_is_seen_by_the_check():
     one = book()
     do(one.announce(other(1, 2)))
-    next(iter(one.blocks.values())).views[0] = int(Tier.DEVICE)
+    one.sinks[0].held[next(one.tree.scan())] = int(Tier.DEVICE)
     with pytest.raises(AssertionError):
         one.check()
 
@@ -137,13 +137,16 @@ def plain_paths(cache) -> set[tuple[int, ...]]:
     root = CacheScope(cache.config.cache.model, cache.config.cache.namespace).root(
         cache.system.layout.fingerprint
     )
-    entries, found = cache.system.notifier_actor.ledger.blocks, set()
+    ledger, found = cache.system.notifier_actor.ledger, set()
     held = residency(cache.system)
     for key in held[Tier.DEVICE] | held[Tier.HOST]:
-        tokens = np.frombuffer(path_tokens(entries[key]), "<u4")
+        tokens = np.frombuffer(path_tokens(ledger, key), "<u4")
         plain = Path(BLOCKS, root)
         plain.extend(tokens)
-        if plain.hashes(0, plain.num_full_blocks)[-32:] == key and entries[key].finished:
+        if (
+            plain.hashes(0, plain.num_full_blocks)[-32:] == key
+            and ledger.tree.finished[ledger.tree.find(key)]
+        ):
             found.add(tuple(tokens.tolist()))
     return found
 

@@ -552,9 +552,10 @@ WIRED = {
 
 def due(cache: Any) -> dict[str, set[int]]:
     """The blocks due for the sink, by medium, at rest."""
-    blocks = cache.system.notifier_actor.ledger.blocks
+    ledger = cache.system.notifier_actor.ledger
+    tree, due_of = ledger.tree, ledger.sinks[0].due
     found = {
-        MEDIUM[t]: {hash_of(key) for key, block in blocks.items() if block.due[0] & t}
+        MEDIUM[t]: {hash_of(tree.rows.hash(block)) for block in tree.scan() if due_of[block] & t}
         for t in MEDIUM
     }
     return {medium: blocks for medium, blocks in found.items() if blocks}

@@ -26,10 +26,10 @@ async def test_others_run_between_the_steps():
 
         counting = asyncio.create_task(count())
         await wired.tell(announced(*range(MANY)))
-        while not wired.actor.ledger.blocks:
+        while not len(wired.actor.ledger.tree):
             await asyncio.sleep(0)
         before = steps
-        while len(wired.actor.ledger.blocks) < MANY:
+        while len(wired.actor.ledger.tree) < MANY:
             await asyncio.sleep(0)
         assert steps - before >= 2
         counting.cancel()

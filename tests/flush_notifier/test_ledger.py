@@ -16,6 +16,7 @@ from tests.flush_notifier.helpers import (
     delivered,
     do,
     finished,
+    known,
     ledger,
     names,
     path,
@@ -317,8 +318,8 @@ def test_entries_are_bounded_by_the_resident_blocks_and_the_limbo():
         do(book.lose(join_hashes(reversed(names(i, i, i))), Tier.DEVICE, Reason.DEVICE_DROP))
         settle(book)
         book.check()
-    assert len(book.blocks) <= 3 + 10
-    assert set(names(0, 0, 0)) <= set(book.blocks)
+    assert len(book.tree) <= 3 + 10
+    assert set(names(0, 0, 0)) <= known(book)
 
 
 def test_the_ledger_keeps_one_entry_for_each_block_of_a_failed_sink():
@@ -327,7 +328,7 @@ def test_the_ledger_keeps_one_entry_for_each_block_of_a_failed_sink():
         do(book.announce(announced(1, 2, 3)))
         do(book.lose(path(1, 2, 3)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     assert book.sinks[0].pending == 0
-    assert len(book.blocks) <= 3
+    assert len(book.tree) <= 3
 
 
 def test_a_path_with_tokens_missing_is_refused():
@@ -339,7 +340,7 @@ def test_a_path_with_tokens_missing_is_refused():
                 PathCached(ROOT, tokens[:-4], keys, 0, 2, Tier.DEVICE, Reason.COMMIT, ROOT)
             )
         )
-    assert not book.blocks
+    assert not len(book.tree)
 
 
 # -- everything gone, to a sink that takes it as one

@@ -260,7 +260,7 @@ async def test_without_sinks_it_keeps_no_books():
             TierCleared(Tier.HOST, Reason.CLEAR),
         )
         await wired.settle()
-        assert not wired.actor.ledger.blocks
+        assert not len(wired.actor.ledger.tree)
         assert not wired.actor.ledger.orphans.tiers
 
 

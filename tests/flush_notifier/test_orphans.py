@@ -6,9 +6,11 @@ import pytest
 
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier import ledger
-from kvactors.flush_notifier.blocks import HashInputs, LedgerBlock, LedgerTree
+from kvactors.flush_notifier.blocks import HashInputs, LedgerTree
 from kvactors.flush_notifier.ledger import Orphans
 from kvactors.identity import PLAIN
+
+P, X = b"p" * 32, b"x" * 32
 
 
 def below(parent: bytes) -> HashInputs:
@@ -36,17 +38,16 @@ def test_a_cleared_tier_forgets_blocks_of_that_tier_alone():
 
 
 def test_blocks_become_attachable_when_their_parent_is_added():
-    blocks, tree = Orphans(), LedgerTree(10, 256)
+    blocks, tree = Orphans(), LedgerTree(0, 10, 256)
     for key in (b"a", b"b", b"other"):
         blocks.gain(key, 4)
-        blocks.wait(key, below(b"x" if key == b"other" else b"p"))
+        blocks.wait(key, below(X if key == b"other" else P))
     assert blocks.next_attachable(tree) is None
-    parent = LedgerBlock(b"p", None, (b"", b"", b"", PLAIN), 1)
-    assert blocks.take_tiers(b"p") == 0
-    tree.add(parent)
+    assert blocks.take_tiers(P) == 0
+    parent = tree.add(P, 0, (b"", b"", b"", PLAIN))
     assert [blocks.next_attachable(tree) for _ in range(3)] == [
-        (b"a", parent, below(b"p")),
-        (b"b", parent, below(b"p")),
+        (b"a", parent, below(P)),
+        (b"b", parent, below(P)),
         None,
     ]
     assert list(blocks.waiting) == [b"other"]

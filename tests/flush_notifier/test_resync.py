@@ -31,6 +31,7 @@ from tests.flush_notifier.helpers import (
     delivered,
     do,
     finished,
+    known,
     memory,
     names,
     path,
@@ -102,8 +103,9 @@ class Book(Sink):
 def truth(actor: Any) -> dict[Tier, set[bytes]]:
     """The resident blocks by tier, according to the ledger."""
     tiers = (Tier.DEVICE, Tier.HOST)
+    tree = actor.ledger.tree
     return {
-        tier: {key for key, block in actor.ledger.blocks.items() if block.tiers & tier}
+        tier: {tree.rows.hash(block) for block in tree.scan() if tree.tiers[block] & tier}
         for tier in tiers
     }
 
@@ -334,11 +336,10 @@ def test_an_index_ends_equal_after_any_history(seed):
             arrive(i, batch.tasks)
             delivered(book, i, batch)
         expected: dict[Tier, set[bytes]] = defaultdict(set)
-        for key, block in book.blocks.items():
-            tiers = block.due[i]
+        for block in book.tree.scan():
             for one in Tier:
-                if tiers & one:
-                    expected[one].add(key)
+                if book.sinks[i].due[block] & one:
+                    expected[one].add(book.tree.rows.hash(block))
         assert {t: k for t, k in mirrors[i].items() if k} == {
             t: k for t, k in expected.items() if k
         }
@@ -455,11 +456,10 @@ async def test_readers_of_kv_events_that_count_are_right_after_a_resync(tmp_path
         await cache.wait_flushed()
         for number, payload in publisher.events.window.since(0):
             model.live(number, payload)
-        entries = cache.system.notifier_actor.ledger.blocks
+        ledger = cache.system.notifier_actor.ledger
         held = {
             int.from_bytes(key[-8:], "big")
-            for key in residency(cache.system)[Tier.DEVICE]
-            if key in entries
+            for key in residency(cache.system)[Tier.DEVICE] & known(ledger)
         }
         assert model.index.view() == {"GPU": held}
         assert model.index.doubles == 0

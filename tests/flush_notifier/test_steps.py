@@ -14,7 +14,7 @@ from itertools import pairwise
 import pytest
 
 from kvactors.actor.sliced import finish
-from kvactors.flush_notifier.blocks import LedgerBlock, LedgerTree
+from kvactors.flush_notifier.blocks import LedgerTree
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, CallLate, Delivered, PathCached
 from kvactors.flush_notifier.view import MAX_RUN_BLOCKS
@@ -126,7 +126,7 @@ def test_a_path_of_very_many_blocks(first, both):
     bounded(book.sinks[0].refused(refused))
     for sink in (0, 1):
         sent(book, sink)
-    assert len(book.blocks) <= MANY
+    assert len(book.tree) <= MANY
     bounded(book.check_steps())
 
 
@@ -137,7 +137,7 @@ def test_forgetting_a_long_path():
     sent(book)
     bounded(book.lose(join_hashes(KEYS[::-1]), Tier.DEVICE, Reason.CPU_EVICTION))
     sent(book)
-    assert len(book.blocks) <= MANY
+    assert len(book.tree) <= MANY
     other = PathCached(
         ROOT, b"\1\0\0\0", bytes(31) + b"\xff" + b"", 0, 1, Tier.DEVICE, Reason.COMMIT, ROOT
     )
@@ -145,7 +145,7 @@ def test_forgetting_a_long_path():
     sent(book)
     bounded(book.lose(other.hashes, Tier.DEVICE, Reason.CPU_EVICTION))
     sent(book)
-    assert len(book.blocks) <= 2
+    assert len(book.tree) <= 2
     book.check()
 
 
@@ -186,22 +186,27 @@ def test_a_snapshot_continues_while_entries_are_added_and_removed():
 
 
 def test_each_entry_is_visited_once_while_the_order_changes():
-    order = LedgerTree(100, 256)
-    entries = [LedgerBlock(bytes([i]), None, (b"", b"", b"", PLAIN), 1) for i in range(50)]
-    for entry in entries[:30]:
-        order.add(entry)
+    order = LedgerTree(0, 100, 256)
+
+    def add(i: int) -> int:
+        return order.add(bytes([i]) * 32, 0, (b"", b"", b"", PLAIN))
+
+    entries = [add(i) for i in range(30)]
     walk = order.scan()
     met = [next(walk) for _ in range(5)]
     for i in (0, 4, 5, 6, 20, 29):
         order._remove(entries[i])
-    for entry in entries[30:]:
-        order.add(entry)
+    entries += [add(i) for i in range(30, 50)]
     order._remove(entries[7])
     met += walk
     assert met == entries[:5] + [
         e for i, e in enumerate(entries[:30]) if i > 7 and i not in (20, 29)
     ]
-    assert [e.number for e in order.scan(10**9)] == sorted(e.number for e in entries if e.number)
+    assert [order.number[e] for e in order.scan(10**9)] == sorted(
+        order.number[e] for e in entries if order.number[e]
+    )
+    order._remove(entries[9])
+    assert add(50) == entries[9], "a row is used again while there is no scan"
 
 
 def test_a_check_reports_errors_and_not_concurrent_changes():
@@ -217,18 +222,18 @@ def test_a_check_reports_errors_and_not_concurrent_changes():
         finish(book.lose(path(i, i)[1], Tier.DEVICE, Reason.DEVICE_DROP))
     finish(checking)
     book.check()
-    some = next(entry for entry in book.blocks.values() if entry.child)
-    child, some.child = some.child, None
+    children = book.tree.child
+    some = next(block for block in book.tree.scan() if children[block])
+    child, children[some] = children[some], 0
     with pytest.raises(AssertionError, match="not among the children"):
         book.check()
-    some.child = child
+    children[some] = child
     book.orphans.tiers[names(107)[0]] = 1
     with pytest.raises(AssertionError, match="orphan in the tree"):
         book.check()
     del book.orphans.tiers[names(107)[0]]
     book.check()
-    orphan = names(119)[0]
-    del book.blocks[orphan]
+    book.tree.rows.erase(book.tree.find(names(119)[0]))
     with pytest.raises(AssertionError):
         book.check()
 

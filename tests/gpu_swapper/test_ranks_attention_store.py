@@ -208,12 +208,12 @@ async def test_an_engine_with_many_requests(tmp_path):
         assert engine.hits[2] > 0
         await cache.wait_flushed(HANG)
         assert (cache.count_divergent_blocks(), cache.check()) == (0, [])
-        ledger = cache.system.notifier_actor.ledger.blocks
+        ledger = cache.system.notifier_actor.ledger
         held = residency(cache.system)
         keys = held[kvactors.Tier.DEVICE] | held[kvactors.Tier.HOST]
         paths = {
-            tuple(np.frombuffer(path_tokens(ledger[key]), "<u4").tolist())
+            tuple(np.frombuffer(path_tokens(ledger, key), "<u4").tolist())
             for key in keys
-            if ledger[key].finished
+            if ledger.tree.finished[ledger.tree.find(key)]
         }
         assert stand_in.service().resident == paths

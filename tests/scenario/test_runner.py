@@ -198,7 +198,7 @@ async def index_compared(cache):
     sink = cache.system.sinks["attention_store"].inner
     ledger = cache.system.notifier_actor.ledger
     held = set().union(*announceable(cache.system, sink.filter).values())
-    paths = {tuple(np.frombuffer(path_tokens(ledger.blocks[key]), "<u4").tolist()) for key in held}
+    paths = {tuple(np.frombuffer(path_tokens(ledger, key), "<u4").tolist()) for key in held}
     assert paths
     assert paths == sink.sdk.connection.service.resident
 

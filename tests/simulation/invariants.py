@@ -144,10 +144,10 @@ def _token_index(world: World) -> None:
     """AttentionStore's index has no path that is not announceable."""
     if not world.drawn.token_index:
         return
-    entries = world.system.notifier_actor.ledger.blocks
+    ledger = world.system.notifier_actor.ledger
     (view,) = (sink.filter for sink in world.sinks if sink.name == INDEX)
-    held = [entries[key] for keys in announceable(world.system, view).values() for key in keys]
-    paths = {tuple(np.frombuffer(path_tokens(entry), "<u4").tolist()) for entry in held}
+    held = set().union(*announceable(world.system, view).values())
+    paths = {tuple(np.frombuffer(path_tokens(ledger, key), "<u4").tolist()) for key in held}
     stale = {path for one in services.values() for path in one.resident} - paths
     world.seen["index compared"] += 1
     if stale:

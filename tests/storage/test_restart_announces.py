@@ -322,12 +322,12 @@ async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed()
         ledger = cache.system.notifier_actor.ledger
-        before = len(ledger.blocks)
+        before = len(ledger.tree)
         root = cache.system.roots.root(kvactors.identity.PLAIN)
         lineage = kvactors.identity.Lineage(root, bytes(4 * BLOCK))
         part = PathPart(root, lineage.block_hash(), lineage.tokens)
         cache.system.notifier.try_tell(actors.PathsFound((part,), frozenset([root])))
         await cache.wait_idle()
-        assert len(ledger.blocks) == before
+        assert len(ledger.tree) == before
         assert not ledger.orphans.waiting
         assert cache.check() == []
