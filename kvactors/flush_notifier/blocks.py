@@ -52,8 +52,8 @@ class LedgerTree:
     """Blocks whose paths are known.
 
     They are also a linked list in the order in which they were added, so parents before children,
-    which can be scanned in slices while blocks come and go. Numbers rise from 1, and a removed
-    block has number 0. Its row is used again while there is no scan.
+    which can be scanned in slices while blocks come and go. Row 0 is both of its ends. Numbers rise
+    from 1, and a removed block has number 0.
 
     A block is idle when no tier, no sink's view and no delivery has it. Idle blocks are kept for a
     while, since facts about one block arrive from several actors in any order: a block that left
@@ -92,16 +92,15 @@ class LedgerTree:
         self._roots: dict[int, bytes] = {}  # root hashes, by the first block of a path
         self._extra_keys: dict[int, bytes] = {}
         self._free = array("I")
-        self._scans = 0
+        self._cursors: list[list[int]] = []  # of each scan: the row that it yielded last
         self.idle: dict[int, None] = {}
         self.idle_limit = max(1, idle_limit)
         self.step = step
         self.version = self.changing = self.last_number = 0
-        self._first = self._last = 0
 
     def column(self, kind: str = "B") -> array[int]:
         """A new column of zeros, of numbers of this kind (see `array`). Only without blocks."""
-        self._columns.append(array(kind))
+        self._columns.append(array(kind, (0,)))
         return self._columns[-1]
 
     def __len__(self) -> int:
@@ -136,7 +135,7 @@ class LedgerTree:
         return True
 
     def _new_row(self) -> int:
-        if self._free and not self._scans:
+        if self._free:
             row = self._free.pop()
             for column in self._columns:
                 column[row] = 0
@@ -158,12 +157,8 @@ class LedgerTree:
             self._extra_keys[block] = extra_key
         self.last_number += 1
         self.number[block] = self.last_number
-        self._before[block] = self._last
-        if self._last:
-            self._after[self._last] = block
-        else:
-            self._first = block
-        self._last = block
+        last = self._before[0]
+        self._before[block], self._after[last], self._before[0] = last, block, block
         if not parent:
             self._roots[block] = parent_hash
             self.depth[block] = 1
@@ -177,21 +172,16 @@ class LedgerTree:
         return block
 
     def _remove(self, block: int) -> None:
-        """The next block in the order stays, so that a scan that has stopped here continues
-        there."""
+        """Its row is free at once: a scan that has stopped here goes on from the block before."""
         self.rows.erase(block)
         self._scopes[block] = PLAIN
         self._roots.pop(block, None)
         self._extra_keys.pop(block, None)
         before, after = self._before[block], self._after[block]
-        if before:
-            self._after[before] = after
-        else:
-            self._first = after
-        if after:
-            self._before[after] = before
-        else:
-            self._last = before
+        self._after[before], self._before[after] = after, before
+        for cursor in self._cursors:
+            if cursor[0] == block:
+                cursor[0] = before
         above, left, right = self.parent[block], self.left[block], self.right[block]
         if left:
             self.right[left] = right
@@ -206,15 +196,14 @@ class LedgerTree:
         """The blocks that are there now, or those numbered up to `up_to`. Blocks may be added and
         removed between two of them. A block that is there all the time is yielded once."""
         last = self.last_number if up_to is None else up_to
-        numbers, after, block = self.number, self._after, self._first
-        self._scans += 1
+        numbers, after, cursor = self.number, self._after, [0]
+        self._cursors.append(cursor)
         try:
-            while block and (number := numbers[block]) <= last:
-                if number:
-                    yield block
-                block = after[block]
+            while (block := after[cursor[0]]) and numbers[block] <= last:
+                cursor[0] = block
+                yield block
         finally:
-            self._scans -= 1
+            self._cursors = [one for one in self._cursors if one is not cursor]
 
     def note_idle(self, block: int) -> None:
         """Keep an idle block the longest. A block that comes back into use leaves the idle ones

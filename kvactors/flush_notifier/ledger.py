@@ -530,12 +530,12 @@ class Ledger:
         differing: set[bytes] = set()
         over, found, expected = pace(self._check_step), 0, ShardedDict[int]()
         for block_hash, block, due in self.announceable(view.filter, tiers, expected):
-            if over():
-                yield
             held = view.held[block] & TIERS if mirror is None else tiers_of(mirror, block_hash)
             found += held.bit_count()
             if due != held:
                 differing.add(block_hash)
+            if over():  # afterwards another block may have the row
+                yield
         if mirror is not None and found != sum(map(len, mirror.values())):
             for block_hash in chain.from_iterable(map(list, mirror.values())):
                 if over():
