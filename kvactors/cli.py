@@ -352,22 +352,6 @@ def show_lines(lines: Iterable[str], data: Any, json: Path | None) -> None:
         write_json(data, json)
 
 
-def joined_outputs(words: list[str]) -> list[str]:
-    """The arguments with `--json -` as `--json=-`: a lone `-` is no value for the parser. `--json`
-    without a value is standard output too."""
-    joined: list[str] = []
-    for word, following in zip(words, [*words[1:], "--"], strict=False):
-        if word == "--json" and following.startswith("--"):
-            joined.append("--json=-")
-        elif word == "-" and joined and joined[-1].startswith("--") and "=" not in joined[-1]:
-            joined[-1] += "=-"
-        else:
-            joined.append(word)
-    if sum(word.startswith("--") and word.endswith("=-") for word in joined) > 1:
-        raise ConfigError("only one output can be written to standard output")
-    return joined
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Invalid input gives exit status 2 and one line on standard error."""
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -393,7 +377,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def carry_out(words: list[str]) -> int:
     """Carry out the command of some arguments. Returns the exit status."""
-    words = joined_outputs(words)
     errors_only = structlog.make_filtering_bound_logger(40)
     with (
         sigterm_ends(),

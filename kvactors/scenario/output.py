@@ -40,6 +40,8 @@ def check_output(_kind: Any, path: Path | None) -> None:
     """Check that a file can be written, before the work whose result it is to hold."""
     if path is None or to_stdout(path):
         return
+    if str(path).startswith("--"):
+        raise ValueError(f"{path} is an option: give a file, or - for standard output")
     folder = path.parent
     if path.is_dir():
         raise ValueError(f"{path} is a folder")
@@ -49,7 +51,7 @@ def check_output(_kind: Any, path: Path | None) -> None:
         raise ValueError(f"{path} cannot be written: permission denied")
 
 
-Output = Annotated[Path, Parameter(validator=check_output)]
+Output = Annotated[Path, Parameter(validator=check_output, allow_leading_hyphen=True)]
 """A file that a command writes, `-` for standard output."""
 
 
@@ -101,6 +103,8 @@ def need(module: str, what: str, extra: str) -> None:
 
 def check_distinct(inputs: Iterable[Path | None], **outputs: Path | None) -> None:
     """Check that no output of a command is a file that it reads, or another output."""
+    if sum(map(to_stdout, outputs.values())) > 1:
+        raise ConfigError("only one output can be written to standard output")
     taken = {path.resolve(): str(path) for path in inputs if path is not None}
     for option, path in outputs.items():
         if path is None or to_stdout(path):

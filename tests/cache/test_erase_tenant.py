@@ -4,9 +4,6 @@ on request none of its bytes are left in the files of the store."""
 from __future__ import annotations
 
 import asyncio
-import random
-from collections import Counter
-from functools import partial
 
 import pytest
 
@@ -15,10 +12,6 @@ from kvactors.errors import KVActorsError, StoreError, StoreUnsupported
 from kvactors.quotas import salt_id
 from kvactors.storage.catalog import Catalog
 from kvactors.storage.messages import Outcome
-from kvactors.testing.fakes import SimBackend
-from kvactors.testing.faults import latency
-from kvactors.testing.loop import simulate
-from kvactors.testing.sim import problems_at_rest
 from tests.cache.test_quotas import BLOCK, settle, tokens_of
 from tests.cache.test_storage_quotas import HOST, store
 from tests.support.cache import opened, serve, settings
@@ -212,60 +205,3 @@ async def test_an_erasure_ends_when_the_cache_is_closed(tmp_path, monkeypatch):
         await begun.wait()
     with pytest.raises(KVActorsError):
         await clearing
-
-
-def test_nothing_of_a_tenant_comes_back_beside_requests_of_others():
-    """Movements of the tenant are in flight at the call: saves, loads, writes, evictions."""
-    seen = Counter[str]()
-    for seed in range(40):
-        simulate(partial(_live, random.Random(seed), seen))
-    assert seen["in flight"] > 20, seen
-    assert seen["stored"] > 20, seen
-
-
-async def _live(rng, seen):
-    config = settings(
-        device=rng.randint(6, 12),
-        host=rng.choice((None, HOST)),
-        storage=store(
-            rng.choice((8, 40)), write_policy=rng.choice(("write_through", "write_back"))
-        ),
-    )
-    size = kvactors.device.layout_for(config, None).block_bytes
-    backend = SimBackend(bytes(32), size, 40, latency(rng, 0.002))
-    async with kvactors.open(config, backend=backend, inline_copies=True) as cache:
-
-        async def request(salt):
-            tokens = [*tokens_of(rng.randint(1, 5)), 1]
-            try:
-                lease = await cache.acquire("r", tokens, salt=salt, wait_for_room=True)
-                if rng.random() < 0.7:
-                    await lease.wait_ready()
-                    await lease.finish(len(tokens))
-                else:
-                    open_.append(lease)
-            except KVActorsError:
-                pass
-
-        for _ in range(6):
-            open_, others = [], []
-            for _ in range(rng.randint(2, 8)):
-                await request("gone")
-                others.append(asyncio.create_task(request("stays")))
-                if rng.random() < 0.5:
-                    await asyncio.sleep(rng.random() * 0.004)
-            core = cache.system.index_actor
-            seen["in flight"] += any((core.saves, core.loads, core.evictions))
-            seen["stored"] += backend.catalog.shares.held(salt_id("gone"))
-            await cache.clear(salt="gone", storage=True)
-            for wait in (False, True):
-                if wait:
-                    while open_ or not all(one.done() for one in others):
-                        while open_:
-                            await open_.pop().finish()
-                        await asyncio.sleep(0.001)
-                    await cache.wait_idle()
-                for number in range(1, 6):
-                    assert cache.lookup([*tokens_of(number), 1], salt="gone").blocks == 0
-                assert backend.catalog.shares.held(salt_id("gone")) == 0
-        assert await problems_at_rest(cache, 60.0) == []

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
-from functools import partial
-
 import pytest
 
 import kvactors
 from kvactors import KVCache
-from kvactors.errors import ConfigError, KVActorsError, StoreUnsupported
+from kvactors.errors import ConfigError, StoreUnsupported
 from kvactors.quotas import salt_id
 from kvactors.settings.load import quota_faults
 from kvactors.settings.tables import QuotaConfig, StorageConfig
-from kvactors.testing.fakes import SimBackend
-from kvactors.testing.faults import latency
-from kvactors.testing.loop import simulate
-from kvactors.testing.sim import problems_at_rest
 from tests.cache.test_quotas import BLOCK, settle, tokens_of, use
-from tests.support.cache import opened, settings
-from tests.support.share_watch import ShareWatch
+from tests.support.cache import opened
 
 HOST = {"slots": 4, "transit_slots": 8}
 
@@ -150,67 +141,6 @@ async def test_a_store_without_quotas_refuses_one_while_the_cache_runs():
 
 
 # -- faults
-
-
-def test_quotas_of_the_store_hold_under_faults_and_restarts():
-    """A store of 1 to 8 objects that is slow, full, unreachable and opened again: every choice
-    follows the rules, and indexes have exactly what it holds."""
-    failures, seen = list[str](), Counter[str]()
-    with ShareWatch(failures.append, seen).installed():
-        for seed in range(12):
-            simulate(partial(_live, random.Random(seed)))
-            assert failures == [], seed
-    assert seen["store evictions by a quota"] > 20
-
-
-async def _live(rng: random.Random) -> None:
-    capacity = rng.randint(1, 8)
-    config = settings(
-        device=rng.randint(4, 8),
-        host=rng.choice((None, HOST)),
-        storage=store(capacity, write_policy=rng.choice(("write_through", "write_back"))),
-        quota={"storage": rng.choice((1, 2, 4)), "salts": {"a": {"storage": 1}}},
-    )
-    size = kvactors.device.layout_for(config, None).block_bytes
-    backend = SimBackend(bytes(32), size, capacity, latency(rng, 0.002))
-    for _ in range(3):
-        async with kvactors.open(config, backend=backend, inline_copies=True) as cache:
-            await _work(cache, backend, rng)
-            backend.heal()
-            assert await problems_at_rest(cache, 60.0) == []
-            backend.catalog.check()
-            held = {one: backend.catalog.salt(one) for one in backend.catalog}
-            assert None not in held.values()
-        assert all(backend.salts[one] == salt for one, salt in held.items())
-
-
-async def _work(cache: KVCache, backend: SimBackend, rng: random.Random) -> None:
-    for number in range(25):
-        draw = rng.random()
-        if draw < 0.1:
-            backend.down = not backend.down
-        elif draw < 0.2:
-            backend.full = not backend.full
-        elif draw < 0.3:
-            await cache.set_quota(rng.choice(("a", "b")), storage=rng.choice((None, 1, 2, 8)))
-        elif draw < 0.33:
-            backend.heal()
-            await cache.clear(storage=True, salt=rng.choice((None, "a", "b")))
-        elif draw < 0.36:
-            backend.lose(1)
-        elif draw < 0.4:
-            backend.flip(1)
-        else:
-            salt, blocks = rng.choice(("a", "b", None)), rng.randint(1, 3)
-            tokens = tokens_of(rng.randint(1, 6), blocks)
-            try:
-                lease = await cache.acquire(f"r{number}", tokens, salt=salt, deadline=5.0)
-                await lease.wait_ready()
-                await lease.finish(len(tokens))
-            except KVActorsError:
-                pass
-        if rng.random() < 0.5:
-            await cache.wait_idle(60.0)
 
 
 @pytest.mark.parametrize("quota", [{"storage": 2}, {"salts": {"a": {"storage": 2}}}])

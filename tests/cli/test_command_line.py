@@ -192,7 +192,7 @@ def test_a_missing_file_is_named(kvactors, arguments, text):
 
 def test_a_report_on_standard_output_is_alone_there(kvactors, tmp_path):
     path = write(tmp_path / "s.toml", SCENARIO.format(4))
-    for words in (("--json", "-"), ("--json=-",), ("--json",), ("--json", "--seed", 3)):
+    for words in (("--json", "-"), ("--json=-",)):
         status, out, err = kvactors("run", path, *words)
         assert (status, json.loads(out)["requests"]) == (0, 4)
         assert "small" in err

@@ -59,7 +59,7 @@ def test_bad_input_is_one_line_and_status_2(kvactors, trace, tmp_path):
         ((trace, "--device", 0), "at least one block"),
         ((trace, "--coarse", 0), "coarse must be at least 1"),
         ((trace, "--json", "-", "--html=-"), "only one output"),
-        ((trace, "--json", "--html", "-"), "only one output"),
+        ((trace, "--json", "--html", "-"), "--html is an option"),
         ((trace, "--html"), "requires an argument"),
     ):
         status, _, err = kvactors(*arguments)
