@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import math
 import os
-import pty
-import select
-import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
 from contextlib import asynccontextmanager
 
 import msgspec
@@ -429,66 +422,3 @@ async def test_one_plain_frame_and_json_in_a_pipe():
         assert (status, err) == (0, "")
         (line,) = out.splitlines()
         assert json.loads(line)["tiers"][0]["capacity_blocks"] == cache.system.device.num_blocks
-
-
-@pytest.mark.parametrize("end", ["ctrl-c", "sigterm"])
-async def test_the_terminal_is_left_as_it_was(end):
-    endpoint = HttpEndpoint()
-    async with opened(host=HOST) as cache, endpoint.attached("127.0.0.1", 0, cache):
-        await requests(cache, 1)
-        status, out, same = await asyncio.to_thread(on_a_terminal, endpoint.port, end)
-    assert status == {"ctrl-c": 130, "sigterm": 143}[end]
-    assert same, "the settings of the terminal"
-    assert out.count(b"\x1b[?1049h") == out.count(b"\x1b[?1049l") == 1
-    assert out.endswith(b"\x1b[?25h\x1b[?1049l"), "the cursor is shown, and nothing follows"
-    assert b"\x1b[1;32mok" in out, "colours"
-    assert b"Traceback" not in out
-
-
-def on_a_terminal(port, end):
-    """Run it on a new terminal and end it after the first frame. Returns the status, the bytes that
-    the terminal got, and whether its settings are as before."""
-    ours, theirs = pty.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    before = termios.tcgetattr(theirs)
-    environment = {**os.environ, "TERM": "xterm-256color"}
-    environment = {key: value for key, value in environment.items() if key not in COLOURS}
-    process = run(
-        *(port, "--interval", 3600),
-        **dict.fromkeys(("stdin", "stdout", "stderr"), theirs),
-        env=environment,
-        start_new_session=True,
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
-    )
-    try:
-        return ended(process, ours, theirs, end, before)
-    finally:
-        process.kill()
-        process.wait()
-        os.close(ours)
-        os.close(theirs)
-
-
-def ended(process, ours, theirs, end, before):
-    out = read_until(ours, b"evicted/s")
-    if end == "sigterm":
-        process.send_signal(signal.SIGTERM)
-    else:
-        os.write(ours, b"\x03")
-    out += read_until(ours, b"\x1b[?1049l")
-    status = process.wait(LIMIT)
-    same = termios.tcgetattr(theirs) == before
-    while select.select([ours], [], [], 0)[0]:
-        out += os.read(ours, 65536)
-    return status, out, same
-
-
-COLOURS = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
-
-
-def read_until(terminal, text):
-    out, end = b"", time.monotonic() + LIMIT
-    while text not in out:
-        assert select.select([terminal], [], [], max(0.0, end - time.monotonic()))[0], out
-        out += os.read(terminal, 65536)
-    return out
