@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from json import dumps
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,15 +168,10 @@ def as_toml(settings: list[Shown]) -> str:
 
 def toml_value(value: Any) -> str:
     """A value as TOML writes it."""
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return msgspec.json.encode(value).decode()
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{toml_value(k)} = {toml_value(v)}" for k, v in value.items()) + "}"
-    return repr(value)
+    # a text and a list are the same in JSON
+    return repr(value) if isinstance(value, float) else dumps(value, ensure_ascii=False)
 
 
 # -- bytes of a block in each tier, and the tiers that fit memory and disks of given sizes

@@ -86,7 +86,7 @@ async def test_a_waiting_request_is_admitted_under_the_namespace_of_its_admissio
 async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch):
     """Each costs the same however many wait, and no turn takes more than its share of them."""
     steps = {"turn": 0, "most": 0, "all": 0}
-    turn, serve, admit = MailboxLoop.handle, WaitQueue._serve_first, PrefixIndex._admit
+    serve, admit = WaitQueue._serve_first, PrefixIndex._admit
 
     def counted(method):
         def call(self, *args):
@@ -96,12 +96,16 @@ async def test_thousands_of_waiting_requests_are_served_a_few_a_turn(monkeypatch
 
         return call
 
-    def turned(self, envelope):
-        steps["turn"] = 0
-        turn(self, envelope)
-        steps["most"] = max(steps["most"], steps["turn"])
+    def turned(method):
+        def call(self, *args):
+            steps["turn"] = 0
+            method(self, *args)
+            steps["most"] = max(steps["most"], steps["turn"])
 
-    monkeypatch.setattr(MailboxLoop, "handle", turned)
+        return call
+
+    monkeypatch.setattr(MailboxLoop, "handle", turned(MailboxLoop.handle))
+    monkeypatch.setattr(PrefixIndex, "admit_waiting", turned(PrefixIndex.admit_waiting))
     monkeypatch.setattr(WaitQueue, "_serve_first", counted(serve))
     monkeypatch.setattr(PrefixIndex, "_admit", counted(admit))
     count = 2000
