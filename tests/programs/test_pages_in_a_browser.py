@@ -78,12 +78,3 @@ def test_a_run_a_replay_and_a_sweep(tmp_path, trace):
         assert document.count("<svg") >= (1 if kind == "sweep" else 10)
         assert "NaN" not in document
         assert picture > 5 * WHITE
-
-
-def test_a_faulty_page_is_noticed(tmp_path):
-    """The control of the test above."""
-    page = tmp_path / "bad.html"
-    page.write_text("<!doctype html><body><script>nothing.at.all()</script></body>")
-    _, console, picture = show(page, tmp_path)
-    assert len(console) == 1
-    assert picture < WHITE * 2
