@@ -18,7 +18,7 @@ PRODUCT = [
 ]
 
 DAMAGE = {
-    "free_list": "cache.system.index_actor.index.pool._free.pop()",
+    "free_list": "cache.system.index_actor.index.pool.take(1)",
     "host_counts": "cache.system.evictor_actor.host.pinned += 1",
     "in_flight": "cache.system.in_flight.end(cache.system.in_flight.count + 1)",
 }
