@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from kvactors.tier_cache.copies import LoopThread
     from kvactors.tier_cache.sink_service import SinkService
 
-LOADS = 3  # quarters of the host slots that stores leave to look-ups that wait for slots
-
 
 class TierCache:
     """Host slots and storage, for an engine that owns device blocks and block hashes.
@@ -205,13 +203,13 @@ class TierCache:
 
     def _end_step(self) -> None:
         now = self._clock()
+        if self._moves is not None:
+            self._moves.submit()  # evicts none of the keys that were answered HIT
         self._slots.end_step(now)
         if not self._short[1]:
             self._full_since = None
         self._short = [self._short[1], 0]
         self._counters.refused_stores += self._waits.forget_before(now)
-        if self._moves is not None:
-            self._moves.submit()
         if self._feed is not None:
             self._feed.flush()
 
@@ -265,10 +263,8 @@ class TierCache:
         """The slots that can be had now. `waiting` are all other keys without one."""
         capacity = self._tier.capacity
         share = -(-capacity // max(1, self._short[0]))  # each gets as much as the others that wait
-        loads = 0 if self._moves is None else self._moves.loads_waiting
-        spare = min(loads, -(-capacity * LOADS // 4))
         stay = [] if self._streams or not parents else self._path(parents[0])
-        found = self._slots.prepare_store(keys, parents, share, spare, stay)
+        found = self._slots.prepare_store(keys, parents, share, stay)
         if self._moves is not None:
             self._moves.on_offered(keys)
             self._moves.on_evicted(found.evicted)

@@ -137,18 +137,23 @@ class RoomWaits:
     def __len__(self) -> int:
         return len(self._since)
 
+    def refuses(self, key: bytes, now: float) -> bool:
+        """Whether a key has waited in vain a short time ago. If not, its wait begins."""
+        until = self._until.get(key)
+        if until is not None and now < until:
+            return True
+        self._until.pop(key, None)
+        self._since.setdefault(key, now)
+        trim(self._since)
+        return False
+
     def may_wait(self, key: bytes, now: float) -> bool:
         """No slot is free for a key: whether it waits on."""
-        until = self._until.get(key)
-        if until is not None:
-            if now < until:
-                return False
-            del self._until[key]
-        since = self._since.setdefault(key, now)
-        if now - since < self.patience:
-            trim(self._since)
+        if self.refuses(key, now):
+            return False
+        if now - self._since.get(key, now) < self.patience:
             return True
-        del self._since[key]
+        self._since.pop(key, None)
         self._until[key] = now + AGAIN
         trim(self._until)
         self.refused += 1

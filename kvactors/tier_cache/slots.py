@@ -45,12 +45,6 @@ class SlotTable:
         self._named: set[bytes] = set()  # parents of the blocks, and of some that have left
         self._stores: dict[bytes, HostBlock] = {}  # copies to the host, in the order of begin
         self._loads: dict[bytes, list[HostBlock]] = {}  # the block of each load in flight
-        self._steps = 0
-        self._touches = 0
-        self._planned: list[HostBlock] = []  # the next victims, the first one last
-        self._planned_for: tuple[int, int, int] | None = None  # when they were chosen
-        self._ahead = 1  # victims that are chosen at once
-        self._full: tuple[int, int, int] | None = None  # when no single slot could be had
 
     def lookup(self, key: bytes) -> Lookup:
         """Whether a key is in a slot. A HIT is held until `end_step`."""
@@ -65,8 +59,6 @@ class SlotTable:
         return HIT
 
     def end_step(self, now: float) -> None:
-        self._steps += 1
-        self._ahead = 1
         self.held.clear()
         while self.awaited:
             key, until = next(iter(self.awaited.items()))
@@ -81,7 +73,6 @@ class SlotTable:
         keys: Sequence[bytes],
         parents: Sequence[bytes | None] | None = None,
         most: int = sys.maxsize,
-        spare: int = 0,
         stay: Sequence[bytes] = (),
     ) -> StoreSlots:
         """Take slots for the first keys that have none, as many as can be had.
@@ -91,7 +82,7 @@ class SlotTable:
         """
         above = dict(zip(keys, parents, strict=True)) if parents else {}
         lacking = [key for key in dict.fromkeys(keys) if not self.is_taken(key)]
-        count, evicted = self._make_room(min(most, len(lacking)), [*keys, *stay], spare)
+        count, evicted = self._make_room(min(most, len(lacking)), [*keys, *stay])
         wanted, lacking = lacking[:count], lacking[count:]
         for key in reversed(above):
             self._learn_parent(key, above[key])
@@ -134,62 +125,22 @@ class SlotTable:
     def is_taken(self, key: bytes) -> bool:
         return key in self._blocks or key in self._stores or key in self._loads
 
-    def _make_room(
-        self, count: int, keys: Sequence[bytes] = (), spare: int = 0
-    ) -> tuple[int, list[bytes]]:
+    def _make_room(self, count: int, keys: Sequence[bytes] = ()) -> tuple[int, list[bytes]]:
         """Evict blocks for lacking slots. Returns the slots to be had and the evicted keys."""
-        free = self.tier.free
-        lacking = count + spare - free
-        if count <= 0 or lacking <= 0:
+        lacking = count - self.tier.free
+        if lacking <= 0:
             return count, []
-        if self._full is not None and self._full == self._moment:
-            return 0, []  # every look-up of a step would search all slots in vain
-        chosen = self._victims(lacking, keys)
-        if not (chosen or keys):
-            self._full = self._moment
-        victims = [block for block in chosen if not self.keeps(block)]
-        found = max(0, min(count, free + len(victims) - spare))
-        del victims[max(0, found - free) :]
+        spared = self.held.union(keys, self.awaited)
+        victims = [block for block in self.tier.victims(lacking, spared) if not self.keeps(block)]
         for block in victims:
             self.tier.drop(block)
-        return found, [block.hash for block in victims]
+        return count - lacking + len(victims), [block.hash for block in victims]
 
-    def take_slot(self, key: bytes) -> tuple[HostBlock, list[bytes]] | None:
-        """A slot for a key whose bytes come from storage, and the keys evicted for it, or None."""
-        found, evicted = self._make_room(1)
-        if not found:
-            return None
-        block = self.tier.add(key, UNKNOWN, SlotState.RESIDENT)
-        if evicted:  # the new block is pinned, so the planned victims are still the next
-            self._planned_for = self._order
-        return block, evicted
-
-    def _victims(self, count: int, keys: Sequence[bytes]) -> list[HostBlock]:
-        """The next victims in the policy's order, at most `count`.
-
-        A step that looks many stored keys up evicts one block for each. Each search passes all
-        blocks that are held, so a search finds the victims of later look-ups too, twice as many as
-        the search before.
-        """
-        if count > 1 or keys:
-            return self.tier.victims(count, self.held.union(keys, self.awaited))
-        last = self._planned[-1].hash if self._planned else b""
-        if self._planned_for != self._order or not last or last in self.held:
-            found = self.tier.victims(self._ahead, self.held.union(self.awaited))
-            self._ahead = min(2 * self._ahead, self.tier.capacity)
-            self._planned, self._planned_for = found[::-1], self._order
-        return [self._planned.pop()] if self._planned else []
-
-    @property
-    def _order(self) -> tuple[int, int, int]:
-        """While this stays the same, the next victims do, apart from keys that are answered HIT."""
-        return self.tier.changes, self._touches, self._steps
-
-    @property
-    def _moment(self) -> tuple[int, int, int]:
-        """While this stays the same, no block becomes evictable: until the end of the step more
-        blocks are held, and none is released."""
-        return self.tier.changes, self._steps, len(self.awaited)
+    def take_slots(self, keys: Sequence[bytes]) -> tuple[list[HostBlock], list[bytes]]:
+        """Slots for the first keys whose bytes come from storage, as many as can be had, and the
+        keys evicted for them."""
+        count, evicted = self._make_room(len(keys))
+        return [self.tier.add(key, UNKNOWN, SlotState.RESIDENT) for key in keys[:count]], evicted
 
     def complete_store(self, keys: Iterable[bytes], success: bool) -> list[HostBlock]:
         """Returns the blocks that can be read now, in the order in which their stores began."""
@@ -238,7 +189,6 @@ class SlotTable:
     # -- the rest
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        self._touches += 1
         self.tier.touch(reversed(keys))
 
     def reset(self) -> list[bytes]:

@@ -57,10 +57,13 @@ class StorageMoves:
         self._tier = tier = slots.tier
         self._memory = memory
         self._events = events
-        self._short = [0, 0]  # look-ups that found no slot, in the last step and in this one
         self._reports_storage = events.wants(Tier.STORAGE)
         self._counters = counters
-        self._queued: dict[bytes, HostBlock] = {}  # fetches that were not submitted
+        # Stored keys without a slot that the engine asked for in this step or the one before, in
+        # the order of their first look-ups, and the step of the last one.
+        self._wanted: dict[bytes, int] = {}
+        self._step = 0
+        self._to_serve = False  # a key came since slots were last sought for them
         self._in_flight: dict[Hashable, list[HostBlock]] = {}
         self._late: set[bytes] = set()  # keys whose fetch takes longer than the store's timeout
         self._failed: dict[bytes, float] = {}  # fetches that failed, and when to try again
@@ -87,15 +90,10 @@ class StorageMoves:
         self._retry_at = 0.0
         self._trouble: str | None = None  # of the store, None if it is to be read again
 
-    @property
-    def loads_waiting(self) -> int:
-        """Look-ups that found no slot, in this step and the one before."""
-        return sum(self._short)
-
     # -- look-ups
 
     def lookup(self, key: bytes) -> Lookup:
-        """Where a key is that has no host slot. A stored key gets one or waits for one."""
+        """Where a key is that has no host slot. A stored key waits for one."""
         storage = self.storage
         if not storage.contains(key):
             return MISS if storage.lists else self._query(key)
@@ -103,15 +101,16 @@ class StorageMoves:
             return MISS
         if self._reports_storage and key not in self._announced:
             self._record_stored([key])
-        found = self._slots.take_slot(key)
-        if found is None:
-            self._short[1] += 1
-            return PENDING if self.waits.may_wait(key, storage.clock()) else MISS
-        self.waits.got_slot(key)
-        block, evicted = found
-        self.on_evicted(evicted)
-        self._queued[key] = block
-        return PENDING
+        now = storage.clock()
+        new = key not in self._wanted
+        self._wanted[key] = self._step
+        if new:
+            self._to_serve = True
+            return MISS if self.waits.refuses(key, now) else PENDING
+        if self._to_serve:  # the engine asks again, and has not ended its step
+            self._submit_fetches()
+        served = key not in self._wanted
+        return PENDING if served or self.waits.may_wait(key, now) else MISS
 
     def _query(self, key: bytes) -> Lookup:
         """Where a key is that a store without a list of its objects may have."""
@@ -131,8 +130,6 @@ class StorageMoves:
 
     def pending(self, key: bytes) -> Lookup:
         """Where a key is whose bytes are on their way into its slot."""
-        if key in self._queued:  # the engine asks again, and has not ended its step
-            self._submit_fetches()
         return MISS if key in self._late else PENDING
 
     def _works(self, key: bytes) -> bool:
@@ -254,9 +251,11 @@ class StorageMoves:
 
     def submit(self) -> None:
         self._trouble = None
-        self._short = [self._short[1], 0]
         self._submit_queries()
         self._submit_fetches()
+        self._wanted = {key: step for key, step in self._wanted.items() if step == self._step}
+        self._to_serve = bool(self._wanted)
+        self._step += 1
         self._submit_saves()
         if self.started:
             self._find_late()
@@ -271,8 +270,14 @@ class StorageMoves:
             self._begin(self.storage.submit_lookup, [], keys[start : start + QUERY])
 
     def _submit_fetches(self) -> None:
-        blocks = list(self._queued.values())
-        self._queued.clear()
+        """Take slots for the stored keys that wait, as many as can be had, and read into them."""
+        self._to_serve = False
+        wanted = [key for key in self._wanted if not self._slots.is_taken(key)]
+        blocks, evicted = self._slots.take_slots(wanted)
+        self.on_evicted(evicted)
+        for key in wanted[: len(blocks)]:
+            self.waits.got_slot(key)
+        self._wanted = {key: self._wanted[key] for key in wanted[len(blocks) :]}
         for start in range(0, len(blocks), BATCH):
             some = blocks[start : start + BATCH]
             self._begin(self.storage.submit_load, some, *self._memory_of(some))
@@ -389,9 +394,7 @@ class StorageMoves:
     # -- the rest
 
     def reset(self, *, storage: bool) -> None:
-        queued = list(self._queued.values())
-        self._queued.clear()
-        self._tier.land(queued, frozenset(range(len(queued))))
+        self._wanted.clear()
         self._unpin()
         for kept in (self._unsaved, self._failed_saves, self._writing, self._touches):
             kept.clear()
@@ -409,5 +412,5 @@ class StorageMoves:
     @property
     def pending_work(self) -> int:
         """Blocks that wait for storage, and jobs and clears in flight."""
-        waiting = len(self._queued) + len(self._unsaved) + len(self._unasked) + len(self._asked)
+        waiting = len(self._wanted) + len(self._unsaved) + len(self._unasked) + len(self._asked)
         return waiting + len(self._in_flight) + self.storage.clearing

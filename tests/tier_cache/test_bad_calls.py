@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
-import random
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -15,12 +14,10 @@ import numpy as np
 import pytest
 
 from kvactors import CacheClosed, ConfigError, LayoutError, TierCache, open_tiers
-from kvactors.cpu_evictor.slots import HostTier
 from kvactors.tier_cache import CopyWorker, Lookup, SlotMemory, open_storage, shared_memory
 from kvactors.tier_cache.copies import LoopThread
 from kvactors.tier_cache.settings import TierConfig, TierStorage
-from kvactors.tier_cache.slots import SlotTable
-from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, make, payload, settle, store
+from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, make, payload, store
 
 MEMORY = {"backend": "memory", "capacity_blocks": 64}
 
@@ -129,14 +126,6 @@ def test_what_an_engine_has_at_hand_is_taken(cache: TierCache) -> None:
     assert worker.wait([7], LIMIT)
     worker.shutdown()
     cache.complete_store(iter(found.keys), np.bool_(False))
-
-
-def test_completions_that_come_twice(cache: TierCache) -> None:
-    cache.complete_load(KEYS[:1])
-    refused(cache, lambda: cache.complete_load(KEYS[:1]), "no load of key")
-    cache.complete_store(KEYS[3:4])
-    refused(cache, lambda: cache.complete_store(KEYS[3:4]), "no store of key")
-    refused(cache, lambda: cache.complete_store(KEYS[2:4], success=False), "no store of key")
 
 
 def test_a_key_that_is_completed_twice_in_one_call_is_counted_once() -> None:
@@ -280,6 +269,8 @@ def test_blocks_and_slots_that_do_not_exist(worker: CopyWorker, numbers: Any) ->
         for submit in (worker.submit_store, worker.submit_load):
             with pytest.raises(ValueError, match=r"block|slot|length"):
                 submit("job", blocks, slots)
+    with pytest.raises(ValueError, match="length"):
+        worker.submit_store("job", [0, 1], [0])
     assert worker.in_flight == 0
 
 
@@ -455,135 +446,4 @@ def test_a_job_that_the_closing_loop_does_not_see_fails(monkeypatch: pytest.Monk
     assert (tier.in_flight, len(tier.poll())) == (0, 1)
 
 
-# -- many keys
-
-
-def count_searches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The number of blocks that each search for victims was asked for."""
-    searches: list[int] = []
-    real = HostTier.victims
-
-    def victims(self: HostTier, count: int, protected: Any = ()) -> Any:
-        searches.append(count)
-        return real(self, count, protected)
-
-    monkeypatch.setattr(HostTier, "victims", victims)
-    return searches
-
-
-def test_a_step_of_many_stored_keys_searches_seldom_for_victims(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A search passes all keys that were answered HIT."""
-    count = 1000
-    keys = [number.to_bytes(36, "big") for number in range(2 * count)]
-    cache = make(count, storage={"backend": "memory", "capacity_blocks": 4 * count})
-    for some in (keys[:count], keys[count:]):
-        store(cache, some)
-        settle(cache)
-    searches = count_searches(monkeypatch)
-    assert [cache.lookup(key) for key in keys[count : count + 500]] == [Lookup.HIT] * 500
-    assert [cache.lookup(key) for key in keys[:500]] == [Lookup.PENDING] * 500
-    assert len(searches) <= 12
-    assert sum(searches) <= 2 * count
-    settle(cache)
-    assert cache.lookup(keys[0]) is Lookup.HIT
-    cache.check()
-    cache.shutdown()
-
-
-class OneByOne(SlotTable):
-    """Searches for each victim alone."""
-
-    def _victims(self, count: int, keys: Any) -> Any:
-        return self.tier.victims(count, self.held.union(keys, self.awaited))
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_victims_that_are_found_together_are_those_that_are_found_one_by_one(seed: int) -> None:
-    rng = random.Random(seed)
-    slots = rng.randint(1, 32)
-    tables = [kind(HostTier(slots, slots)) for kind in (SlotTable, OneByOne)]
-    keys = KEYS[: 3 * slots]
-    fetching: list[bytes] = []
-    clock = 0.0
-    for _ in range(400):
-        key, parent = rng.choice(keys), rng.choice(keys)
-        act = rng.choice(["fetch"] * 8 + ["store"] * 4 + ["land", "lookup", "touch", "step"])
-        planned = tables[0]._planned
-        if planned and act in ("touch", "lookup") and rng.random() < 0.7:
-            key = planned[-1].hash
-        answers: list[Any] = []
-        for table in tables:
-            if act == "fetch" and not table.is_taken(key):
-                found = table.take_slot(key)
-                answers.append(found and (found[0].slot, found[1]))
-            elif act == "land" and fetching:
-                table.tier.land([table.tier.blocks[one] for one in fetching], frozenset())
-                table.awaited.update(dict.fromkeys(fetching, clock + 2))
-            elif act == "lookup":
-                answers.append(table.lookup(key))
-            elif act == "touch":
-                table.touch([key, parent])
-            elif act == "store":
-                made = table.prepare_store([key], [parent])
-                answers.append(made)
-                if made is not None and made.keys:
-                    table.complete_store([key], success=True)
-            elif act == "step":
-                table.end_step(clock)
-            table.tier.check()
-        clock += 0.25
-        if act == "fetch" and answers and answers[0] is not None:
-            fetching.append(key)
-        elif act == "land" and fetching:
-            fetching.clear()
-        assert not answers or answers[0] == answers[1], act
-
-
 # -- the least and small limits
-
-
-@pytest.mark.parametrize("seed", range(16))
-def test_every_limit_may_be_as_small_as_one(seed: int, tmp_path: Any) -> None:
-    """Each hit has its bytes, and nothing is left over."""
-    rng = random.Random(seed)
-
-    def limit() -> int:
-        return rng.choice([1, 1, 2, 3, 7, 64])
-
-    size, slots = limit(), limit()
-    store_settings = {
-        "backend": rng.choice(["none", "memory", "file"]),
-        "directory": str(tmp_path),
-        "free_space_floor": 0,
-        "capacity_blocks": limit(),
-        "io_depth": limit(),
-        "min_hits": limit(),
-        "slot_timeout_s": rng.choice([0.0, 0.001]),
-        "write_policy": rng.choice(["none", "write_through", "write_through_selective"]),
-    }
-    cache = open_tiers(
-        {"model": "m", "block_bytes": size, "num_slots": slots, "storage": store_settings}
-    )
-    for _ in range(60):
-        keys = rng.sample(KEYS[:20], rng.randint(1, 3))
-        found = cache.prepare_store(keys, [None, *keys[:-1]])
-        for key, slot in zip(*found[:2], strict=True) if found else ():
-            cache.memory.view(slot)[:] = payload(key, size)
-        if found:
-            cache.complete_store(found.keys, rng.random() < 0.8)
-        cache.touch(keys)
-        key = rng.choice(KEYS[:20])
-        if cache.lookup(key) is Lookup.HIT:
-            (slot,) = cache.prepare_load([key])
-            assert bytes(cache.memory.view(slot)) == payload(key, size)
-            cache.complete_load([key])
-        if rng.random() < 0.05:
-            cache.reset(storage=rng.random() < 0.5)
-        cache.end_step()
-        cache.check()
-    settle(cache)
-    assert cache.statistics().pinned == 0
-    assert cache.statistics().resident <= slots
-    cache.shutdown()

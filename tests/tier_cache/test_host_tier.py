@@ -138,15 +138,6 @@ def test_a_completion_that_no_copy_has_is_refused_and_changes_nothing():
     cache.check()
 
 
-@pytest.mark.parametrize("wrong", [[b""], ["text"], [7], [None]])
-def test_keys_must_be_bytes(wrong: list[object]):
-    cache = make()
-    with pytest.raises(ValueError, match="a key must be bytes"):
-        cache.prepare_store(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="1 parents of 2 keys"):
-        cache.prepare_store(KEYS[:2], [None])
-
-
 def test_a_slot_in_use_at_a_reset_is_free_when_its_copy_ends():
     cache = make(2)
     store(cache, KEYS[:1])
@@ -292,31 +283,3 @@ def test_the_import_is_silent_and_light():
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-@pytest.mark.parametrize(
-    "keys", [[5], [None], "text", b"not a list", [b""], [bytearray(b"key")]], ids=repr
-)
-@pytest.mark.parametrize(
-    "call", ["prepare_store", "complete_store", "prepare_load", "complete_load", "touch"]
-)
-def test_wrong_keys_are_refused_in_the_calling_thread_and_change_nothing(call, keys):
-    cache = make(2)
-    before = cache.statistics()
-    with pytest.raises(ValueError, match="a key must be bytes"):
-        getattr(cache, call)(keys)
-    if call.startswith("complete") or call == "touch":  # calls that other threads may make
-        refused = []
-
-        def elsewhere():
-            with pytest.raises(ValueError, match="a key must be bytes"):
-                getattr(cache, call)(keys)
-            refused.append(True)
-
-        thread = threading.Thread(target=elsewhere)
-        thread.start()
-        thread.join(60)
-        assert refused
-    cache.end_step()
-    assert cache.statistics() == before
-    cache.shutdown()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,7 +12,7 @@ import pytest
 from kvactors.errors import WrongThread
 from kvactors.tier_cache import Lookup
 from kvactors.tier_cache.owner import Owner
-from tests.tier_cache.helpers import KEYS, LIMIT, make
+from tests.tier_cache.helpers import KEYS, LIMIT, make, payload, settle
 
 MANY = 5000
 """More calls than the interpreter nests."""
@@ -83,4 +84,46 @@ def test_thousands_of_copies_may_end_between_two_steps():
     cache.end_step()
     assert cache.statistics().pinned == 0
     cache.check()
+    cache.shutdown()
+
+
+def test_threads_complete_copies_while_the_owner_works():
+    cache = make(16, storage={"backend": "memory", "capacity_blocks": 8})
+    noise = random.Random(3)
+    ended: list[tuple[bool, list[bytes]]] = []
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def complete() -> None:
+        try:
+            while not (stop.is_set() and not ended):
+                if ended:
+                    stored, keys = ended.pop()
+                    (cache.complete_store if stored else cache.complete_load)(keys)
+                cache.statistics()
+                cache.health()
+                cache.has_pending_work()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=complete)
+    cache.start()
+    thread.start()
+    for _ in range(2000):
+        key = noise.choice(KEYS[:40])
+        if cache.lookup(key) is Lookup.HIT:
+            (slot,) = cache.prepare_load([key])
+            assert bytes(cache.memory.view(slot)) == payload(key)
+            ended.append((False, [key]))
+        elif (found := cache.prepare_store([key])).keys:
+            cache.memory.view(found.slots[0])[:] = payload(key)
+            ended.append((True, [key]))
+        if noise.random() < 0.3:
+            cache.end_step()
+    stop.set()
+    thread.join(60)
+    assert errors == []
+    settle(cache)
+    cache.check()
+    assert cache.statistics().pinned == 0
     cache.shutdown()
