@@ -3,8 +3,8 @@ Pure state, used by the thread that owns the `TierCache`."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -93,28 +93,25 @@ class SinkFeed:
         self.token_root = b""
         self._scope = scope
         self._fingerprint = fingerprint
-        self._held: dict[Tier, dict[bytes, None]] = {tier: {} for tier in self.tiers}
-        self._described: dict[bytes, DescribedBlock] = {}  # blocks that a tier holds
-        self._idle: dict[bytes, DescribedBlock] = {}  # and some that none holds
-
-    def _is_held(self, name: bytes) -> bool:
-        return any(name in held for held in self._held.values())
+        self._held: dict[bytes, Tier] = {}  # the tiers of each block
+        self._paths: OrderedDict[bytes, DescribedBlock] = OrderedDict()
 
     def record(self, tier: Tier, stored: bool, keys: Sequence[bytes], reason: Reason) -> None:
         names = [block_name(key) for key in keys]
+        packed, held = b"".join(names), self._held
         if stored:
-            self._held[tier].update(dict.fromkeys(names))
             for name in names:
-                if (block := self._idle.pop(name, None)) is not None:
-                    self._described[name] = block
-            self.put(BlocksAdded(b"".join(names), tier, reason))
+                held[name] = held.get(name, Tier(0)) | tier
+            self.put(BlocksAdded(packed, tier, reason))
             self._name(names, self.put)
             return
         for name in names:
-            self._held[tier].pop(name, None)
-        self.put(BlocksRemoved(b"".join(names), tier, reason))
-        gone = [name for name in names if name in self._described and not self._is_held(name)]
-        self._set_idle({name: self._described.pop(name) for name in gone})
+            if left := held.pop(name, Tier(0)) & ~tier:
+                held[name] = left
+            elif name in self._paths:
+                self._paths.move_to_end(name)
+        self.put(BlocksRemoved(packed, tier, reason))
+        self._forget_paths()
 
     def describe(self, path: DescribedPath) -> None:
         size = 4 * self.block_size
@@ -135,25 +132,27 @@ class SinkFeed:
                 path.parent is None and i == 0,
             )
             above = name
-        held = {name: block for name, block in blocks.items() if self._is_held(name)}
-        new = [name for name in held if name not in self._described]
-        self._described.update((name, held[name]) for name in new)
-        self._set_idle({name: block for name, block in blocks.items() if name not in held})
+        new = [name for name in blocks if name in self._held and name not in self._paths]
+        for name, block in blocks.items():
+            if name not in self._held:
+                self._paths.pop(name, None)
+            self._paths.setdefault(name, block)
+        self._forget_paths()
         self._name(new, self.put)
 
-    def _set_idle(self, blocks: Mapping[bytes, DescribedBlock]) -> None:
-        for name, block in blocks.items():
-            self._idle.pop(name, None)
-            self._idle[name] = block
-        while len(self._idle) > self.idle_limit:
-            del self._idle[next(iter(self._idle))]
+    def _forget_paths(self) -> None:
+        """Keep the paths of all blocks that a tier holds, and those of `idle_limit` others."""
+        while len(self._paths) > self.idle_limit + len(self._held):
+            name, block = self._paths.popitem(last=False)
+            if name in self._held:
+                self._paths[name] = block
 
     def _name(self, names: Iterable[bytes], put: Callable[[Report], None]) -> None:
         """Send the paths of those blocks that a tier holds and that are described, in runs."""
         runs: list[list[tuple[bytes, DescribedBlock]]] = []
         last = b""
         for name in names:
-            block = self._described.get(name)
+            block = self._paths.get(name)
             if block is None:
                 continue
             if runs and block.parent == last and block.scope == runs[-1][0][1].scope:
@@ -192,9 +191,9 @@ class SinkFeed:
         incarnation = self.wanted
         self.resend = False
         self.outbox.clear()
-        for tier, held in self._held.items():
+        for tier in self.tiers:
             self.outbox.append(TierCleared(tier, Reason.RESTART))
-            if held:
-                self.outbox.append(BlocksAdded(b"".join(held), tier, Reason.RESTART))
-        self._name(self._described, self.outbox.append)
+            if held := b"".join(name for name, tiers in self._held.items() if tier in tiers):
+                self.outbox.append(BlocksAdded(held, tier, Reason.RESTART))
+        self._name((name for name in self._paths if name in self._held), self.outbox.append)
         self.outbox.append(incarnation)

@@ -342,7 +342,7 @@ class SimEngine:
         self.check()
         require(self.cache.statistics().pinned == 0, "slots stay pinned")
         feed: Any = self.cache._feed
-        held = set(feed._held[Tier.STORAGE])
+        held = {name for name, tiers in feed._held.items() if Tier.STORAGE in tiers}
         due: set[bytes] = set()
         for i, key in enumerate(self.keys):
             parent = self.parent(i)

@@ -263,7 +263,7 @@ def test_what_sinks_are_sent_is_a_tree_and_exact(monkeypatch, num_slots, capacit
         flushed(cache)
         feed = cache._feed
         assert feed is not None
-        on = {tier: set(held) for tier, held in feed._held.items()}
+        on = {tier: {n for n, on in feed._held.items() if tier in on} for tier in feed.tiers}
         held = set().union(*on.values())
         due = set()
         for i in range(len(TREE)):  # parents before children
