@@ -125,16 +125,6 @@ class TierHealth(NamedTuple):
     reasons: tuple[str, ...]
 
 
-class TierCounters:
-    """Events since the start. See `TierStatistics`."""
-
-    def __init__(self) -> None:
-        self.host_hits = self.storage_hits = self.stored = self.failed_stores = 0
-        self.evicted = self.refused_stores = self.unsaved = 0
-        self.fetched = self.failed_fetches = self.fetched_bytes = 0
-        self.saved = self.failed_saves = self.saved_bytes = 0
-
-
 class EventLog:
     """Changes of some tiers that an engine's publisher has not taken yet, in order."""
 

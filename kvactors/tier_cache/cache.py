@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
@@ -17,7 +16,6 @@ from kvactors.tier_cache.answers import (
     EventLog,
     Lookup,
     StoreSlots,
-    TierCounters,
     TierEvent,
     TierHealth,
     TierStatistics,
@@ -26,15 +24,13 @@ from kvactors.tier_cache.checks import checked_flag, checked_key, checked_keys, 
 from kvactors.tier_cache.owner import CLOSED, Owner, RoomWaits, StepPace
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.sinks import CacheSinks, make_sinks
-from kvactors.tier_cache.slots import HIT, MISS, SlotMemory, SlotTable
+from kvactors.tier_cache.slots import HIT, MISS, PENDING, SlotMemory, SlotTable
 from kvactors.tier_cache.storage import StorageTier, make_storage
 from kvactors.tier_cache.storage_moves import StorageMoves
 from kvactors.types import Reason, Tier
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.sinks.base import Sink
-    from kvactors.tier_cache.copies import LoopThread
-    from kvactors.tier_cache.sink_service import SinkService
 
 
 class TierCache:
@@ -77,33 +73,31 @@ class TierCache:
         _check_parts(config, memory, storage)
         self.memory = memory
         service = self._service = make_sinks(config, sinks)
-        if storage is None and config.storage.backend != "none":
+        self._stored = storage is not None or config.storage.backend != "none"
+        if storage is None:
             storage = make_storage(config, memory=memory, clock=clock)
-        self._background = background = _background(storage, service)
         self._storage = storage
+        if service is not None:
+            storage.beside.append(service)
+            service.feed.wake = partial(storage.call, service.take)
         self._tier = HostTier(config.num_slots, config.num_slots)
         self._feed = None if service is None else service.feed
         self._events = EventLog([Tier[name.upper()] for name in config.events], self._feed)
-        self._counters = TierCounters()
+        self._counts = dict.fromkeys(TierStatistics._fields, 0)
         self._clock = clock
         settings = config.storage
         self._full_wait_s = settings.on_full_wait_s if settings.on_full == "wait" else 0.0
         self._full_since: float | None = None  # no waiting store has got a slot since then
         self._waits = RoomWaits(settings.timeout_s)
-        self._streams = False  # whether blocks go on to storage
+        policy = settings.write_policy if self._stored else "none"
+        self._streams = policy in ("write_through", "write_back")  # blocks go on to storage
         self._short = [0, 0]  # stores that found too few slots, in the last step and in this one
-        self._moves: StorageMoves | None = None
         self._slots = SlotTable(self._tier)
-        if storage is not None:
-            self._streams = settings.write_policy in ("write_through", "write_back")
-            parts = (self._slots, memory, storage, settings, self._events, self._counters)
-            self._moves = StorageMoves(*parts)
+        parts = (self._slots, memory, storage, settings, policy, self._events, self._counts)
+        self._moves = StorageMoves(*parts)
         self._pace = StepPace()
-        self._results: deque[Any] = deque() if storage is None else storage.results
         self._owner = Owner(self._open)
-        self.sinks = None
-        if service is not None and background is not None:
-            self.sinks = CacheSinks(service, background.call, self._call)
+        self.sinks = None if service is None else CacheSinks(service, storage.call, self._call)
 
     # -- threads
 
@@ -120,8 +114,7 @@ class TierCache:
     def _open(self) -> None:
         SYSTEMS.add(self)
         try:
-            if self._background is not None:
-                self._background.open(self.config.storage.open_timeout_s)
+            self._storage.open(self.config.storage.open_timeout_s)
         except BaseException:
             self.shutdown()
             raise
@@ -153,7 +146,7 @@ class TierCache:
             self._owner.check()
         if self._owner.handed:
             self._owner.catch_up()
-        if self._results and self._moves is not None:
+        if self._storage.results:
             self._moves.collect()
 
     # -- look-up
@@ -177,20 +170,17 @@ class TierCache:
         if type(key) is not bytes or not key:
             key = checked_key(key)
         owner = self._owner
-        if get_ident() != owner.thread or owner.handed or self._results:
+        if get_ident() != owner.thread or owner.handed or self._storage.results:
             self._enter()
         found = self._slots.lookup(key)
-        if found is HIT or self._moves is None:
-            return found
-        if found is MISS:
-            return self._moves.lookup(key) if storage else MISS
-        return self._moves.pending(key)
+        if found is PENDING:
+            return self._moves.pending(key)
+        return self._moves.lookup(key) if found is MISS and storage and self._stored else found
 
     def source(self, key: bytes) -> Tier:
         """The tier of a key's bytes: STORAGE from a fetch until the first load, then HOST."""
         key = checked_key(key)
-        fetched = self._moves is not None and key in self._moves.from_storage
-        return Tier.STORAGE if fetched else Tier.HOST
+        return Tier.STORAGE if key in self._moves.from_storage else Tier.HOST
 
     def end_step(self) -> None:
         """A step of the engine's scheduler has ended: keys answered HIT may be evicted, unless a
@@ -198,18 +188,17 @@ class TierCache:
         if self._hands_over(self.end_step):
             return
         self._end_step()
-        if self._moves is not None and (self._moves.started or self._short[0]):
+        if self._moves.started or (self._stored and self._short[0]):
             self._pace.step_ended()
 
     def _end_step(self) -> None:
         now = self._clock()
-        if self._moves is not None:
-            self._moves.submit()  # evicts none of the keys that were answered HIT
+        self._moves.submit()  # evicts none of the keys that were answered HIT
         self._slots.end_step(now)
         if not self._short[1]:
             self._full_since = None
         self._short = [self._short[1], 0]
-        self._counters.refused_stores += self._waits.forget_before(now)
+        self._counts["refused_stores"] += self._waits.forget_before(now)
         if self._feed is not None:
             self._feed.flush()
 
@@ -219,8 +208,7 @@ class TierCache:
         if self._hands_over(partial(self.touch, keys)):
             return
         self._slots.touch(keys)
-        if self._moves is not None:
-            self._moves.on_touched(keys)
+        self._moves.on_touched(keys)
 
     # -- copies from the device to host slots
 
@@ -253,7 +241,7 @@ class TierCache:
             self._full_since = now
         since = now if self._full_since is None else self._full_since
         late = now - since >= self._full_wait_s  # 0 to shed
-        if late and self._moves is not None and self._moves.release():
+        if late and self._moves.release():
             found = self._take_slots(keys, parents)
         return self._wait(found, now, late) if found.waiting else found
 
@@ -265,12 +253,8 @@ class TierCache:
         share = -(-capacity // max(1, self._short[0]))  # each gets as much as the others that wait
         stay = [] if self._streams or not parents else self._path(parents[0])
         found = self._slots.prepare_store(keys, parents, share, stay)
-        if self._moves is not None:
-            self._moves.on_offered(keys)
-            self._moves.on_evicted(found.evicted)
-        elif found.evicted:
-            self._counters.evicted += len(found.evicted)
-            self._events.record(Tier.HOST, False, found.evicted, Reason.CPU_EVICTION)
+        self._moves.on_offered(keys)
+        self._moves.on_evicted(found.evicted)
         for key in found.keys:
             self._waits.got_slot(key)
         return found
@@ -292,7 +276,7 @@ class TierCache:
             waits = not ends and self._waits.may_wait(key, now)
             (waiting if waits else refused).append(key)
         self._short[1] += bool(waiting)
-        self._counters.refused_stores += len(refused)
+        self._counts["refused_stores"] += len(refused)
         return found._replace(waiting=tuple(waiting), refused=tuple(refused))
 
     def complete_store(self, keys: Iterable[bytes], success: bool = True) -> None:
@@ -309,11 +293,10 @@ class TierCache:
         if self._hands_over(partial(self.complete_store, keys, success)):
             return
         landed = self._slots.complete_store(keys, success)
-        self._counters.stored += len(landed)
-        self._counters.failed_stores += 0 if success else len(set(keys))
+        self._counts["stored"] += len(landed)
+        self._counts["failed_stores"] += 0 if success else len(set(keys))
         self._events.record(Tier.HOST, True, [block.hash for block in landed], Reason.OFFLOAD)
-        if self._moves is not None:
-            self._moves.on_stored(landed)
+        self._moves.on_stored(landed)
 
     # -- copies from host slots to the device
 
@@ -331,9 +314,9 @@ class TierCache:
         keys = checked_keys(keys)
         self._enter()
         slots = self._slots.prepare_load(keys)
-        new = self._moves.from_storage.intersection(keys) if self._moves is not None else ()
-        self._counters.storage_hits += len(new)
-        self._counters.host_hits += len(keys) - len(new)
+        new = self._moves.from_storage.intersection(keys)
+        self._counts["storage_hits"] += len(new)
+        self._counts["host_hits"] += len(keys) - len(new)
         return slots
 
     def complete_load(self, keys: Iterable[bytes]) -> None:
@@ -346,8 +329,7 @@ class TierCache:
         if self._hands_over(partial(self.complete_load, keys)):
             return
         self._slots.complete_load(keys)
-        if self._moves is not None:
-            self._moves.from_storage.difference_update(keys)
+        self._moves.from_storage.difference_update(keys)
 
     def copies_in_flight(self) -> CopiesInFlight:
         """Stores and loads that were begun and not completed. They outlast a `reset`."""
@@ -374,8 +356,7 @@ class TierCache:
             return
         self._events.record(Tier.HOST, False, self._slots.reset(), Reason.CLEAR)
         self._waits.clear()
-        if self._moves is not None:
-            self._moves.reset(storage=storage)
+        self._moves.reset(storage=storage)
 
     def take_events(self) -> list[TierEvent]:
         """Changes of the tiers in `TierConfig.events` since the last call."""
@@ -386,33 +367,31 @@ class TierCache:
         """Whether copies, fetches or saves are in flight or queued, or calls of other threads
         wait. Calls of `end_step` bring all but the engine's copies to their end."""
         messages = 0 if self._feed is None else len(self._feed.outbox) + self._feed.resend
-        storage = 0 if self._moves is None else self._moves.pending_work
-        return self._slots.in_flight + storage + messages + len(self._owner.handed) > 0
+        pending = self._slots.in_flight + self._moves.pending_work
+        return pending + messages + len(self._owner.handed) > 0
 
     @property
     def saving(self) -> int:
         """Blocks that are written to storage, or wait to be: their slots return by themselves."""
-        return 0 if self._moves is None else self._moves.saving
+        return self._moves.saving
 
     def statistics(self) -> TierStatistics:
         """Counters and sizes."""
-        return TierStatistics(
-            **vars(self._counters),
-            refused_fetches=0 if self._moves is None else self._moves.waits.refused,
-            slots=self._tier.num_slots,
-            resident=self._tier.resident,
-            pinned=self._tier.pinned,
-            stored_objects=0 if self._moves is None else self._moves.storage.objects,
-        )
+        sizes = {
+            "slots": self._tier.num_slots,
+            "resident": self._tier.resident,
+            "pinned": self._tier.pinned,
+            "refused_fetches": self._moves.waits.refused,
+            "stored_objects": self._storage.objects,
+        }
+        return TierStatistics(**(self._counts | sizes))
 
     def health(self) -> TierHealth:
         """Whether every tier and every sink works."""
         if self._owner.thread == CLOSED:
             return TierHealth("closed", ())
         tier = self._storage
-        stored = (
-            () if tier is None else dict.fromkeys((tier.trouble, *tier.failing, tier.condition))
-        )
+        stored = dict.fromkeys((tier.trouble, *tier.failing, tier.condition))
         sinks = () if self._service is None else self._service.troubles
         troubles = (*(f"storage: {one}" for one in stored if one), *sinks)
         return TierHealth("degraded", troubles) if troubles else OK
@@ -426,23 +405,19 @@ class TierCache:
         if get_ident() == self._owner.thread:
             self._enter()
             self._end_step()
-            if self._moves is not None:
-                self._moves.write_all()
+            self._moves.write_all()
         if not self._owner.close():
             return
-        if self._background is not None:
-            self._background.close(self.config.storage.close_timeout_s)
-        if self._storage is not None:
-            self._storage.poll()
-            if self._storage.stuck:
-                self.memory.keep()
+        self._storage.close(self.config.storage.close_timeout_s)
+        self._storage.poll()
+        if self._storage.stuck:
+            self.memory.keep()
         self.memory.close()
 
     def close_in_child(self) -> None:
         """Called in a forked child: the cache cannot be used there."""
         self._owner.close("this cache was used before a fork: open another one in the child")
-        if self._background is not None:
-            self._background.abandon()
+        self._storage.abandon()
 
     def check(self) -> None:
         """AssertionError if the cache's own facts disagree, for tests."""
@@ -450,24 +425,6 @@ class TierCache:
 
 
 OK = TierHealth("ok", ())
-
-
-def _background(
-    storage: StorageTier | None, sinks: SinkService | None
-) -> StorageTier | LoopThread | None:
-    """Runs storage and sinks on an event loop in another thread. None without them."""
-    if sinks is None:
-        return storage
-    found: StorageTier | LoopThread
-    if storage is not None:
-        found = storage
-        storage.beside.append(sinks)
-    else:
-        from kvactors.tier_cache.copies import LoopThread
-
-        found = LoopThread([sinks])
-    sinks.feed.wake = lambda: found.call(sinks.take)
-    return found
 
 
 def _check_parts(config: TierConfig, memory: Any, storage: Any) -> None:

@@ -147,7 +147,8 @@ class StorageTier:
     called in any thread. The memory of a job belongs to the job until its result.
 
     Args:
-        make: makes the back end. Called by `open`, in the thread that runs the store.
+        make: makes the back end. Called by `open`, in the thread that runs the store. None for a
+            tier that holds nothing.
         digest: the identity that all objects share, 32 bytes. It is part of every object's name.
         memory: where the objects of jobs are, for stores that register it. None if it is unknown.
 
@@ -159,7 +160,7 @@ class StorageTier:
 
     def __init__(
         self,
-        make: Callable[[], Backend],
+        make: Callable[[], Backend] | None,
         digest: bytes,
         block_bytes: int,
         timeout: float = 10.0,
@@ -199,14 +200,18 @@ class StorageTier:
 
         if self._closed or self._thread is not None:
             raise StoreError("a storage tier is opened once")
-        loop = self._loop = StorageLoop(self)
-        thread = self._thread = self._make_thread([loop, *self.beside])
+        loop = self._loop = None if self.make is None else StorageLoop(self, self.make)
+        services = [*self.beside] if loop is None else [loop, *self.beside]
+        if not services:
+            return
+        thread = self._thread = self._make_thread(services)
         try:
             thread.open(limit)
         except BaseException:
             self.close(0.0)
             raise
-        self.known = loop.known
+        if loop is not None:
+            self.known = loop.known
         if self._event_fd:
             self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         atexit_close(self)
@@ -426,8 +431,6 @@ def make_storage(
 ) -> StorageTier:
     """The storage tier of a config. `StorageTier.open` opens it."""
     storage = config.storage
-    if storage.backend == "none":
-        raise ConfigError("storage.backend is needed: file, memory, or package.module:Class")
     identity = StoreIdentity(
         config.model, storage.namespace, config.fingerprint, storage.rank, storage.ranks
     )
@@ -450,7 +453,7 @@ def make_storage(
         return made
 
     return StorageTier(
-        make,
+        None if storage.backend == "none" else make,
         identity.digest,
         config.block_bytes,
         storage.timeout_s,
@@ -475,6 +478,8 @@ def open_storage(
         StoreError: the store cannot be used (an OSError).
     """
     checked = checked_config(config)
+    if checked.storage.backend == "none":
+        raise ConfigError("storage.backend is needed: file, memory, or package.module:Class")
     if memory is not None:
         from kvactors.tier_cache.slots import SlotMemory
 

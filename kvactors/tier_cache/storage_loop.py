@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from kvactors.errors import StoreError
+from kvactors.storage.backend import Backend
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome
 from kvactors.tier_cache.storage import JobKind, KnownObjects, ObjectViews, StorageJob, StorageTier
@@ -23,17 +24,17 @@ class StorageLoop:
         known: the objects known since the last clear that has begun. Other jobs are not done.
     """
 
-    def __init__(self, tier: StorageTier) -> None:
+    def __init__(self, tier: StorageTier, make: Callable[[], Backend]) -> None:
         self.store: GuardedBackend | None = None
         self.known = KnownObjects()
         self.clearing = 0
-        self._tier = tier
+        self._tier, self._make = tier, make
         self._waiting: dict[JobKind, deque[StorageJob]] = {kind: deque() for kind in MOST}
         self._running: dict[JobKind, int] = dict.fromkeys(MOST, 0)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
-        self.store = store = GuardedBackend(self._tier.make(), self._tier.timeout)
+        self.store = store = GuardedBackend(self._make(), self._tier.timeout)
         try:
             await store.open()
             if self._tier.memory is not None:

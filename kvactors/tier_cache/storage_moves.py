@@ -12,7 +12,8 @@ from itertools import islice
 
 from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.errors import CacheClosed
-from kvactors.tier_cache.answers import EventLog, Lookup, TierCounters
+from kvactors.settings.check import WritePolicy
+from kvactors.tier_cache.answers import EventLog, Lookup
 from kvactors.tier_cache.owner import RoomWaits, trim
 from kvactors.tier_cache.settings import TierStorage
 from kvactors.tier_cache.slots import MISS, PENDING, SlotMemory, SlotTable
@@ -46,8 +47,9 @@ class StorageMoves:
         memory: SlotMemory,
         storage: StorageTier,
         settings: TierStorage,
+        policy: WritePolicy,
         events: EventLog,
-        counters: TierCounters,
+        counts: dict[str, int],
     ) -> None:
         self.storage = storage
         self.from_storage: set[bytes] = set()  # fetched, and not loaded since
@@ -58,7 +60,7 @@ class StorageMoves:
         self._memory = memory
         self._events = events
         self._reports_storage = events.wants(Tier.STORAGE)
-        self._counters = counters
+        self._counts = counts
         # Stored keys without a slot that the engine asked for in this step or the one before, in
         # the order of their first look-ups, and the step of the last one.
         self._wanted: dict[bytes, int] = {}
@@ -66,14 +68,12 @@ class StorageMoves:
         self._to_serve = False  # a key came since slots were last sought for them
         self._in_flight: dict[Hashable, list[HostBlock]] = {}
         self._late: set[bytes] = set()  # keys whose fetch takes longer than the store's timeout
-        self._failed: dict[bytes, float] = {}  # fetches that failed, and when to try again
+        self._missing: dict[bytes, float] = {}  # absent or unreadable keys, and until when
         self.started: dict[Hashable, float] = {}  # of fetches
-        # keys of a store that does not list its objects: to be asked about, asked about and when,
-        # and absent until when
+        # keys of a store that does not list its objects: to be asked about, asked about and when
         self._unasked: dict[bytes, None] = {}
         self._asked: dict[bytes, float] = {}
-        self._absent: dict[bytes, float] = {}
-        self._policy = settings.write_policy
+        self._policy = policy
         self._min_hits = settings.min_hits
         self._ahead = -(-tier.capacity // AHEAD)
         self._pins = settings.on_full == "wait"  # whether waiting blocks are pinned
@@ -122,8 +122,6 @@ class StorageMoves:
             self._submit_queries()
         elif asked is not None:
             return PENDING if now - asked < self.storage.timeout + 1.0 else MISS
-        elif now < self._absent.get(key, now):
-            return MISS
         else:
             self._unasked[key] = None
         return PENDING
@@ -133,14 +131,14 @@ class StorageMoves:
         return MISS if key in self._late else PENDING
 
     def _works(self, key: bytes) -> bool:
-        """Whether the store may be asked for a key. A failure is tried again after a while."""
+        """Whether the store may be asked for a key. A failure and an absence hold for a while."""
         trouble = self._trouble
         if trouble is None:
             trouble = self._trouble = self.storage.trouble
-        if not trouble and key not in self._failed:
+        if not trouble and key not in self._missing:
             return True
         now = self.storage.clock()
-        if now < self._failed.get(key, 0.0) or (trouble and now < self._retry_at):
+        if now < self._missing.get(key, 0.0) or (trouble and now < self._retry_at):
             return False
         self._retry_at = now + RETRY
         return True
@@ -175,10 +173,10 @@ class StorageMoves:
         for key in keys:
             queued = self._unsaved.pop(key, None) is not None
             wanted = self._policy == "write_back" or key in self._failed_saves
-            self._counters.unsaved += queued or (wanted and not self.storage.contains(key))
+            self._counts["unsaved"] += queued or (wanted and not self.storage.contains(key))
             self._failed_saves.discard(key)
             self._touches.pop(key, None)
-        self._counters.evicted += len(keys)
+        self._counts["evicted"] += len(keys)
         self._events.record(Tier.HOST, False, keys, Reason.CPU_EVICTION)
         self.from_storage.difference_update(keys)
 
@@ -323,7 +321,7 @@ class StorageMoves:
             if result.kind == "lookup":
                 for key in result.keys:
                     self._asked.pop(key, None)
-                self._note_failures(self._absent, result, ABSENT)
+                self._note_misses(result, ABSENT)
             elif result.kind == "store":
                 self._saved(result, blocks)
             else:
@@ -336,11 +334,11 @@ class StorageMoves:
         if self._late:
             self._late.difference_update(result.keys)
         failed = frozenset(i for i, ok in enumerate(result.ok) if not ok)
-        self._note_failures(self._failed, result, RETRY)
+        self._note_misses(result, RETRY)
         landed = [block.hash for block in self._tier.land(blocks, failed)]
-        self._counters.fetched += len(landed)
-        self._counters.failed_fetches += len(failed)
-        self._counters.fetched_bytes += result.nbytes
+        self._counts["fetched"] += len(landed)
+        self._counts["failed_fetches"] += len(failed)
+        self._counts["fetched_bytes"] += result.nbytes
         self.from_storage.update(landed)
         until = self.storage.clock() + AWAITED
         for key in landed:
@@ -348,16 +346,14 @@ class StorageMoves:
         self._record_removed(result.removed, Reason.CORRUPT)
         self._events.record(Tier.HOST, True, landed, Reason.LOAD)
 
-    def _note_failures(
-        self, times: dict[bytes, float], result: StorageResult, seconds: float
-    ) -> None:
+    def _note_misses(self, result: StorageResult, seconds: float) -> None:
         """Keys that the store lacks, or whose fetch failed, are misses for a while."""
         again = self.storage.clock() + seconds
         for key, ok in zip(result.keys, result.ok, strict=True):
-            times.pop(key, None)
+            self._missing.pop(key, None)
             if not ok:
-                times[key] = again
-        trim(times)
+                self._missing[key] = again
+        trim(self._missing)
 
     def _saved(self, result: StorageResult, blocks: list[HostBlock]) -> None:
         self._saving -= len(blocks)
@@ -370,11 +366,10 @@ class StorageMoves:
                 self._failed_saves.add(block.hash)
         saved = [key for key, ok in zip(result.keys, result.ok, strict=True) if ok]
         for key in saved:
-            self._failed.pop(key, None)
-            self._absent.pop(key, None)
-        self._counters.saved += len(saved)
-        self._counters.failed_saves += len(result.keys) - len(saved)
-        self._counters.saved_bytes += result.nbytes
+            self._missing.pop(key, None)
+        self._counts["saved"] += len(saved)
+        self._counts["failed_saves"] += len(result.keys) - len(saved)
+        self._counts["saved_bytes"] += result.nbytes
         self._record_removed(result.removed, Reason.STORAGE_EVICTION)
         self._record_stored(key for key in saved if self.storage.contains(key))
 
@@ -400,7 +395,7 @@ class StorageMoves:
             kept.clear()
         self.waits.clear()
         self._unasked.clear()
-        self._absent.clear()
+        self._missing.clear()
         self.from_storage.clear()
         if storage:
             self._record_removed(self.storage.clear(), Reason.CLEAR)
