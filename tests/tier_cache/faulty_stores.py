@@ -1,14 +1,12 @@
-"""A memory and a file store, named by module path in settings, whose faults a test switches."""
+"""A memory store whose faults a test switches."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
-from kvactors.storage.file.store import FileBackend
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 
@@ -63,24 +61,3 @@ class FaultyMemory(Faults, MemoryBackend):
             view[:] = b"\xee" * view.nbytes
         await self.remove(keys)
         return ReadReport(bytes([Outcome.CORRUPT]) * len(keys), [])
-
-
-class FaultyFile(Faults, FileBackend):
-    """Bytes of all stored objects are flipped on the disk."""
-
-    def __init__(self, config: Any, digest: bytes, block_bytes: int) -> None:
-        self._folder = Path(config.directory)
-        FileBackend.__init__(
-            self, config.directory, digest, block_bytes, config.capacity_blocks or 0, depth=2
-        )
-
-    async def read_damaged(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        for path in self._folder.rglob("slab*"):
-            with path.open("r+b") as file:
-                content = bytearray(file.read())
-                content[::16] = bytes(byte ^ 0xFF for byte in content[::16])
-                file.seek(0)
-                file.write(content)
-        return await FileBackend.read(self, keys, views, expired)

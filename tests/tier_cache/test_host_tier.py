@@ -8,20 +8,10 @@ import threading
 
 import pytest
 
-from kvactors import CacheClosed, ConfigError, LayoutError, Tier, WrongThread, open_tiers
+from kvactors import CacheClosed, LayoutError, Tier, WrongThread, open_tiers
 from kvactors.tier_cache import Lookup, TierCache, TierEvent, shared_memory
 from kvactors.types import Reason
-
-KEYS = [bytes([i]) * 36 for i in range(64)]
-
-
-def make(num_slots: int = 4, **settings: object) -> TierCache:
-    return open_tiers({"model": "m", "block_bytes": 64, "num_slots": num_slots, **settings})
-
-
-def store(cache: TierCache, keys: list[bytes], parents: list[bytes | None] | None = None) -> None:
-    assert not cache.prepare_store(keys, parents).waiting
-    cache.complete_store(keys)
+from tests.tier_cache.helpers import KEYS, make, store
 
 
 def test_a_key_is_missing_then_pending_then_a_hit():
@@ -247,30 +237,6 @@ def test_two_mappings_of_one_file_share_their_slots(tmp_path):
 
 def make_over(memory: object) -> TierCache:
     return open_tiers({"model": "m", "block_bytes": 64, "num_slots": 4}, memory=memory)
-
-
-@pytest.mark.parametrize(
-    ("settings", "text"),
-    [
-        ({"model": ""}, "model"),
-        ({"num_slots": 0}, "num_slots"),
-        ({"block_bytes": -1}, "block_bytes"),
-        ({"policy": "best"}, "policy"),
-        ({"slots": 3}, "slots"),
-        ({"events": ["device"]}, "device"),
-    ],
-)
-def test_settings_that_do_not_fit_are_named(settings: dict[str, object], text: str):
-    with pytest.raises(ConfigError, match=text):
-        make(**settings)
-
-
-def test_the_identity_is_in_the_fingerprint():
-    prints = {
-        make(identity=identity).config.fingerprint
-        for identity in ({}, {"dtype": "bf16"}, {"dtype": "fp16"}, {"hash": "sha256", "seed": 0})
-    }
-    assert len(prints) == 4
 
 
 def test_the_import_is_silent_and_light():

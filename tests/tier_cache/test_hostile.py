@@ -14,19 +14,7 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.tier_cache import Lookup, SlotMemory, TierCache, open_storage
 from kvactors.tier_cache.settings import checked_config
-from tests.tier_cache.helpers import (
-    BLOCK,
-    KEYS,
-    LIMIT,
-    answer,
-    load,
-    make,
-    on_disk,
-    payload,
-    settle,
-    store,
-)
-from tests.tier_cache.stores import FaultyStore
+from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, on_disk, payload, store
 
 
 class HangingSink(MemorySink):
@@ -120,19 +108,3 @@ def test_shutdown_at_any_moment_of_a_busy_owner(tmp_path):
             serve_without_end(cache)
         closer.join(LIMIT)
         assert not closer.is_alive()
-
-
-def test_a_full_store_keeps_the_host_tier_working(monkeypatch):
-    monkeypatch.setattr(FaultyStore, "mode", "raise")
-    backend = f"{FaultyStore.__module__}:{FaultyStore.__name__}"
-    cache = make(4, storage={"backend": backend})
-    for i in range(0, 64, 4):
-        assert store(cache, KEYS[i : i + 4])
-        assert [cache.lookup(key) for key in KEYS[i : i + 4]] == [Lookup.HIT] * 4
-        assert load(cache, KEYS[i]) == payload(KEYS[i])
-        settle(cache)
-    assert cache.statistics().saved == 0
-    assert cache.statistics().pinned == 0
-    assert answer(cache, KEYS[0]) is Lookup.MISS
-    cache.check()
-    cache.shutdown()

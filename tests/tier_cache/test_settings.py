@@ -51,6 +51,25 @@ def test_a_value_out_of_range_is_named(name, value):
             checked_config(config)
 
 
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"model": ""}, "model"),
+        ({"block_bytes": -1}, "block_bytes"),
+        ({"policy": "best"}, "policy"),
+        ({"slots": 3}, "slots"),
+        ({"events": ["device"]}, "device"),
+        ({"storage": {"backend": "file"}}, "directory"),
+        ({"storage": {"backend": "attention_store"}}, "tokens"),
+        ({"storage": {"backend": "memory", "rank": 1}}, "rank"),
+        ({"storage": {"backend": "memory", "exclusive": True}}, "exclusive"),
+    ],
+)
+def test_settings_that_do_not_fit_are_named(settings, text):
+    with pytest.raises(ConfigError, match=text):
+        checked_config({**NEEDED, **settings})
+
+
 def given(storage: dict[str, object]) -> TierConfig:
     return TierConfig(model="m", block_bytes=96, num_slots=4, storage=TierStorage(**storage))
 

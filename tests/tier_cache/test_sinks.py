@@ -93,41 +93,6 @@ def test_blocks_are_announced_below_their_parents_and_removed_before_them():
     cache.shutdown()
 
 
-def test_a_parent_that_comes_late_brings_its_children():
-    sink = TreeSink()
-    cache = open_with(sink)
-    store(cache, [TREE[1], TREE[3]])
-    describe(cache, 3)
-    describe(cache, 1)
-    flushed(cache)
-    assert sink.view()[Tier.HOST] == set(), "a block was announced without its parent"
-    store(cache, [TREE[0]])
-    flushed(cache)
-    assert sink.view()[Tier.HOST] == set(), "a block was announced without a path"
-    describe(cache, 0)
-    flushed(cache)
-    assert sink.view()[Tier.HOST] == named([0, 1, 3])
-    assert sink.torn == []
-    cache.shutdown()
-
-
-def test_a_block_that_leaves_and_returns_is_announced_again():
-    sink = TreeSink()
-    cache = open_with(sink, 2)
-    for i in range(3):
-        describe(cache, i)
-    for _ in range(3):
-        store(cache, [TREE[0]])
-        store(cache, KEYS[100:102])
-        store(cache, [TREE[0]])
-        flushed(cache)
-        assert sink.view()[Tier.HOST] == named([0])
-    cache.reset()
-    flushed(cache)
-    assert sink.view()[Tier.HOST] == set()
-    cache.shutdown()
-
-
 def test_a_wait_outlasts_a_restart_of_the_notifier(monkeypatch):
     sink = TreeSink()
     cache = open_with(sink)

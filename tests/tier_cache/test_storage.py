@@ -178,18 +178,6 @@ def test_without_patience_a_look_up_without_a_free_slot_is_a_miss():
     cache.shutdown()
 
 
-def test_more_fetches_than_slots_end(tmp_path):
-    """Two requests whose blocks do not fit together get answers all the same."""
-    cache = on_disk(tmp_path, num_slots=3)
-    for i in range(0, 6, 2):
-        store(cache, KEYS[i : i + 2])
-        settle(cache)
-    for key in (*KEYS[:6], *KEYS[:6]):
-        assert answer(cache, key) in (Lookup.HIT, Lookup.MISS)
-    cache.check()
-    cache.shutdown()
-
-
 def test_events_of_both_tiers_are_exact(tmp_path):
     cache = on_disk(tmp_path, capacity_blocks=2)
     store(cache, KEYS[:2])
@@ -213,23 +201,6 @@ def test_events_of_both_tiers_are_exact(tmp_path):
     cache.shutdown()
     cache = on_disk(tmp_path)
     assert cache.lookup(KEYS[2]) is Lookup.MISS, "a reset left stored objects"
-    cache.shutdown()
-
-
-def test_a_reset_with_fetches_and_saves_in_flight(tmp_path):
-    cache = on_disk(tmp_path, num_slots=8)
-    store(cache, KEYS[:4])
-    settle(cache)
-    cache.reset()
-    assert cache.lookup(KEYS[0]) is Lookup.PENDING
-    cache.end_step()
-    store(cache, KEYS[4:8])
-    cache.end_step()
-    cache.reset(storage=True)
-    settle(cache)
-    assert [cache.lookup(key) for key in KEYS[:8]] == [Lookup.MISS] * 8
-    cache.check()
-    assert cache.statistics().pinned == 0
     cache.shutdown()
 
 
@@ -294,18 +265,6 @@ def test_a_folder_in_use_is_named_once(tmp_path):
         two.start()
     assert str(caught.value).count(str(tmp_path)) == 1
     one.shutdown()
-
-
-def test_two_caches_of_one_process(tmp_path):
-    one, two = on_disk(tmp_path / "a"), on_disk(tmp_path / "b")
-    store(one, KEYS[:1])
-    settle(one)
-    assert two.lookup(KEYS[0]) is Lookup.MISS
-    one.shutdown()
-    store(two, KEYS[1:2])
-    settle(two)
-    assert two.statistics().saved == 1
-    two.shutdown()
 
 
 def test_shutdown_from_another_thread_with_jobs_in_flight(tmp_path):

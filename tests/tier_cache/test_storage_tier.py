@@ -312,24 +312,6 @@ def test_close_lets_jobs_end_and_is_bounded():
     FaultyStore.mode = "ok"
 
 
-@pytest.mark.parametrize(
-    ("storage", "text"),
-    [
-        ({"backend": "file"}, "directory"),
-        ({"backend": "mooncake"}, "master_server_address"),
-        ({"backend": "attention_store"}, "tokens"),
-        ({"backend": "memory", "rank": 1}, "rank"),
-        ({"backend": "memory", "timeout_s": 0}, "timeout"),
-        ({"backend": "memory", "capacity_blocks": 0}, "capacity_blocks"),
-        ({"backend": "memory", "exclusive": True}, "exclusive"),
-        ({"backend": "memory", "write_policy": "later"}, "write_policy"),
-    ],
-)
-def test_storage_settings_that_do_not_fit_are_named(storage, text):
-    with pytest.raises(ConfigError, match=text):
-        make(storage=storage)
-
-
 def test_nothing_grows_while_a_store_hangs_or_fails():
     cache = faulty(timeout_s=30.0, close_timeout_s=0.1)
     cache.start()
