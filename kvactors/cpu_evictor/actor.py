@@ -171,13 +171,13 @@ class CpuEvictor(Actor):
         tier = self.host
         tier.changes += 1
         if isinstance(message, EvictFirst):
-            tier.policy.evict_first(split_hashes(message.hashes))
+            tier.evict_first(split_hashes(message.hashes))
         elif isinstance(message, PinHostBlocks):
             tier.shares.pin(message.hashes)
         elif isinstance(message, UnpinHostBlocks):
             tier.shares.unpin(message.hashes)
         else:
-            residents = tier.policy.candidates()
+            residents = tier.candidates()
             tier.shares.set_quota(message.salt, message.blocks, residents, named=message.named)
 
     @on(EmptyHost)

@@ -54,7 +54,6 @@ class HostBlock(msgspec.Struct, eq=False, gc=False):
         on_device: it was copied to the device: a `DropHostCopies` or `KeepHostCopies` for it is on
             its way.
         dropped: removed from the tier. The slot is free as soon as it has no pins.
-        listed: it is resident, and `HostShares` has it.
     """
 
     hash: bytes
@@ -71,67 +70,17 @@ class HostBlock(msgspec.Struct, eq=False, gc=False):
     salt: int = 0
     priority: int = 0
     expiry: float = inf
-    listed: bool = False
 
     __repr__ = redacted_repr
 
-
-# -- The order in which resident blocks leave the host tier, below what `HostShares` puts first.
+    @property
+    def is_resident(self) -> bool:
+        """Whether it counts against the capacity, and `HostShares` has it."""
+        return self.state is SlotState.RESIDENT and not self.dropped
 
 
 ALONE = ("lru",)
 """Policies of a host tier that has no index."""
-
-
-class EvictionOrder:
-    """Resident blocks: the victims that the index has chosen under RETAIN and sent ahead of need,
-    then the least recently used ones. `HostTier` skips blocks that are pinned or have resident
-    children."""
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[bytes, HostBlock] = OrderedDict()
-        self._chosen: OrderedDict[bytes, HostBlock] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __contains__(self, block: HostBlock) -> bool:
-        return self._order.get(block.hash) is block
-
-    def add(self, block: HostBlock) -> None:
-        """A block has become resident, as the most recently used."""
-        self._order[block.hash] = block
-
-    def remove(self, block: HostBlock) -> None:
-        del self._order[block.hash]
-        self._chosen.pop(block.hash, None)
-
-    def touch(self, hashes: Iterable[bytes]) -> None:
-        """Blocks were used, in this order. Hashes of other blocks are ignored."""
-        order, chosen = self._order, self._chosen
-        for block_hash in hashes:
-            if block_hash in order:
-                order.move_to_end(block_hash)
-                chosen.pop(block_hash, None)
-
-    def evict_first(self, hashes: Iterable[bytes]) -> None:
-        """The index has chosen the next victims. Hashes of other blocks are ignored."""
-        for block_hash in hashes:
-            if (block := self._order.get(block_hash)) is not None:
-                self._chosen[block_hash] = block
-
-    def candidates(self) -> Iterator[HostBlock]:
-        """Resident blocks, the first to evict first. The order must not change during the
-        iteration. A victim of the index that cannot be evicted now comes again in the order of last
-        use only."""
-        chosen, tried = self._chosen, set[bytes]()
-        while chosen:
-            block_hash, block = chosen.popitem(last=False)
-            tried.add(block_hash)
-            yield block
-        for block in self._order.values():
-            if block.hash not in tried:
-                yield block
 
 
 # -- Quotas, hints and pins in the host tier: which blocks leave before the policy's choice.
@@ -299,7 +248,7 @@ class HostShares:
 
     def _expires_at(self, entry: tuple[float, int, HostBlock]) -> bool:
         expiry, _, block = entry
-        return block.listed and block.expiry == expiry
+        return block.is_resident and block.expiry == expiry
 
     # -- the choice
 
@@ -387,7 +336,10 @@ class HostTier:
         self.pinned = 0  # slots in use by a copy, a read or a write
         self.on_device = 0  # slots whose blocks the device holds, until the index discards them
         self.blocks: dict[bytes, HostBlock] = {}
-        self.policy = EvictionOrder()
+        # Resident blocks by their last use, and those that the index has chosen under RETAIN and
+        # sent ahead of need. `victims` skips blocks that are pinned or have resident children.
+        self._order: Order = OrderedDict()
+        self._chosen: Order = OrderedDict()
         self.shares = HostShares() if shares is None else shares
         self.generation = 0  # calls of `clear`
         self.changes = 0  # calls that changed something
@@ -492,7 +444,7 @@ class HostTier:
         chosen_hashes: set[bytes] = set()
         gone: Counter[bytes] = Counter()
         passed: dict[bytes, float] = {}  # limits of blocks that come before their children
-        for candidate, most in shares.candidates(self.policy.candidates(), incoming, taken):
+        for candidate, most in shares.candidates(self.candidates(), incoming, taken):
             block: HostBlock | None = candidate
             end = len(chosen) + most
             while block is not None and not (
@@ -519,10 +471,10 @@ class HostTier:
         if traits == (block.salt, block.priority, block.expiry):
             return
         self.changes += 1
-        if block.listed:
+        if block.is_resident:
             self.shares.remove(block)
         block.salt, block.priority, block.expiry = traits
-        if block.listed:
+        if block.is_resident:
             self.shares.add(block)
 
     def touch(self, hashes: Iterable[bytes]) -> None:
@@ -531,21 +483,44 @@ class HostTier:
             hashes = list(hashes)
             for block_hash in hashes:
                 block = self.blocks.get(block_hash)
-                if block is not None and block.listed:
+                if block is not None and block.is_resident:
                     self.shares.touch(block)
-        self.policy.touch(hashes)
+        order, chosen = self._order, self._chosen
+        for block_hash in hashes:
+            if block_hash in order:
+                order.move_to_end(block_hash)
+                chosen.pop(block_hash, None)
+
+    def evict_first(self, hashes: Iterable[bytes]) -> None:
+        """The index has chosen the next victims. Hashes of other blocks are ignored."""
+        for block_hash in hashes:
+            if (block := self._order.get(block_hash)) is not None:
+                self._chosen[block_hash] = block
+
+    def candidates(self) -> Iterator[HostBlock]:
+        """Resident blocks, the first to evict first, below what `HostShares` puts first. The order
+        must not change during the iteration. A victim of the index that cannot be evicted now comes
+        again in the order of last use only."""
+        chosen, tried = self._chosen, set[bytes]()
+        while chosen:
+            block_hash, block = chosen.popitem(last=False)
+            tried.add(block_hash)
+            yield block
+        for block in self._order.values():
+            if block.hash not in tried:
+                yield block
 
     def move(self, block: HostBlock, state: SlotState) -> None:
         """Change a block's state. One that becomes resident is the most recently used."""
         if self.on_state is not None:
             self.on_state(block, state)
-        if block.state is SlotState.RESIDENT and state is not SlotState.RESIDENT:
+        before, block.state = block.state, state
+        if before is SlotState.RESIDENT and state is not SlotState.RESIDENT:
             self._exit(block)
-        elif state is SlotState.RESIDENT and block.state is not SlotState.RESIDENT:
+        elif state is SlotState.RESIDENT and before is not SlotState.RESIDENT:
             self._enter(block)
             self.mark_not_on_device(block)
         self.changes += 1
-        block.state = state
 
     def pin(self, block: HostBlock) -> None:
         self.changes += 1
@@ -620,7 +595,9 @@ class HostTier:
                 found = self.blocks.get(block.hash) is block
                 ensure(found or not current, "a block is not found by its hash")
                 resident = current and block.state is SlotState.RESIDENT
-                ensure((block in self.policy) == resident, "order and blocks disagree")
+                ensure(
+                    (self._order.get(block.hash) is block) == resident, "order and blocks disagree"
+                )
                 used_or_changed = block.pins > 0 or changes != self.changes
                 ensure(current or used_or_changed, "a dropped block keeps its slot without a use")
                 used[block.slot] += used[block.slot] < 2
@@ -629,7 +606,7 @@ class HostTier:
                 if resident:
                     children[block.parent] += 1
             yield
-        ensure(len(self.policy) == self.resident, "order and blocks disagree")
+        ensure(len(self._order) == self.resident, "order and blocks disagree")
         ensure(self.resident <= self.capacity, "more residents than capacity")
         self.shares.check(self.resident)
         unused, parents = self._free + self._withheld, list(children)
@@ -651,14 +628,13 @@ class HostTier:
 
     def _enter(self, block: HostBlock) -> None:
         self.resident += 1
-        self.policy.add(block)
-        block.listed = True
+        self._order[block.hash] = block
         self.shares.add(block)
         self._children[block.parent] += 1
 
     def _exit(self, block: HostBlock) -> None:
         self.resident -= 1
-        self.policy.remove(block)
-        block.listed = False
+        del self._order[block.hash]
+        self._chosen.pop(block.hash, None)
         self.shares.remove(block)
         _decrement(self._children, block.parent)

@@ -77,6 +77,7 @@ class TierCache:
         if storage is None:
             storage = make_storage(config, memory=memory, clock=clock)
         self._storage = storage
+        self._results = storage.results
         if service is not None:
             storage.beside.append(service)
             service.feed.wake = partial(storage.call, service.take)
@@ -146,7 +147,7 @@ class TierCache:
             self._owner.check()
         if self._owner.handed:
             self._owner.catch_up()
-        if self._storage.results:
+        if self._results:
             self._moves.collect()
 
     # -- look-up
@@ -170,12 +171,14 @@ class TierCache:
         if type(key) is not bytes or not key:
             key = checked_key(key)
         owner = self._owner
-        if get_ident() != owner.thread or owner.handed or self._storage.results:
+        if get_ident() != owner.thread or owner.handed or self._results:
             self._enter()
         found = self._slots.lookup(key)
+        if found is HIT:
+            return found
         if found is PENDING:
             return self._moves.pending(key)
-        return self._moves.lookup(key) if found is MISS and storage and self._stored else found
+        return self._moves.lookup(key) if storage and self._stored else MISS
 
     def source(self, key: bytes) -> Tier:
         """The tier of a key's bytes: STORAGE from a fetch until the first load, then HOST."""

@@ -226,7 +226,7 @@ class StorageMoves:
         if self._tier.capacity - self._tier.resident >= self._ahead:
             return
         self._unscanned = 0
-        victims = islice(self._tier.policy.candidates(), self._ahead)
+        victims = islice(self._tier.candidates(), self._ahead)
         self._queue_saves([block for block in victims if not block.arriving])
 
     def _take_saves(self, most: int) -> list[HostBlock]:

@@ -22,7 +22,7 @@ def order(host: HostTier, count: int) -> list[int]:
 
 
 def first(host: HostTier, *numbers: int) -> None:
-    host.policy.evict_first([name(number) for number in numbers])
+    host.evict_first([name(number) for number in numbers])
 
 
 def test_the_index_chooses_under_retain():
@@ -59,7 +59,7 @@ def test_a_victim_that_has_left_is_forgotten():
 def test_every_block_is_a_candidate_once():
     host = tier()
     first(host, 3, 1)
-    found = [block.hash[0] for block in host.policy.candidates()]
+    found = [block.hash[0] for block in host.candidates()]
     assert found == [3, 1, 2, 4, 5, 6]
 
 
@@ -68,7 +68,7 @@ def test_a_victim_that_cannot_be_evicted_is_tried_once():
     host.pin(host.blocks[name(4)])
     first(host, 4)
     assert order(host, 1) == [1]
-    assert [block.hash[0] for block in host.policy.candidates()] == [1, 2, 3, 4, 5, 6]
+    assert [block.hash[0] for block in host.candidates()] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_block_with_followers_stays_although_it_was_named():

@@ -96,7 +96,7 @@ def test_an_inclusive_host_keeps_a_copy_of_the_path():
     actions = host.end(Copied(copy.op, (0,)))
     assert names(actions) == ["BlocksAdded", "Saved"]
     assert sent(actions, Saved)[0].kept_mask == bytes([1, 1, 0])
-    order = [block.hash for block in host.tier.policy.candidates()]
+    order = [block.hash for block in host.tier.candidates()]
     assert order == [keys[1], keys[0]], "a parent is younger than its children"
 
 

@@ -167,7 +167,7 @@ def test_host_blocks_leave_in_the_order_of_the_model(steps):
             model.pinned.discard(values)
         elif kind == "quota":
             model.quotas[values[0]] = values[1]
-            shares.set_quota(values[0], values[1], tier.policy.candidates(), named=True)
+            shares.set_quota(values[0], values[1], tier.candidates(), named=True)
         elif kind == "evict":
             count, salt, incoming, time[0] = values
             found = tier.victims(count, (), {salt: incoming})

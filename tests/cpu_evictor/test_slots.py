@@ -183,7 +183,7 @@ class SlotsMachine(RuleBasedStateMachine):
         assert tier.free == self.free()
         assert tier.resident == len(self.order)
         assert tier.pinned == len(self.pins)
-        assert [block.hash for block in tier.policy.candidates()] == self.order
+        assert [block.hash for block in tier.candidates()] == self.order
         waiting = sum(block.on_device for block in self.blocks.values())
         assert tier.on_device == waiting
         assert tier.in_transit == len(self.blocks) - len(self.order) - waiting
