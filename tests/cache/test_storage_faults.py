@@ -103,31 +103,8 @@ async def test_a_fault_of_the_store_costs_misses_and_is_counted(name, tmp_path, 
         )
 
 
-async def test_a_restart_finds_every_block(tmp_path):
-    for restarted in (False, True):
-        async with opened(device=16, host=HOST, storage=stored(tmp_path)) as cache:
-            found = await serve_all(cache)
-            assert not restarted or found == PROMPTS * BLOCKS
-
-
 async def test_exhausted_staging_memory_costs_misses_only(tmp_path):
     host = {"slots": 2, "transit_slots": 2}
     async with opened(device=16, host=host, storage=stored(tmp_path)) as cache:
         for _ in range(3):
             await serve_all(cache)
-
-
-async def test_a_file_system_without_direct_io_is_used_through_the_page_cache(
-    tmp_path, monkeypatch
-):
-    real = os.open
-
-    def refuse(path, flags, *rest, **more):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "no O_DIRECT here")
-        return real(path, flags, *rest, **more)
-
-    monkeypatch.setattr(os, "open", refuse)
-    async with opened(device=16, host=HOST, storage=stored(tmp_path)) as cache:
-        await serve_all(cache)
-        assert await serve_all(cache) > 0

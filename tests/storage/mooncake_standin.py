@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, OK
+from kvactors.storage.mooncake_client import NOT_FOUND, OK
 
 INVALID, FAILED = -600, -800
 UNREACHABLE = 2
@@ -143,10 +143,3 @@ class StandIn:
     def remove(self, key: str, force: bool = False) -> int:
         self._call("remove")
         return OK if self.objects.pop(key, None) is not None else NOT_FOUND
-
-    def batch_remove(self, keys: Any, force: bool = False) -> list[int]:
-        self._call("batch_remove")
-        return [OK if self.objects.pop(key, None) is not None else NOT_FOUND for key in keys]
-
-
-NO_SPACE_EVER = [NO_SPACE] * 1000

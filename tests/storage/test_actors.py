@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 import pytest
 
@@ -14,16 +13,9 @@ from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.quotas import Quota, StorageQuotas
 from kvactors.storage import actors
-from kvactors.storage.actors import (
-    BATCHES_IN_FLIGHT,
-    Batch,
-    StorageReader,
-    StorageWorker,
-    StorageWriter,
-)
+from kvactors.storage.actors import BATCHES_IN_FLIGHT, StorageReader, StorageWriter
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import (
-    BatchDone,
     ClearStore,
     NextPage,
     Outcome,
@@ -41,37 +33,6 @@ from kvactors.substitutes import NoWriter
 from kvactors.types import Reason, split_hashes
 from tests.support import probe
 from tests.support.stepper import Stepper
-
-
-class Worker(StorageWorker):
-    def __init__(self) -> None:
-        self._in_flight, self._waiting, self.begun = 0, deque(), []
-
-    def start_job(self, work, done, failed, **about) -> None:
-        self.begun.append(work)
-
-
-def batch(op: int) -> Batch:
-    return Batch(lambda: op, BatchDone(Written(op, b"")))
-
-
-def test_a_few_batches_start_and_the_others_wait_in_order():
-    worker = Worker()
-    for op in range(BATCHES_IN_FLIGHT + 2):
-        worker.enqueue(batch(op))
-    assert worker.begun == [*range(BATCHES_IN_FLIGHT)]
-    worker._in_flight -= 1
-    worker._start_batches()
-    assert worker.begun == [*range(BATCHES_IN_FLIGHT + 1)]
-
-
-def test_a_batch_out_of_turn_counts_as_in_flight():
-    worker = Worker()
-    for op in range(BATCHES_IN_FLIGHT):
-        worker.run_now(batch(op))
-    worker.enqueue(batch(BATCHES_IN_FLIGHT))
-    assert len(worker.begun) == BATCHES_IN_FLIGHT
-
 
 # -- StorageReader, turn by turn.
 

@@ -11,11 +11,10 @@ import pytest
 
 from kvactors.attention_sdk import Sdk, complete
 from kvactors.device.host import HostDevice
-from kvactors.errors import DeadlineExceeded, LayoutError, SdkError
-from kvactors.layout import GQALayout
+from kvactors.errors import DeadlineExceeded, SdkError
 from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.attention_store import AttentionStoreBackend
-from tests.storage.test_attention_store_backend import BLOCK, LAYOUT, STAND_IN, calls, path
+from tests.storage.test_attention_store_backend import LAYOUT, STAND_IN, calls, path
 from tests.support import attentionstore_sdk as stand_in
 
 
@@ -133,10 +132,3 @@ async def test_an_error_of_any_call_is_no_block(monkeypatch, name):
     expected = {"match": (0, 0), "read": (0, 4), "write": (4, 0)}
     assert (fetched, saved) == expected[name]
     await store.close()
-
-
-def test_scales_are_refused_at_the_start():
-    """Its calls have no pointers to them. The other back ends store them."""
-    layout = GQALayout(2, 2, 8, BLOCK, quantization="block_wise_fp8")
-    with pytest.raises(LayoutError, match="key, value, key_scale, value_scale"):
-        backend(HostDevice(layout, 2))

@@ -20,10 +20,10 @@ import xxhash
 from kvactors.native import SlabQueue, xxh3_64
 from kvactors.storage.file import layout
 from kvactors.storage.file.io import SlabIo
-from kvactors.storage.file.table import Meta, blank_entry, mark_of
+from kvactors.storage.file.table import mark_of
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
-from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, entry_of, opened, whole
+from tests.storage.helpers import CORRUPT, MISS, OK, SIZE, entry_of, opened, whole
 from tests.support.slab_calls import faults
 
 STRIDE = 8192
@@ -104,20 +104,15 @@ async def test_entries_that_the_device_may_not_have_are_no_objects(tmp_path, fai
         assert await bench.get(1, 2) == [OK, MISS]
 
 
-async def test_entries_are_not_written_to_a_table_that_was_moved(tmp_path):
+@pytest.mark.parametrize("inode", [1, -errno.EIO], ids=["moved", "not found now"])
+async def test_entries_are_not_written_to_a_table_that_is_not_in_its_place(tmp_path, inode):
     async with opened(tmp_path) as bench:
         await bench.put(1)
-        with faults(bench.store, inode=lambda: 1):
+        with faults(bench.store, inode=lambda: inode):
             assert await bench.put(2) == [UNAVAILABLE]
-        assert "deleted or moved" in bench.store.trouble()
-
-
-async def test_entries_are_not_written_to_a_table_that_cannot_be_found_now(tmp_path):
-    async with opened(tmp_path) as bench:
-        await bench.put(1)
-        with faults(bench.store, inode=lambda: -errno.EIO):
-            assert await bench.put(3) == [UNAVAILABLE]
-        assert bench.store.keys() == [key(1)]
+        moved = inode > 0
+        assert ("deleted or moved" in bench.store.trouble()) == moved
+        assert bench.store.keys() == ([] if moved else [key(1)])
         whole(bench.store)
 
 
@@ -313,16 +308,6 @@ async def test_objects_of_a_run_that_the_disk_refuses_fail_alone(tmp_path, direc
         whole(bench.store)
 
 
-async def test_a_table_that_cannot_be_read_costs_no_object(tmp_path):
-    async with opened(tmp_path) as bench:
-        await bench.put(1, 2)
-        table = bench.store.files._table
-        with faults(bench.store, read=lambda fd, *_: -errno.EIO if fd == table else None):
-            assert await bench.get(1, 2) == [UNAVAILABLE] * 2
-        assert "Input/output error" in bench.store.trouble()
-        assert await bench.get(1, 2) == [OK] * 2
-
-
 async def test_a_table_that_ends_early_makes_the_objects_behind_it_corrupt(tmp_path):
     async with opened(tmp_path) as bench:
         await bench.put(1, 2)
@@ -489,13 +474,6 @@ def test_a_queue_refuses_sizes_and_jobs_after_its_close():
     assert queue.close(1.0)
     with pytest.raises(RuntimeError, match="closed"):
         queue.submit(False, False, [], [], b"")
-
-
-def test_blank_entries_have_no_checksums():
-    meta = Meta(PRINT.hex(), SIZE, STRIDE, 10)
-    blank, full = blank_entry(meta, key(1), 2, 3), entry_of(meta, key(1), 4, 2, 3)
-    assert blank[88:96] == blank[-8:] == bytes(8)
-    assert blank[:88] + blank[96:-8] == full[:88] + full[96:-8]
 
 
 async def test_jobs_that_end_at_the_limit_of_a_close_are_answered(tmp_path, monkeypatch):

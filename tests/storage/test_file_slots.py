@@ -19,20 +19,13 @@ from tests.support.steps import run_unsuspended
 
 
 class Supply(SlotSupply):
-    """Adds a slab of two slots for each OK among its outcomes."""
+    """Slots on a disk that fails."""
 
-    def __init__(self, *outcomes: Outcome) -> None:
+    def __init__(self) -> None:
         super().__init__(None, None, Catalog())  # type: ignore[arg-type]
-        self.outcomes = list(outcomes)
 
     async def grow(self) -> Outcome:
-        outcome = self.outcomes.pop(0) if self.outcomes else Outcome.NO_SPACE
-        if outcome == Outcome.OK:
-            self.give([10, 11])
-        return outcome
-
-    def _grow_ahead(self) -> None:
-        pass
+        return Outcome.UNAVAILABLE
 
 
 @pytest.fixture
@@ -52,15 +45,6 @@ def test_a_slot_that_is_read_becomes_free_when_its_last_reader_ends():
     assert list(slots.free) == [2, 1]
 
 
-def test_a_free_slot_can_be_the_next_one():
-    slots = Supply()
-    slots.give([1, 2, 3])
-    slots.first(3)
-    slots.first(9)
-    slots.first(None)
-    assert list(slots.free) == [3, 1, 2]
-
-
 def test_the_quarantine_doubles_with_each_corrupt_object_up_to_a_day(clock):
     slots = Supply()
     for pause in (QUARANTINE_S, 2 * QUARANTINE_S, 4 * QUARANTINE_S):
@@ -77,14 +61,6 @@ def test_the_quarantine_doubles_with_each_corrupt_object_up_to_a_day(clock):
     assert slots.release()
 
 
-def test_first_offenders_are_released_when_slots_run_out(clock):
-    slots = Supply()
-    for slot in (1, 2, 2):
-        slots.quarantine(slot)
-    assert (slots.release_first_offenders(), list(slots.free)) == (True, [1])
-    assert (slots.release_first_offenders(), slots.quarantined) == (False, 1)
-
-
 def test_a_suspect_that_returned_the_written_bytes_starts_over(clock):
     slots = Supply()
     for _ in range(2):
@@ -95,84 +71,12 @@ def test_a_suspect_that_returned_the_written_bytes_starts_over(clock):
         assert slots.suspects == set()
 
 
-# -- Where the next free slot comes from, and the capacity without quarantined slots.
-
-
-def supply_of(*outcomes: Outcome, capacity: int = 4, free: int = 0) -> SlotSupply:
-    supply = Supply(*outcomes)
-    supply.set_capacity(capacity)
-    supply.give(range(free))
-    return supply
-
-
-async def nothing_to_evict() -> bool:
-    return False
-
-
-def take(supply: SlotSupply, squeeze=nothing_to_evict):
-    return run_unsuspended(supply.take(squeeze, lambda: False))
-
-
-def test_free_slots_are_taken_in_order_before_the_store_grows(clock):
-    supply = supply_of(Outcome.OK, free=2)
-    assert [take(supply) for _ in range(3)] == [(slot, Outcome.OK) for slot in (0, 1, 10)]
-
-
-def test_a_full_disk_evicts_one_object_for_the_slot(clock):
-    supply, asked = supply_of(), []
-
-    async def squeeze() -> bool:
-        asked.append(1)
-        supply.give([7])
-        return True
-
-    assert take(supply, squeeze) == (7, Outcome.OK)
-    assert asked == [1]
-
-
-def test_there_is_no_slot_if_nothing_can_be_evicted(clock):
-    assert take(supply_of()) == (None, Outcome.NO_SPACE)
-
-
 def test_a_disk_that_fails_is_not_asked_to_evict(clock):
     async def squeeze() -> bool:
         raise AssertionError("evicted")
 
-    assert take(supply_of(Outcome.UNAVAILABLE), squeeze) == (None, Outcome.UNAVAILABLE)
-
-
-def test_a_quarantined_slot_lowers_the_capacity_until_its_time_has_passed(clock):
-    supply = supply_of(free=0)
-    supply.quarantine(3)
-    assert supply._catalog.capacity == 3
-    clock[0] = 1e9
-    assert take(supply) == (3, Outcome.OK)
-    assert supply._catalog.capacity == 4
-
-
-def test_the_capacity_is_never_zero(clock):
-    supply = supply_of(capacity=1)
-    supply.quarantine(0)
-    assert supply._catalog.capacity == 1
-
-
-def test_first_offenders_return_before_an_object_is_evicted(clock):
-    async def squeeze() -> bool:
-        raise AssertionError("evicted")
-
-    supply = supply_of()
-    supply.quarantine(3)
-    assert take(supply, squeeze) == (3, Outcome.OK)
-
-
-def test_a_batch_that_would_evict_tries_quarantined_slots_first(clock):
-    supply = supply_of()
-    supply._catalog.admit([bytes([number]) * 32 for number in range(3)])
-    supply.quarantine(3)
-    supply.prepare(0)
-    assert supply._catalog.capacity == 3
-    supply.prepare(1)
-    assert (supply._catalog.capacity, list(supply.free)) == (4, [3])
+    found = run_unsuspended(Supply().take(squeeze, lambda: False))
+    assert found == (None, Outcome.UNAVAILABLE)
 
 
 # -- A file store within its capacity evicts and refuses nothing, although the disk is still busy with

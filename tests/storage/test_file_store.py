@@ -24,9 +24,9 @@ from kvactors.storage.file import store as file_module
 from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.file.table import ENTRY_BYTES as ENTRY
-from kvactors.storage.file.table import PAGE, Meta, scan
+from kvactors.storage.file.table import PAGE
 from kvactors.storage.messages import Outcome
-from kvactors.testing.store_contract import GOOD, Bench, key, never
+from kvactors.testing.store_contract import Bench, key, never
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, at_step, opened, whole
 from tests.support import cache as support
 from tests.support.killed_writer import kill_loop
@@ -70,16 +70,6 @@ async def test_a_write_cancelled_at_any_step_leaks_no_slot_and_leaves_no_name(tm
 def refused(fd, _at, _size):
     """A file system that opens for direct I/O, and then does not do it."""
     return -errno.EINVAL if fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT else None
-
-
-async def test_direct_io_that_is_refused_when_it_is_tried_goes_through_the_page_cache(tmp_path):
-    async with opened(tmp_path) as bench:
-        if not bench.store.files.direct:
-            pytest.skip("this file system has no direct I/O")
-        with faults(bench.store, write=refused):
-            assert set(await bench.put(*range(4))) == {OK}
-        assert not bench.store.files.direct
-        assert set(await bench.get(*range(4))) == {OK}
 
 
 async def test_threads_that_find_out_together_that_direct_io_is_refused_all_write(tmp_path):
@@ -373,19 +363,6 @@ async def test_slots_are_used_again_and_files_do_not_grow(tmp_path):
         assert len(bench.store.supply.free) == slots - 10
 
 
-async def test_another_layout_and_another_rank_have_their_own_folders(tmp_path):
-    async with opened(tmp_path) as one, opened(tmp_path, print_=bytes(32), size=9000) as other:
-        await one.put(1)
-        await other.put(1, 2)
-        await other.store.clear()
-        assert await one.get(1, 2) == [OK, MISS]
-
-
-def test_a_scan_skips_torn_entries():
-    table = bytes(ENTRY) + b"\x01" * ENTRY + b"KVACTORS" + bytes(ENTRY - 8)
-    assert scan(table, Meta(PRINT.hex(), SIZE, 8192, 10)) == ([], 2, 0)
-
-
 # -- neighbours
 
 
@@ -554,39 +531,6 @@ async def serve(cache, seed: int) -> kvactors.Hits:
     return (await support.serve(cache, f"r{seed}", [seed] * 17)).hits
 
 
-async def test_a_cache_comes_back_warm(tmp_path):
-    async with kvactors.open(config(tmp_path)) as cache:
-        for seed in range(10):
-            await serve(cache, seed)
-            await cache.wait_idle()
-    async with kvactors.open(config(tmp_path)) as cache:
-        assert [(await serve(cache, seed)).storage for seed in range(10)] == [4] * 10
-        await cache.wait_flushed()
-        assert cache.count_divergent_blocks() == 0
-        assert cache.check() == []
-
-
-async def test_rotten_bits_are_misses_that_are_reported_to_the_indexes(tmp_path):
-    async with kvactors.open(config(tmp_path)) as cache:
-        for seed in range(10):
-            await serve(cache, seed)
-        await cache.wait_idle()
-        folder = cache.system.backend.files.folder
-        await cache.clear()
-        size = (folder / "slab-0000").stat().st_size
-        stride = cache.system.backend.files.meta.stride
-        for slot in range(0, 40, 4):
-            raw = (folder / "slab-0000").read_bytes()[slot * stride + 5]
-            change(folder / "slab-0000", slot * stride + 5, bytes([raw ^ 0x10]))
-        assert size
-        for seed in range(10):
-            await serve(cache, seed)
-        await cache.wait_flushed()
-        assert cache.statistics().store.corrupt >= 1
-        assert cache.count_divergent_blocks() == 0
-        assert cache.check() == []
-
-
 async def test_a_scrub_gives_up_damaged_objects(tmp_path):
     async with opened(tmp_path, 8, scrub_rate=1 << 50) as bench:
         store = bench.store
@@ -678,48 +622,6 @@ async def test_the_namespace_rank_and_directory_of_fastdeploys_file_store(tmp_pa
 
 # -- Results of the file store's calls: one for each object of a batch, and a clear that touches no
 # other file.
-
-
-async def test_an_object_that_is_stored_is_not_written_again(tmp_path):
-    async with opened(tmp_path) as bench:
-        assert await bench.put(1) == [OK]
-        slots = len(bench.store.supply.free)
-        (view,) = bench.views(1)
-        view[:] = b"\xee" * SIZE
-        assert (await bench.store.write([key(1)], [view], never)).outcomes[0] in GOOD
-        assert len(bench.store.supply.free) == slots
-        assert await bench.get(1, 2) == [OK, MISS], "a name stands for one content"
-
-
-async def test_a_query_counts_the_leading_run_and_no_object_behind_a_gap(tmp_path):
-    async with opened(tmp_path) as bench:
-        await bench.put(0, 1, 3)
-        keys = [key(number) for number in range(4)]
-        assert bench.store.probe(keys) == 2
-        assert bench.store.probe(keys[2:]) == 0
-        assert bench.store.probe([]) == 0
-
-
-async def test_a_batch_with_too_few_views_moves_those_it_has(tmp_path):
-    async with opened(tmp_path) as bench:
-        await bench.put(1, 2)
-        keys, short = [key(3), key(4)], bench.views(1)
-        wrote = await bench.store.write(keys, short, never)
-        assert list(wrote.outcomes) == [OK, Outcome.REFUSED]
-        report = await bench.store.read([key(1), key(2)], short, never)
-        assert list(report.outcomes) == [OK, Outcome.REFUSED]
-        assert bytes(short[0]) == bench.pattern(1)
-        assert bench.store.probe([key(4)]) == 0
-        assert bench.store.probe([key(2)]) == 1, "the object is there, its view was not"
-
-
-async def test_empty_batches_are_no_error(tmp_path):
-    async with opened(tmp_path) as bench:
-        before = bench.store.statistics()
-        assert list((await bench.store.read([], [], never)).outcomes) == []
-        assert list((await bench.store.write([], [], never)).outcomes) == []
-        await bench.store.remove([])
-        assert bench.store.statistics() == before
 
 
 async def test_a_clear_forgets_the_objects_and_touches_no_other_file(tmp_path):

@@ -237,22 +237,6 @@ async def test_writes_that_fail_are_judged_apart_from_reads():
     assert (store.statistics().unavailable, store.faults) == (10, FAILURES)
 
 
-async def test_faults_one_after_another_open_the_circuit():
-    inner, store = checked()
-    calls = []
-
-    async def fails(*_):
-        calls.append(1)
-        raise ValueError("down")
-
-    inner.read = fails
-    for _ in range(20):
-        await store.read([key(1)], views(1), never)
-    assert len(calls) == 5
-    assert store.statistics().breaker == "open"
-    assert "ValueError" in store.attempts.reads.reason
-
-
 # -- clears
 
 
@@ -600,33 +584,6 @@ async def test_parts_of_paths_are_whole_or_none(wrong):
 # -- The order of clears and writes.
 
 
-async def test_a_clear_waits_for_writes_in_flight():
-    clears, order = StoreClears(), []
-
-    async def clear() -> None:
-        async with clears.clearing():
-            order.append("cleared")
-
-    with clears.writing():
-        clearing = asyncio.create_task(clear())
-        await asyncio.sleep(0)
-        order.append("written")
-        assert clears.closed
-    await clearing
-    assert (order, clears.closed) == (["written", "cleared"], False)
-
-
-async def test_a_clear_that_fails_stays_pending_until_a_later_one_succeeds():
-    clears = StoreClears()
-    with pytest.raises(OSError, match="no"):
-        async with clears.clearing():
-            raise OSError("no")
-    assert (clears.closed, clears.running) == (True, 0)
-    async with clears.clearing():
-        pass
-    assert not clears.closed
-
-
 async def test_an_earlier_clear_does_not_end_a_later_one():
     clears = StoreClears()
     first = clears.clearing()
@@ -679,19 +636,6 @@ def test_a_key_that_stays_is_listed_while_others_change():
     assert removed > 10
 
 
-def test_parts_are_what_the_store_holds():
-    store, _ = held()
-    store.catalog.capacity = 100
-    store.catalog.admit([key_of(COUNT)])
-    store.catalog.evict(())
-    store.pending.add(key_of(COUNT))
-    listed = [one for part in store.key_slices() for one in part]
-    assert len(listed) == len(set(listed)) == 98
-    assert set(listed) == set(store.keys())
-    store.catalog.clear()
-    assert not any(store.key_slices())
-
-
 # -- A store whose circuit breaker is open: nothing is read, written or lost.
 
 
@@ -727,16 +671,3 @@ async def test_a_refused_write_evicts_nothing(full_store):
     assert store.keys() == before
     assert store.take_removed() == []
     assert (store.statistics().evicted, store.statistics().unavailable) == (0, 4)
-
-
-async def test_one_batch_tries_the_store_after_the_pause(full_store, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("kvactors.storage.attempts.now", lambda: clock[0])
-    store, arena = full_store
-    for _ in range(FAILURES):
-        store.attempts.writes.failed()
-    clock[0] = 6.0
-    report = await store.write_slots(KEYS[4:6], arena, range(4, 6), lambda: False)
-    assert set(report.outcomes) == {OK}, "the first batch after the pause is written"
-    assert store.statistics().breaker == "closed"
-    assert store.keys() == [KEYS[2], KEYS[3], KEYS[4], KEYS[5]]

@@ -81,43 +81,6 @@ class Bench(LocalStore):
         return list(report.outcomes), report.gone, [bytes(view) for view in views]
 
 
-def test_written_objects_are_read_back():
-    bench = Bench()
-    assert bench.put(A, B) == ([Outcome.OK] * 2, [])
-    outcomes, gone, views = bench.get(A, B)
-    assert (outcomes, gone, views) == ([Outcome.OK] * 2, [], [b"aaaa", b"bbbb"])
-    assert bench.probe([A, B, C]) == 2
-
-
-def test_objects_in_the_store_are_not_written_again():
-    bench = Bench()
-    bench.put(A)
-    assert bench.put(A, B) == ([Outcome.EXISTS, Outcome.OK], [])
-
-
-def test_the_least_recently_used_object_is_evicted_and_erased():
-    bench = Bench(capacity=2)
-    bench.put(A, B)
-    bench.probe([A])
-    assert bench.put(C) == ([Outcome.OK], [B])
-    assert set(bench.objects) == {A, C}
-    assert bench.counters.evicted == 1
-
-
-def test_a_batch_larger_than_the_store_is_refused_in_part():
-    outcomes, _ = Bench(capacity=2).put(A, B, C)
-    assert sorted(outcomes) == sorted([Outcome.OK, Outcome.OK, Outcome.REFUSED])
-
-
-def test_keys_not_begun_by_the_deadline_are_late_and_not_in_the_store():
-    bench = Bench()
-    assert bench.put(A, expired=lambda: True) == ([Outcome.LATE], [])
-    assert bench.keys() == []
-    bench.put(B)
-    assert bench.get(B, expired=lambda: True)[0] == [Outcome.LATE]
-    assert bench.keys() == [B]
-
-
 class Grouped(Bench):
     """Objects are moved a batch a call."""
 
@@ -220,14 +183,6 @@ def test_a_taken_key_is_erased_when_it_is_removed():
     assert A in bench.objects
     run_unsuspended(bench.remove([A]))
     assert bench.objects == {}
-
-
-def test_a_clear_erases_everything():
-    bench = Bench()
-    bench.put(A, B)
-    run_unsuspended(bench.clear())
-    assert bench.objects == {}
-    assert bench.keys() == []
 
 
 # -- keys

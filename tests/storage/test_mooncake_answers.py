@@ -103,11 +103,6 @@ def test_a_local_buffer_larger_than_a_registration_is_named():
 # -- registration
 
 
-def test_2500_bytes_are_registered_in_pieces_of_1024():
-    assert pieces(5000, 2500, 1, 1024) == [(5000, 1024), (6024, 1024), (7048, 452)]
-    assert pieces(5000, 1000, 1, 1024) == [(5000, 1000)]
-
-
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
 def test_pieces_cover_every_slot_once(slots, stride, extra):
     """Of any sizes of 1 to 64: no piece is larger than it may be, and none ends inside a slot."""
@@ -153,17 +148,6 @@ async def test_each_object_of_a_batch_has_its_own_result(standin, monkeypatch):
         assert await bench.get(*range(6)) == [OK, OK, MISS, OK, MISS, OK]
         get = standin.batch_get_into_multi_buffers
         assert get(["absent"], [[0]], [[0]]) == [NOT_FOUND]
-
-
-async def test_a_batch_with_too_few_views_moves_those_it_has(standin):
-    async with joined() as bench:
-        await bench.put(1, 2)
-        report = await bench.store.read([key(1), key(2)], bench.views(1), never)
-        assert list(report.outcomes) == [OK, Outcome.REFUSED]
-        wrote = await bench.store.write([key(3), key(4)], bench.views(1), never)
-        assert list(wrote.outcomes) == [OK, Outcome.REFUSED]
-        assert await bench.found(3) == 1
-        assert await bench.found(4) == 0
 
 
 async def test_empty_batches_reach_no_pool(standin):

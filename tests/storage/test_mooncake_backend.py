@@ -168,29 +168,6 @@ async def test_nodes_with_and_without_checksums_share_a_pool(running):
         await one.backend.clear()
 
 
-async def test_without_checksums_only_the_header_is_compared(running):
-    async with Node(running.address, payload_checksums=False) as one:
-        await one.put(1, 2)
-        names = [one.backend.name(key(number)) for number in (1, 2)]
-        call = one.backend.client.call
-        good, other = [
-            await call(lambda store, name=name: bytes(store.get(name)), b"") for name in names
-        ]
-        changed = bytes([good[0] ^ 1]) + good[1:]
-        assert len(good) == SIZE + 96
-        for body, outcome in (
-            (other, Outcome.CORRUPT),
-            (good[:SIZE] + bytes(96), Outcome.CORRUPT),
-            (changed, Outcome.OK),
-        ):
-            await one.backend.client.remove(names[:1])
-            assert await call(lambda store, body=body: int(store.put(names[0], body)), -1) == 0
-            report = await one.backend.read([key(1)], [one.arena.view(0)], never)
-            assert list(report.outcomes) == [outcome]
-        assert bytes(one.arena.view(0)) == changed[:SIZE], "what the setting gives up"
-        await one.backend.clear()
-
-
 async def test_a_full_pool_is_no_space_and_no_exception(running):
     async with Node(running.address, slots=600, global_segment_size="16MB") as one:
         for start in range(0, 1200, 300):

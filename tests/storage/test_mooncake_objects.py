@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -20,7 +20,6 @@ from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
 from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
-from kvactors.settings import Config
 from kvactors.settings.mooncake import MooncakeConfig, resolve
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import (
@@ -43,6 +42,7 @@ from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, MooncakeClient
 from kvactors.testing.store_contract import key, never
 from tests.storage.mooncake_standin import StandIn
 from tests.storage.test_mooncake_answers import joined
+from tests.storage.test_views import wrong_views
 
 SIZE, DIGEST = 5000, bytes(range(32))
 OK, CORRUPT = Outcome.OK, Outcome.CORRUPT
@@ -163,15 +163,20 @@ async def test_objects_are_payloads_and_headers_of_the_format(trailer):
     bench.close()
 
 
-@pytest.mark.parametrize("place", [0, SIZE - 1, SIZE, SIZE + 8, SIZE + 20, SIZE + 50, SIZE + 90])
-async def test_a_changed_bit_of_payload_or_header_is_corrupt(bench, place):
-    await bench.write(bench.keys, bench.views, never)
-    name = bench.name(key(4))
-    data = bytearray(bench.pool.objects[name])
-    data[place] ^= 1
-    bench.pool.objects[name] = bytes(data)
-    found = await bench.read(bench.keys, bench.views, never)
-    assert list(found) == [CORRUPT if i == 4 else OK for i in range(8)]
+async def test_no_memory_of_unfit_views_is_used(bench):
+    """Views that are empty, short, long, and with gaps."""
+    memory, good = np.full(3 * SIZE, 7, np.uint8), bytes([OK])
+    bad = bytes([Outcome.REFUSED] * 4)
+    found = await bench.write(bench.keys[:5], [*wrong_views(memory), memory[:SIZE].data], never)
+    assert (found, len(bench.pool.objects)) == (bad + good, 1)
+    target, last = np.zeros(3 * SIZE, np.uint8), bench.keys[4:5]
+    assert await bench.read(last * 4, wrong_views(target), never) == bad
+    assert await bench.read(last, [memoryview(bytes(SIZE))], never) == bad[:1]
+    assert not target.any(), "memory behind a view was written"
+    assert (
+        await bench.read(last * 2, [target[:0].data, target[:SIZE].data], never) == bad[:1] + good
+    )
+    assert target[:SIZE].all()
 
 
 async def test_objects_of_other_keys_short_ones_and_missing_ones_are_no_hits(bench):
@@ -435,27 +440,6 @@ async def test_a_node_without_checksums_is_logged(pool):
 
 
 # -- the setting
-
-
-def config_of(**changes: Any) -> dict[str, Any]:
-    pool = {"master_server_address": "10.0.0.1:1", **changes}
-    return {
-        "cache": {"model": "m"},
-        "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
-        "storage": {"backend": "mooncake", "mooncake": pool},
-    }
-
-
-def test_checksums_are_on_unless_they_are_turned_off():
-    assert Config.from_mapping(config_of()).storage.mooncake.payload_checksums
-    off = Config.from_mapping(config_of(payload_checksums=False))
-    assert not off.storage.mooncake.payload_checksums
-
-
-@pytest.mark.parametrize("value", ["false", "", 0, 1, 0.0, None, [], {}, "no", float("nan")])
-def test_a_value_that_is_no_boolean_is_named(value):
-    with pytest.raises(ConfigError, match=r"storage\.mooncake\.payload_checksums"):
-        Config.from_mapping(config_of(payload_checksums=value))
 
 
 @pytest.mark.parametrize("value", ["false", 0, None, []])

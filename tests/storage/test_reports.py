@@ -108,13 +108,6 @@ class Bench:
         self.context.outbox.waiting.append(object())
 
 
-async def test_a_start_reports_the_keys_of_the_store():
-    bench = Bench(A, B)
-    bench.actor.report_all()
-    assert bench.pages() == [(BlocksAdded, A + B, Reason.STORED)]
-    assert not bench.actor.reporting
-
-
 async def test_keys_that_left_without_a_batch_are_reported_once():
     bench = Bench(A, B)
     bench.store.catalog.remove([A])
@@ -154,12 +147,6 @@ async def test_a_delayed_report_is_checked_again_and_corrected():
     assert (BlocksRemoved, A, Reason.STORAGE_EVICTION) in bench.pages()
 
 
-async def test_a_report_that_is_still_true_is_not_corrected():
-    bench = Bench(A)
-    bench.actor.recheck(Recheck(A, B))
-    assert bench.pages() == []
-
-
 async def test_a_batch_reports_the_changes_that_are_still_true():
     bench = Bench(A, D)
     bench.store.catalog.departed.update((C, D, E))
@@ -171,18 +158,6 @@ async def test_a_batch_reports_the_changes_that_are_still_true():
     ]
     assert bench.context.jobs == []
     assert bench.store.catalog.departed == set(), "acknowledged"
-
-
-async def test_a_key_that_was_taken_leaves_as_promoted():
-    bench = Bench()
-    bench.actor.batch_done(BatchDone(None, taken=A))
-    assert bench.pages() == [(BlocksRemoved, A, Reason.PROMOTION)]
-
-
-async def test_a_batch_without_changes_reports_nothing():
-    bench = Bench(A)
-    bench.actor.batch_done(BatchDone(None))
-    assert bench.pages() == []
 
 
 async def test_after_a_clear_the_objects_written_since_are_reported():
@@ -226,12 +201,6 @@ async def test_lost_keys_come_before_held_ones():
     assert [bench.page(), bench.page(), bench.page()] == [[(BlocksAdded, B)], [], None]
 
 
-async def test_only_lost_keys_are_reported_without_a_restart():
-    bench = Bench(A)
-    bench.actor.report_lost_keys()
-    assert (bench.pages(), bench.actor.reporting) == ([], False)
-
-
 async def test_a_page_leaves_out_keys_that_left_after_the_snapshot(monkeypatch):
     monkeypatch.setattr(actors, "REPORT_PAGE", 2)
     keys = {bytes([1, number]) * 16 for number in range(3)}  # listed together
@@ -242,19 +211,6 @@ async def test_a_page_leaves_out_keys_that_left_after_the_snapshot(monkeypatch):
     bench.store.catalog.remove([last])
     assert [bench.page(), bench.page()] == [[(BlocksRemoved, last)], []]
     assert (bench.page(), bench.page()) == ([], None)
-
-
-async def test_a_restart_begins_with_the_first_key(monkeypatch):
-    monkeypatch.setattr(actors, "REPORT_PAGE", 1)
-    bench = Bench(A, B)
-    bench.actor.report_all()
-    bench.actor.report_all()
-    assert [bench.page(), bench.page(), bench.page()] == [
-        [(BlocksAdded, A)],
-        [(BlocksAdded, B)],
-        [],
-    ]
-    assert [one.hashes for one in bench.context.told] == [A, A, B]
 
 
 async def test_a_restart_during_a_reading_starts_it_over():
