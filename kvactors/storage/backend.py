@@ -1,10 +1,10 @@
 """`Backend`: the contract between the storage actors and a store, and the extension point for
 stores of other packages.
 
-Arguments of the batch calls: `keys` are block hashes of 32 bytes. `views` are as many buffers of
-`block_bytes` bytes, writable for reads. In place of them, `slots` are as many slot numbers of
-`arena`. `expired` returns whether the deadline of the batch has passed: a store does not begin keys
-after it, and reports them as LATE."""
+Arguments of the batch calls: `keys` are block hashes of 32 bytes. `views` are as many contiguous
+buffers of `block_bytes` bytes, writable for reads (`GuardedBackend` refuses others). In place of
+them, `slots` are as many slot numbers of `arena`. `expired` returns whether the deadline of the
+batch has passed: a store does not begin keys after it, and reports them as LATE."""
 
 from __future__ import annotations
 

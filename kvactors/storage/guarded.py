@@ -94,6 +94,11 @@ class GuardedBackend:
         return int(self._call("generation", lambda: operator.index(self.inner.generation), 0))
 
     async def attach(self, arena: Arena) -> None:
+        if arena.block_bytes != self.block_bytes:
+            raise StoreError(
+                f"the store has objects of {self.block_bytes} bytes, and the layout has blocks of "
+                f"{arena.block_bytes} bytes: open the store with those"
+            )
         await self._begin(
             "attach", lambda: self.inner.attach(arena), "the store does not take the arena"
         )
@@ -191,6 +196,8 @@ class GuardedBackend:
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
+        if not self._fit(keys, views, writable=True):
+            return ReadReport(self._refused(keys, self.counters.read), [])
         return await self._read(keys, lambda: self.inner.read(keys, views, expired))
 
     async def read_slots(
@@ -217,6 +224,8 @@ class GuardedBackend:
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
+        if not self._fit(keys, views, writable=False):
+            return WriteReport(self._refused(keys, self.counters.written), [])
         return await self._write(keys, lambda: self.inner.write(keys, views, expired))
 
     async def write_slots(
@@ -272,6 +281,22 @@ class GuardedBackend:
             return outcomes, self._keys(what, left)
 
         return await self._wait(what, moved, unmoved, attempts)
+
+    def _fit(self, keys: Sequence[bytes], views: Sequence[memoryview], *, writable: bool) -> bool:
+        """Whether every view can hold an object. A store moves `block_bytes` bytes from the start
+        of a view, so a shorter one, or one with gaps, would expose the memory behind it."""
+        return len(views) == len(keys) and all(
+            view.nbytes == self.block_bytes
+            and view.c_contiguous
+            and not (writable and view.readonly)
+            for view in views
+        )
+
+    @staticmethod
+    def _refused(keys: Sequence[bytes], count: Callable[[bytes], None]) -> bytes:
+        outcomes = bytes([Outcome.REFUSED]) * len(keys)
+        count(outcomes)
+        return outcomes
 
     def take(self, keys: Sequence[bytes]) -> None:
         self._call("take", lambda: self.inner.take(keys), None)

@@ -95,10 +95,7 @@ class CatalogStore(Backend):
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        async def move(fit: Sequence[bytes], into: Sequence[memoryview]) -> Sequence[int]:
-            return await self.load_group(fit, into, expired)
-
-        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=True)
+        outcomes = await self.load_group(keys, views, expired)
         results = list(zip(keys, outcomes, strict=True))
         corrupt = [key for key, outcome in results if outcome == Outcome.CORRUPT]
         missing = [
@@ -130,20 +127,16 @@ class CatalogStore(Backend):
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
         """See `Backend.write`, with the salts of the keys."""
-        unfit = unfit_views(views, len(keys), self.block_bytes, writable=False)
-        fitting = [key for i, key in enumerate(keys) if i not in unfit and key not in self.pending]
+        offered = [key for key in keys if key not in self.pending]
         by_key = dict(zip(keys, salts, strict=True)) if salts else {}
-        admission = self.catalog.admit(fitting, by_key)
+        admission = self.catalog.admit(offered, by_key)
         self.counters.evicted += len(admission.evicted)
         fresh = set(admission.fresh)
         known = dict.fromkeys(admission.existing, Outcome.EXISTS)
         known.update(dict.fromkeys(admission.refused, Outcome.REFUSED))
-        outcomes = bytearray(
-            Outcome.REFUSED if i in unfit else known.get(key, Outcome.LATE)
-            for i, key in enumerate(keys)
-        )
+        outcomes = bytearray(known.get(key, Outcome.LATE) for key in keys)
         taken = fresh.difference(admission.refused)
-        chosen = [i for i, key in enumerate(keys) if i not in unfit and key in taken]
+        chosen = [i for i, key in enumerate(keys) if key in taken]
         self.pending |= fresh
         try:
             await self.erase(admission.evicted)
@@ -160,10 +153,8 @@ class CatalogStore(Backend):
         finally:
             self.abandon(fresh)
             self.pending -= fresh
-            self.catalog.remove(
-                {keys[i] for i in range(len(keys)) if outcomes[i] != Outcome.OK and i not in unfit}
-                & fresh
-            )
+            results = zip(keys, outcomes, strict=True)
+            self.catalog.remove({key for key, outcome in results if outcome != Outcome.OK} & fresh)
         return WriteReport(bytes(outcomes), admission.evicted + self.take_evicted())
 
     async def _seal(self, keys: Sequence[bytes], fresh: set[bytes], outcomes: bytearray) -> None:
@@ -302,42 +293,3 @@ class LocalStore(CatalogStore):
             if time() > until:
                 await asyncio.sleep(0)
                 until = time() + SLICE_S
-
-
-# -- views of objects
-
-
-def unfit_views(
-    views: Sequence[memoryview], count: int, block_bytes: int, *, writable: bool
-) -> frozenset[int]:
-    """Positions whose view cannot hold an object: too short, too long, with gaps, or missing.
-
-    A store moves `block_bytes` bytes from the start of a view, so a shorter one would expose the
-    memory behind it."""
-    unfit = {
-        i
-        for i, view in enumerate(views)
-        if view.nbytes != block_bytes or not view.c_contiguous or (writable and view.readonly)
-    }
-    return frozenset(unfit.union(range(len(views), count)))
-
-
-async def move_fitting(
-    keys: Sequence[bytes],
-    views: Sequence[memoryview],
-    block_bytes: int,
-    move: Callable[[Sequence[bytes], Sequence[memoryview]], Awaitable[Sequence[int]]],
-    *,
-    writable: bool,
-) -> Sequence[int]:
-    """Move the objects whose views can hold them. The outcome of the others is REFUSED."""
-    unfit = unfit_views(views, len(keys), block_bytes, writable=writable)
-    if not unfit:
-        return await move(keys, views)
-    fit = [i for i in range(len(keys)) if i not in unfit]
-    outcomes = bytearray([Outcome.REFUSED]) * len(keys)
-    if fit:
-        moved = await move([keys[i] for i in fit], [views[i] for i in fit])
-        for i, outcome in zip(fit, moved, strict=True):
-            outcomes[i] = outcome
-    return outcomes

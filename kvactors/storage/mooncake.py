@@ -32,7 +32,6 @@ from kvactors.identity import Lineage, StoreIdentity
 from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
-from kvactors.storage.local_store import move_fitting
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake_client import (
     NO_SPACE,
@@ -180,21 +179,19 @@ class PoolBatch(NamedTuple):
     """Some objects and their memory."""
 
     keys: Sequence[bytes]
-    places: Sequence[Any]
-    # From places to the addresses of each object's pieces.
-    pointers: Callable[[Sequence[Any]], list[list[int]]]
+    pointers: list[list[int]]  # addresses of each object's pieces
     sizes: list[int]  # bytes of the pieces of an object
-    headers: NDArray[np.uint8] | None = None
+    headers: NDArray[np.uint8] | None = None  # kept alive
 
     def part(self, some: slice) -> PoolBatch:
-        return self._replace(keys=self.keys[some], places=self.places[some])
+        return self._replace(keys=self.keys[some], pointers=self.pointers[some])
 
     def joined(self) -> bytes:
         return b"".join(self.keys)
 
     def chosen(self, which: Sequence[int]) -> PoolBatch:
-        keys, places = [self.keys[i] for i in which], [self.places[i] for i in which]
-        return self._replace(keys=keys, places=places)
+        keys, pointers = [self.keys[i] for i in which], [self.pointers[i] for i in which]
+        return self._replace(keys=keys, pointers=pointers)
 
 
 class PoolMoved(NamedTuple):
@@ -287,13 +284,7 @@ class MooncakeBackend(Backend):
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        """Corrupt objects are removed from the pool."""
-
-        async def move(fit: Sequence[bytes], into: Sequence[memoryview]) -> bytearray:
-            return await self._read(self._in_views(fit, into), expired)
-
-        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=True)
-        return await self._read_report(keys, bytes(outcomes))
+        return await self._read(self._in_views(keys, views), expired)
 
     async def read_slots(
         self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
@@ -301,16 +292,10 @@ class MooncakeBackend(Backend):
         """Views of slots would cost as much as small objects."""
         if not self._has_slots(arena, slots, len(keys)):
             return await super().read_slots(keys, arena, slots, expired)
-        outcomes = await self._read(self._in_slots(keys, arena, slots), expired)
-        return await self._read_report(keys, bytes(outcomes))
+        return await self._read(self._in_slots(keys, arena, slots), expired)
 
-    async def _read_report(self, keys: Sequence[bytes], outcomes: bytes) -> ReadReport:
-        if Outcome.CORRUPT in outcomes:
-            results = zip(keys, outcomes, strict=True)
-            await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
-        return ReadReport(outcomes, [])
-
-    async def _read(self, batch: PoolBatch, expired: Expired) -> bytearray:
+    async def _read(self, batch: PoolBatch, expired: Expired) -> ReadReport:
+        """Corrupt objects are removed from the pool."""
         count = len(batch.keys)
         outcomes = bytearray([Outcome.LATE]) * count
         compared: list[tuple[slice, Compared]] = []
@@ -335,13 +320,15 @@ class MooncakeBackend(Backend):
         if refused := sum(found.without_checksum for _, found in compared):
             self.counters.without_checksum += refused
             log.warning("objects without checksums", store="mooncake", objects=refused)
-        return outcomes
+        results = zip(batch.keys, outcomes, strict=True)
+        await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
+        return ReadReport(bytes(outcomes), [])
 
     def _get(
         self, batch: PoolBatch, clock: Callable[[], float], store: Any, *, compare: bool
     ) -> PoolMoved:
         """Read, and compare headers. In a thread of the client."""
-        keys, pointers = batch.joined(), batch.pointers(batch.places)
+        keys, pointers = batch.joined(), batch.pointers
         names, sizes = object_names(self._prefix, keys), [batch.sizes] * len(pointers)
         began = clock()
         codes = list(store.batch_get_into_multi_buffers(names, pointers, sizes))
@@ -350,18 +337,14 @@ class MooncakeBackend(Backend):
         return PoolMoved(codes, objects, seconds, compared)
 
     def _compare(self, batch: PoolBatch, codes: list[int]) -> Compared:
-        return self._headers.compare(batch.joined(), batch.pointers(batch.places), codes)
+        return self._headers.compare(batch.joined(), batch.pointers, codes)
 
     # -- writes: the pool reports an object that it has as written
 
     async def write(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> WriteReport:
-        async def move(fit: Sequence[bytes], data: Sequence[memoryview]) -> bytearray:
-            return await self._write(self._in_views(fit, data), expired)
-
-        outcomes = await move_fitting(keys, views, self.block_bytes, move, writable=False)
-        return WriteReport(bytes(outcomes), [])
+        return await self._write(self._in_views(keys, views), expired)
 
     async def write_slots(
         self,
@@ -374,10 +357,9 @@ class MooncakeBackend(Backend):
     ) -> WriteReport:
         if not self._has_slots(arena, slots, len(keys)):
             return await super().write_slots(keys, arena, slots, expired)
-        outcomes = await self._write(self._in_slots(keys, arena, slots), expired)
-        return WriteReport(bytes(outcomes), [])
+        return await self._write(self._in_slots(keys, arena, slots), expired)
 
-    async def _write(self, batch: PoolBatch, expired: Expired) -> bytearray:
+    async def _write(self, batch: PoolBatch, expired: Expired) -> WriteReport:
         outcomes = bytearray([Outcome.LATE]) * len(batch.keys)
         ahead: asyncio.Future[None] | None = None
         calls = list(self.calls.parts(len(batch.keys)))
@@ -402,13 +384,13 @@ class MooncakeBackend(Backend):
         finally:
             if ahead is not None:
                 await wait_uncancelled(ahead)  # it reads the payloads
-        return outcomes
+        return WriteReport(bytes(outcomes), [])
 
     def _put(
         self, batch: PoolBatch, clock: Callable[[], float], store: Any, *, made: bool
     ) -> PoolMoved:
         """Make headers, and write. In a thread of the client."""
-        keys, pointers = batch.joined(), batch.pointers(batch.places)
+        keys, pointers = batch.joined(), batch.pointers
         names, sizes = object_names(self._prefix, keys), [batch.sizes] * len(pointers)
         if not made:
             self._headers.make(keys, pointers)
@@ -419,7 +401,7 @@ class MooncakeBackend(Backend):
     def _ahead(self, batch: PoolBatch) -> asyncio.Future[None]:
 
         def make() -> None:
-            self._headers.make(batch.joined(), batch.pointers(batch.places))
+            self._headers.make(batch.joined(), batch.pointers)
 
         return asyncio.wrap_future(self._checksums.submit(make))
 
@@ -466,19 +448,19 @@ class MooncakeBackend(Backend):
     def _in_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int]) -> PoolBatch:
         """A slot of the arena is one piece with its trailer: over a network, another piece costs as
         much as a small block."""
-        pointers = partial(slot_pointers, arena.address, arena.stride)
-        return PoolBatch(keys, slots, pointers, [self.block_bytes + HEADER.size])
+        pointers = slot_pointers(arena.address, arena.stride, slots)
+        return PoolBatch(keys, pointers, [self.block_bytes + HEADER.size])
 
     def _in_views(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> PoolBatch:
         """Headers are behind the payloads if every payload is in a slot of the arena."""
         payloads, arena = addresses(list(views)), self.arena
         if arena is not None and arena.trailer >= HEADER.size and all(map(arena.holds, payloads)):
             whole = [[address] for address in payloads]
-            return PoolBatch(keys, whole, list, [self.block_bytes + HEADER.size])
+            return PoolBatch(keys, whole, [self.block_bytes + HEADER.size])
         headers = np.zeros(HEADER.size * len(payloads), np.uint8)
         first = int(headers.ctypes.data)
         pieces = [[at, first + HEADER.size * i] for i, at in enumerate(payloads)]
-        return PoolBatch(keys, pieces, list, [self.block_bytes, HEADER.size], headers)
+        return PoolBatch(keys, pieces, [self.block_bytes, HEADER.size], headers)
 
     # -- removal
 

@@ -37,7 +37,7 @@ from tests.support.stepper import Stepper
 # -- StorageReader, turn by turn.
 
 
-A, B = bytes([1]) * 32, bytes([2]) * 32
+A, B, C, D = (bytes([number]) * 32 for number in (1, 2, 3, 4))
 SIZE, NEVER = 8, 1e12
 
 
@@ -48,28 +48,34 @@ class Pool(MemoryBackend):
         return None
 
 
-def stepped_reader(inner: MemoryBackend) -> Stepper[StorageReader]:
+def stepped(inner, kind=StorageWriter, name="storage_writer-0", incarnation=0) -> Stepper:
     plane = LocalPlane(None, Arena(4, SIZE), None, inner, store_timeout=60.0)
     return Stepper(
-        lambda ref: StorageReader(
+        lambda ref: kind(
             ref,
             backend=plane.store,
             plane=plane,
             evictor=probe.Probe("cpu_evictor"),
             notifier=probe.Probe("flush_notifier"),
-        )
+        ),
+        name,
+        incarnation=incarnation,
     )
+
+
+def stepped_reader(inner: MemoryBackend) -> Stepper[StorageReader]:
+    return stepped(inner, StorageReader, "storage_reader-0")
+
+
+def end(actor: Stepper, job):
+    """The turn after a job that ran to its end."""
+    return actor.turn(asyncio.run(job.coroutine))
 
 
 def holding_store(*keys: bytes) -> MemoryBackend:
     inner = MemoryBackend(bytes(32), SIZE)
     asyncio.run(inner.write(list(keys), [memoryview(bytes(SIZE))] * len(keys), lambda: False))
     return inner
-
-
-def end_of_read(reader: Stepper[StorageReader], job):
-    """The turn after a job that ran to its end_of_read."""
-    return reader.turn(asyncio.run(job.coroutine))
 
 
 def test_an_owned_store_answers_a_probe_in_the_same_turn():
@@ -90,7 +96,7 @@ def test_a_shared_store_is_asked_in_a_job():
 def test_a_batch_is_answered_when_it_has_ended():
     with stepped_reader(holding_store(A)) as reader:
         (job,) = reader.turn(Read(1, A + B, (0, 1), NEVER, take=False)).jobs
-        (done,) = end_of_read(reader, job).to("cpu_evictor")
+        (done,) = end(reader, job).to("cpu_evictor")
         assert isinstance(done, ReadDone)
         assert list(done.outcomes) == [Outcome.OK, Outcome.MISS]
 
@@ -99,14 +105,14 @@ def test_batches_wait_for_those_in_flight():
     with stepped_reader(holding_store(A)) as reader:
         jobs = [reader.turn(Read(op, A, (0,), NEVER, take=False)).jobs for op in range(4)]
         assert [len(one) for one in jobs] == [1] * BATCHES_IN_FLIGHT + [0] * (4 - BATCHES_IN_FLIGHT)
-        assert len(end_of_read(reader, jobs[0][0]).jobs) == 1
+        assert len(end(reader, jobs[0][0]).jobs) == 1
 
 
 def test_objects_that_an_exclusive_store_hands_out_leave_it():
     inner = holding_store(A, B)
     with stepped_reader(inner) as reader:
         (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
-        effects = end_of_read(reader, job)
+        effects = end(reader, job)
         (gone,) = effects.to("flush_notifier")
         assert isinstance(gone, BlocksRemoved)
         assert (gone.hashes, gone.reason) == (A, Reason.PROMOTION)
@@ -135,7 +141,7 @@ def test_an_exclusive_store_keeps_objects_whose_read_failed(reason):
     )
     with stepped_reader(inner) as reader:
         (job,) = reader.turn(message).jobs
-        effects = end_of_read(reader, job)
+        effects = end(reader, job)
         assert list(effects.to("cpu_evictor")[0].outcomes) == [outcome] * 2
         assert effects.to("flush_notifier") == []
         assert set(inner.objects) == set(inner.keys()) == {A, B}
@@ -146,7 +152,7 @@ def test_a_key_that_is_written_again_while_it_is_read_stays():
     with stepped_reader(inner) as reader:
         (job,) = reader.turn(Read(1, A, (0,), NEVER, take=True)).jobs
         inner.pending.add(A)
-        effects = end_of_read(reader, job)
+        effects = end(reader, job)
         assert list(effects.to("cpu_evictor")[0].outcomes) == [Outcome.OK]
         inner.pending.clear()
         assert inner.holds(A)
@@ -158,7 +164,7 @@ def test_a_corrupt_object_is_reported_and_not_read():
     inner.objects[A] = (bytes(SIZE), 1)
     with stepped_reader(inner) as reader:
         (job,) = reader.turn(Read(1, A, (0,), NEVER, take=False)).jobs
-        effects = end_of_read(reader, job)
+        effects = end(reader, job)
         assert effects.to("flush_notifier")[0].reason == Reason.CORRUPT
         assert list(effects.to("cpu_evictor")[0].outcomes) == [Outcome.CORRUPT]
 
@@ -176,36 +182,10 @@ def test_a_read_that_raises_is_unavailable_and_keeps_its_objects():
 # -- StorageWriter, turn by turn.
 
 
-A, B, C, D = (bytes([number]) * 32 for number in (1, 2, 3, 4))
-SIZE, NEVER = 8, 1e12
-
-
-def stepped(
-    inner, kind=StorageWriter, name="storage_writer-0", incarnation=0
-) -> Stepper[StorageWriter]:
-    plane = LocalPlane(None, Arena(4, SIZE), None, inner, store_timeout=60.0)
-    return Stepper(
-        lambda ref: kind(
-            ref,
-            backend=plane.store,
-            plane=plane,
-            evictor=probe.Probe("cpu_evictor"),
-            notifier=probe.Probe("flush_notifier"),
-        ),
-        name,
-        incarnation=incarnation,
-    )
-
-
 def memory(*keys: bytes, capacity: int = 0) -> MemoryBackend:
     inner = MemoryBackend(bytes(32), SIZE, capacity)
     inner.catalog.admit(list(keys))
     return inner
-
-
-def end(writer, job):
-    """The turn after a job that ran to its end."""
-    return writer.turn(asyncio.run(job.coroutine))
 
 
 def reported(writer) -> tuple[list[bytes], list[bytes]]:

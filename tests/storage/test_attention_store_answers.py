@@ -13,8 +13,7 @@ from kvactors.attention_sdk import Sdk, complete
 from kvactors.device.host import HostDevice
 from kvactors.errors import DeadlineExceeded, SdkError
 from kvactors.settings.sinks import AttentionStoreConfig
-from kvactors.storage.attention_store import AttentionStoreBackend
-from tests.storage.test_attention_store_backend import LAYOUT, STAND_IN, calls, path
+from tests.storage.test_attention_store_backend import LAYOUT, STAND_IN, calls, path, store_over
 from tests.support import attentionstore_sdk as stand_in
 
 
@@ -26,11 +25,6 @@ def fresh_services():
 def handle(**changes) -> Sdk:
     store = AttentionStoreConfig(sdk=STAND_IN, **changes)
     return Sdk(complete(store, LAYOUT), "storage")
-
-
-def backend(device: HostDevice, **changes) -> AttentionStoreBackend:
-    store = AttentionStoreConfig(sdk=STAND_IN, **changes)
-    return AttentionStoreBackend(complete(store, device.layout), device)
 
 
 @pytest.mark.parametrize(("not_ready", "probes", "pauses"), [(0, 1, 0), (1, 2, 1), (2, 3, 2)])
@@ -93,7 +87,7 @@ def _tokens(blocks: int):
 async def test_the_number_that_the_sdk_returns_is_the_result(platform, least):
     """The blocks behind the first that did not arrive count as missing, although they were found."""
     device = HostDevice(LAYOUT, 16)
-    store = backend(device, platform=platform)
+    store = store_over(device, platform=platform)
     await store.open()
     device.fill(range(4), bytes(range(128)))
     service = stand_in.service()
@@ -119,7 +113,7 @@ async def test_the_number_that_the_sdk_returns_is_the_result(platform, least):
 @pytest.mark.parametrize("name", ["match", "read", "write"])
 async def test_an_error_of_any_call_is_no_block(monkeypatch, name):
     device = HostDevice(LAYOUT, 16)
-    store = backend(device)
+    store = store_over(device)
     await store.open()
     assert await store.save(path(4), 0, (0, 1, 2, 3), 5.0) == 4
 

@@ -34,10 +34,13 @@ def calls(name: str):
     return [call.arguments for call in stand_in.service().calls if call.name == name]
 
 
+def store_over(device: HostDevice, **changes) -> AttentionStoreBackend:
+    store = AttentionStoreConfig(sdk=STAND_IN, **changes)
+    return AttentionStoreBackend(complete(store, device.layout), device)
+
+
 async def backend(layout=LAYOUT, **changes) -> AttentionStoreBackend:
-    made = AttentionStoreBackend(
-        complete(AttentionStoreConfig(sdk=STAND_IN, **changes), layout), HostDevice(layout, 16)
-    )
+    made = store_over(HostDevice(layout, 16), **changes)
     await made.open()
     return made
 
@@ -53,9 +56,7 @@ def path(blocks: int, seed: int = 1) -> bytes:
 async def test_bytes_go_from_device_blocks_to_the_store_and_back_into_others(platform, layout):
     store = await backend(layout, platform=platform)
     names, device = np.random.default_rng(2).bytes(32 * 6), HostDevice(layout, 16)
-    mine = AttentionStoreBackend(
-        complete(AttentionStoreConfig(sdk=STAND_IN, platform=platform), layout), device
-    )
+    mine = store_over(device, platform=platform)
     await mine.open()
     device.fill([3, 1, 7, 2, 9, 4], names)
     assert await mine.save(path(6), 0, (3, 1, 7, 2, 9, 4), 5.0) == 6
@@ -134,7 +135,7 @@ async def test_errors_are_counts_and_open_the_circuit():
 @pytest.mark.parametrize("how", ["raises", "takes nothing"])
 async def test_writes_that_fail_are_named_while_reads_work(how):
     device = HostDevice(LAYOUT, 16)  # its memory is read into
-    store = AttentionStoreBackend(complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), device)
+    store = store_over(device)
     await store.open()
     assert await store.save(path(2), 0, (0, 1), 5.0) == 2
 
@@ -160,12 +161,20 @@ async def test_writes_that_fail_are_named_while_reads_work(how):
     await store.close()
 
 
-def test_layouts_it_cannot_hold_are_named():
-    with pytest.raises(kvactors.LayoutError, match="key, indexer"):
-        AttentionStoreBackend(
-            complete(AttentionStoreConfig(sdk=STAND_IN), DSALayout(1, BLOCK)),
-            HostDevice(DSALayout(1, BLOCK), 2),
-        )
+@pytest.mark.parametrize(
+    ("layout", "roles"),
+    [
+        (DSALayout(1, BLOCK), "key, indexer"),
+        (
+            GQALayout(2, 2, 8, BLOCK, quantization="block_wise_fp8"),
+            "key, value, key_scale, value_scale",
+        ),
+    ],
+)
+def test_layouts_it_cannot_hold_are_named(layout, roles):
+    """Its calls have no pointers to them. The other back ends store them."""
+    with pytest.raises(kvactors.LayoutError, match=roles):
+        store_over(HostDevice(layout, 2))
 
 
 # -- a whole cache

@@ -11,21 +11,14 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.attention_sdk import complete
 from kvactors.device.host import HostDevice
 from kvactors.errors import StoreUnsupported
-from kvactors.layout import GQALayout
 from kvactors.settings import Config
-from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.attempts import Attempts
-from kvactors.storage.attention_store import AttentionStoreBackend
+from tests.storage.test_attention_store_backend import BLOCK, LAYOUT, STAND_IN, store_over
 from tests.support import attentionstore_sdk as stand_in
 from tests.support import cache as support
 from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK
-
-STAND_IN = "tests.support.attentionstore_sdk"
-BLOCK = 4
-LAYOUT = GQALayout(3, 2, 8, BLOCK)
 
 
 @pytest.fixture(autouse=True)
@@ -211,9 +204,7 @@ def broken(answer):
 @pytest.mark.parametrize("answer", WRONG, ids=repr)
 @pytest.mark.parametrize("name", ["read", "write", "match"])
 async def test_a_wrong_answer_is_a_miss_that_is_counted(name, answer, monkeypatch):
-    store = AttentionStoreBackend(
-        complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 8)
-    )
+    store = store_over(HostDevice(LAYOUT, 8))
     await store.open()
     path = np.arange(2 * BLOCK, dtype="<u4").tobytes()
     assert await store.save(path, 0, (0, 1), 5.0) == 2
@@ -236,9 +227,7 @@ async def test_a_wrong_answer_is_a_miss_that_is_counted(name, answer, monkeypatc
 
 @pytest.mark.parametrize("number", [np.int64(2), np.uint8(2)])
 async def test_numbers_of_other_types_are_numbers(number, monkeypatch):
-    store = AttentionStoreBackend(
-        complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 8)
-    )
+    store = store_over(HostDevice(LAYOUT, 8))
     await store.open()
     for name in ("match", "read", "write"):
         monkeypatch.setattr(AttentionStoreSDK, name, broken(number))

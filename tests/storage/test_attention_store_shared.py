@@ -14,19 +14,17 @@ import kvactors
 from kvactors.attention_sdk import Sdk, complete, gpu_of, sdk_settings
 from kvactors.device.host import HostDevice
 from kvactors.errors import SdkError
-from kvactors.layout import GQALayout, MLALayout
+from kvactors.layout import MLALayout
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.attention_store import AttentionStoreBackend
+from tests.storage.test_attention_store_backend import BLOCK, LAYOUT, STAND_IN, store_over
 from tests.support import attentionstore_sdk as stand_in
 from tests.support import cache as support
 from tests.support.attentionstore_sdk.client.client import AttentionType
 from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK, Tokens
 from tests.support.attentionstore_sdk.utils.err import AttentionStoreSDKError
 
-STAND_IN = "tests.support.attentionstore_sdk"
-BLOCK = 4
-LAYOUT = GQALayout(3, 2, 8, BLOCK)
 PROMPT = list(range(4 * BLOCK + 1))
 
 
@@ -203,12 +201,8 @@ def test_a_leader_goes_by_the_paddle_that_is_imported(monkeypatch, compiled, gpu
 async def test_keys_without_values_need_the_longer_argument_list():
     layout = MLALayout(3, BLOCK, 24, 8)
     with pytest.raises(kvactors.LayoutError, match="platform = 'cuda'"):
-        AttentionStoreBackend(
-            complete(AttentionStoreConfig(sdk=STAND_IN), layout), HostDevice(layout, 4)
-        )
-    store = AttentionStoreBackend(
-        complete(AttentionStoreConfig(sdk=STAND_IN, platform="cuda"), layout), HostDevice(layout, 4)
-    )
+        store_over(HostDevice(layout, 4))
+    store = store_over(HostDevice(layout, 4), platform="cuda")
     await store.open()
     (call,) = [call for call in stand_in.service().calls if call.name == "init"]
     assert call.arguments[1]["attention_type"] is AttentionType.MLA
@@ -220,9 +214,7 @@ async def test_keys_without_values_need_the_longer_argument_list():
 
 @pytest.mark.parametrize("from_root", [False, True])
 async def test_either_meaning_of_match_is_right(from_root):
-    store = AttentionStoreBackend(
-        complete(AttentionStoreConfig(sdk=STAND_IN), LAYOUT), HostDevice(LAYOUT, 16)
-    )
+    store = store_over(HostDevice(LAYOUT, 16))
     await store.open()
     stand_in.service().from_root = from_root
     path = np.arange(6 * BLOCK, dtype="<u4")
@@ -258,15 +250,7 @@ async def test_a_full_service_evicts_and_an_evicted_block_is_a_miss():
 
 
 async def test_time_outs_are_passed_and_end_a_call():
-    store = AttentionStoreBackend(
-        complete(
-            AttentionStoreConfig(
-                sdk=STAND_IN, write_slice_timeout_s=0.1, write_total_timeout_s=0.5
-            ),
-            LAYOUT,
-        ),
-        HostDevice(LAYOUT, 8),
-    )
+    store = store_over(HostDevice(LAYOUT, 8), write_slice_timeout_s=0.1, write_total_timeout_s=0.5)
     await store.open()
     stand_in.service().slow = 30.0
     path = np.arange(2 * BLOCK, dtype="<u4").tobytes()

@@ -307,18 +307,6 @@ def test_a_salt_above_its_quota_loses_its_own_keys_and_no_others():
     assert catalog.shares.evicted == {1: 4}
 
 
-def test_a_flood_of_one_salt_leaves_the_store_of_the_others():
-    quotas = StorageQuotas(8)
-    catalog = Catalog(32)
-    catalog.shares.follow(quotas)
-    admit(catalog, range(8), 2)
-    rng = random.Random(1)
-    for start in range(1000, 3000, 10):
-        admit(catalog, range(start, start + rng.randint(1, 10)), 1)
-    assert catalog.run([key(n) for n in range(8)]) == 8
-    assert catalog.shares.held(1) == 24  # free space is used
-
-
 async def test_an_object_keeps_the_salt_that_it_was_written_with():
     store = MemoryBackend(bytes(32), 8, 4)
     arena = Arena(4, 8)

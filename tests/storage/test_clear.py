@@ -4,9 +4,6 @@ restarted or killed. Otherwise it raises."""
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -165,40 +162,6 @@ def test_a_clear_outlives_an_actor_that_fails_in_between(victim):
                 assert sum(await serve(cache, seed, save=False)) == 0
 
     simulate(main, seed=1)
-
-
-async def test_killed_right_after_a_clear_the_next_process_hits_nothing(tmp_path):
-    """Two writers with batches in their queues, SIGKILL as soon as `clear` has returned."""
-    script = f"""
-import asyncio, os, signal, sys
-sys.path[:0] = {sys.path!r}
-import structlog
-structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
-import kvactors
-from pathlib import Path
-from tests.storage.helpers import cached_config, serve
-async def main():
-    async with kvactors.open(cached_config(directory={str(tmp_path)!r}, writers=2, capacity_blocks=400)) as cache:
-        for seed in range(40): await serve(cache, seed)
-        await cache.clear(storage=True)
-        os.kill(os.getpid(), signal.SIGKILL)
-asyncio.run(main())
-"""
-    for _ in range(2):
-        done = await asyncio.to_thread(
-            subprocess.run,
-            [sys.executable, "-P", "-c", script],
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parent,
-        )
-        assert done.returncode == -9, done.stderr
-        async with kvactors.open(
-            cached_config(directory=str(tmp_path), capacity_blocks=400)
-        ) as cache:
-            assert cache.system.backend.keys() == []
-            for seed in range(40):
-                assert sum(await serve(cache, seed, save=False)) == 0
 
 
 @pytest.mark.parametrize("second", ["in progress", "ended", "failed"])

@@ -26,7 +26,7 @@ from kvactors.storage.file.store import FileBackend
 from kvactors.storage.file.table import ENTRY_BYTES as ENTRY
 from kvactors.storage.file.table import PAGE
 from kvactors.storage.messages import Outcome
-from kvactors.testing.store_contract import Bench, key, never
+from kvactors.testing.store_contract import GOOD, Bench, key, never
 from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, at_step, opened, whole
 from tests.support import cache as support
 from tests.support.killed_writer import kill_loop
@@ -420,6 +420,8 @@ async def test_a_view_sees_what_is_written_after_it_was_opened(tmp_path, monkeyp
         assert await view.get(1, 2, 30) == [OK, MISS, OK]
         await bench.store.clear()
         assert await view.get(1) == [MISS], "also before it looks"
+        with pytest.raises(StoreError, match="read-only"):
+            await view.store.clear()
         assert await find(view, 1) == 0
         await bench.put(1, 40)
         assert await find(view, 1, 40) == 2
@@ -622,6 +624,35 @@ async def test_the_namespace_rank_and_directory_of_fastdeploys_file_store(tmp_pa
 
 # -- Results of the file store's calls: one for each object of a batch, and a clear that touches no
 # other file.
+
+
+async def test_an_object_that_is_stored_is_not_written_again(tmp_path):
+    async with opened(tmp_path) as bench:
+        assert await bench.put(1) == [OK]
+        slots = len(bench.store.supply.free)
+        (view,) = bench.views(1)
+        view[:] = b"\xee" * SIZE
+        assert (await bench.store.write([key(1)], [view], never)).outcomes[0] in GOOD
+        assert len(bench.store.supply.free) == slots
+        assert await bench.get(1, 2) == [OK, MISS], "a name stands for one content"
+
+
+async def test_a_query_counts_the_leading_run_and_no_object_behind_a_gap(tmp_path):
+    async with opened(tmp_path) as bench:
+        await bench.put(0, 1, 3)
+        keys = [key(number) for number in range(4)]
+        assert bench.store.probe(keys) == 2
+        assert bench.store.probe(keys[2:]) == 0
+        assert bench.store.probe([]) == 0
+
+
+async def test_empty_batches_are_no_error(tmp_path):
+    async with opened(tmp_path) as bench:
+        before = bench.store.statistics()
+        assert list((await bench.store.read([], [], never)).outcomes) == []
+        assert list((await bench.store.write([], [], never)).outcomes) == []
+        await bench.store.remove([])
+        assert bench.store.statistics() == before
 
 
 async def test_a_clear_forgets_the_objects_and_touches_no_other_file(tmp_path):

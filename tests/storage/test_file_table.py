@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from kvactors.errors import StoreError
-from kvactors.identity import PLAIN, Lineage, RequestScope, StoreIdentity
+from kvactors.identity import Lineage, RequestScope, StoreIdentity
 from kvactors.storage.file import table as table_module
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.file.table import (
@@ -31,7 +31,6 @@ from kvactors.storage.file.table import (
     fields_of,
     fields_of_lineage,
     lineage_in,
-    mark_of,
     meta_of,
     room_beside,
     salt_in,
@@ -42,42 +41,28 @@ from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key
 from tests.storage.helpers import OK, PRINT, SIZE, at_step, entry_of, opened
 
-PLAIN_META = Meta("ab" * 32, 5000, 8192, 16, generation=3)
+META = Meta(
+    PRINT.hex(), SIZE, 8192, 16, model="m/7b", namespace="default", rank=1, ranks=4, generation=3
+)
 KEY = bytes(range(32))
 
 
 def entry(sequence: int = 7, generation: int = 3, fields=None) -> bytes:
-    return entry_of(PLAIN_META, KEY, 123, sequence, generation, fields)
-
-
-def test_an_entry_is_read_as_it_was_written():
-    found = entry_in(entry(fields={1: b"12345678"}), 4, PLAIN_META)
-    written_at = int.from_bytes(b"12345678", "little")
-    assert found == (7, 4, KEY, found.mark, None, written_at, PLAIN_META.generation)
-    assert checksum_of(found.mark) == 123
-
-
-def test_marks_of_entries_differ():
-    assert mark_of(entry(sequence=8)) != mark_of(entry())
+    return entry_of(META, KEY, 123, sequence, generation, fields)
 
 
 @pytest.mark.parametrize("at", range(0, ENTRY_BYTES, 7))
 def test_an_entry_with_a_flipped_bit_is_none(at):
     raw = bytearray(entry())
     raw[at] ^= 1
-    assert entry_in(bytes(raw), 0, PLAIN_META) is None
+    assert entry_in(bytes(raw), 0, META) is None
 
 
 @pytest.mark.parametrize(
     ("sequence", "good"), [(2**63 - 1, True), (2**63, False), (2**64 - 1, False)]
 )
 def test_an_entry_whose_sequence_number_has_no_successor_is_none(sequence, good):
-    assert (entry_in(entry(sequence), 0, PLAIN_META) is not None) == good
-
-
-def test_fields_that_do_not_fit_are_left_out():
-    long = {1: b"12345678", 9: bytes(ENTRY_BYTES)}
-    assert fields_of(entry(fields=long)) == {1: b"12345678"}
+    assert (entry_in(entry(sequence), 0, META) is not None) == good
 
 
 def test_fields_end_where_one_is_cut_short():
@@ -88,36 +73,15 @@ def test_fields_end_where_one_is_cut_short():
 
 def test_a_scan_distinguishes_torn_entries_and_those_of_earlier_generations():
     table = entry(9) + bytes(ENTRY_BYTES) + entry(5) + entry(1, generation=2) + b"x" * ENTRY_BYTES
-    found = scan(table, PLAIN_META, first=10)
+    found = scan(table, META, first=10)
     assert [(one.slot, one.sequence) for one in found.found] == [(12, 5), (10, 9)]
     assert (found.torn, found.stale) == (1, 1)
-
-
-def test_a_first_page_is_read_as_it_was_written():
-    page = PLAIN_META.page()
-    assert (len(page), meta_of(page, "here")) == (PAGE, PLAIN_META)
-
-
-def test_a_first_page_is_damaged_or_of_another_version():
-    with pytest.raises(Damaged, match="checksum"):
-        meta_of(b"x" * PAGE, "here")
-    later = Meta("ab" * 32, 1, 4096, 1, version=3)
-    with pytest.raises(StoreError, match="format version 3"):
-        meta_of(later.page(), "here")
-    with pytest.raises(Damaged, match="stride is 1"):
-        meta_of(Meta("ab" * 32, 5000, 1, 1).page(), "here")
 
 
 # -- Lineages in table entries, and of objects that are being written.
 
 
 LINEAGE = Lineage(bytes(32), b"1234" * 4, b"image", RequestScope("adapter", lora_id=7))
-
-
-def test_a_lineage_is_read_as_it_was_written():
-    for lineage in (LINEAGE, msgspec.structs.replace(LINEAGE, extra_key=b"", scope=PLAIN)):
-        fields = fields_of_lineage(lineage, 1000)
-        assert lineage_in(fields, lineage.block_hash()) == lineage
 
 
 def test_a_lineage_of_another_key_is_none():
@@ -127,25 +91,8 @@ def test_a_lineage_of_another_key_is_none():
     assert lineage_in(fields | {PARENT: b"short"}, LINEAGE.block_hash()) is None
 
 
-def test_a_lineage_is_written_whole_or_not_at_all():
-    assert fields_of_lineage(LINEAGE, 40) == {}
-    assert fields_of_lineage(None, 1000) == {}
-
-
-def test_entries_hold_the_tokens_of_a_block():
-    assert entry_bytes_for(0) == ENTRY_BYTES
-    assert entry_bytes_for(64) % 8 == 0
-    assert entry_bytes_for(64) > 4 * 64 + 32
-    assert entry_bytes_for(1 << 20) == ENTRY_BYTES
-
-
 # -- The file store's format: golden bytes, damage to the first page, identities, generations, and
 # what is private.
-
-
-META = Meta(
-    PRINT.hex(), SIZE, 8192, 16, model="m/7b", namespace="default", rank=1, ranks=4, generation=3
-)
 
 
 def rewritten(page: bytes, **changes) -> bytes:
@@ -532,17 +479,6 @@ async def test_a_batch_that_was_being_written_when_the_store_was_cleared_does_no
             assert bench.store.keys() == []
             assert found == [Outcome.MISS] * 4
     assert step > 2
-
-
-async def test_a_reading_process_hits_no_object_that_the_writer_cleared(tmp_path):
-    async with opened(tmp_path) as bench:
-        await bench.put(1, 2)
-        async with opened(tmp_path, read_only=True) as looker:
-            assert await looker.get(1) == [OK]
-            await bench.store.clear()
-            assert await looker.get(1, 2) == [Outcome.MISS] * 2
-            with pytest.raises(StoreError, match="read-only"):
-                await looker.store.clear()
 
 
 async def test_two_clears_at_once_end_in_the_later_generation(tmp_path):

@@ -149,7 +149,7 @@ async def test_nothing_that_a_back_end_raises_passes(error):
     with pytest.raises(StoreError):
         await store.open()
     with pytest.raises(StoreError):
-        await store.attach(None)
+        await store.attach(Arena(1, 16))
 
 
 async def test_our_own_cancellation_passes_and_a_leaked_one_does_not():
@@ -237,6 +237,36 @@ async def test_writes_that_fail_are_judged_apart_from_reads():
     assert (store.statistics().unavailable, store.faults) == (10, FAILURES)
 
 
+# -- views
+
+
+@pytest.mark.parametrize("wrong", ["empty", "short", "long", "gaps", "missing", "read-only"])
+async def test_a_batch_with_a_view_that_holds_no_object_is_refused(wrong):
+    """Its store is not called: it would move the memory behind the view."""
+    inner, store = checked()
+    good, memory = views(1), memoryview(bytearray(48))
+    bad = {
+        "empty": [memory[:0]],
+        "short": [memory[:15]],
+        "long": [memory[:17]],
+        "gaps": [memory[:32:2]],
+        "missing": [],
+        "read-only": [memoryview(bytes(16))],
+    }[wrong]
+    inner.read = inner.write = lambda *_: pytest.fail("called")
+    keys, refused = [key(1), key(2)], bytes([Outcome.REFUSED] * 2)
+    assert await store.read(keys, good + bad, never) == (refused, [])
+    if wrong != "read-only":
+        assert await store.write(keys, good + bad, never) == (refused, [])
+    assert (store.faults, store.statistics().breaker) == (0, "closed")
+
+
+async def test_an_arena_of_other_blocks_is_refused():
+    _, store = checked()
+    with pytest.raises(StoreError, match="objects of 16 bytes, and the layout has blocks of 24"):
+        await store.attach(Arena(1, 24))
+
+
 # -- clears
 
 
@@ -301,6 +331,11 @@ def config(**storage):
     )
 
 
+def memory_for(config: Config) -> MemoryBackend:
+    layout = make_layout(config.layout, 4)
+    return MemoryBackend(layout.fingerprint, layout.block_bytes)
+
+
 async def serve(cache, seed):
     return (await support.serve(cache, f"r{seed}", [seed] * 17)).hits
 
@@ -338,11 +373,8 @@ def panics(_method):
 @pytest.mark.parametrize("call", ["read", "write"])
 @pytest.mark.parametrize("spoil", [short, garbage, leaked, panics])
 async def test_a_cache_serves_with_a_back_end_that_answers_falsely(call, spoil):
-    layout = config()
-    async with kvactors.open(layout) as probe:
-        size, print_ = probe.system.layout.block_bytes, probe.system.layout.fingerprint
-    inner = MemoryBackend(print_, size)
-    async with kvactors.open(layout, backend=inner) as cache:
+    inner = memory_for(config())
+    async with kvactors.open(config(), backend=inner) as cache:
         for seed in range(12):
             await serve(cache, seed)
         await cache.wait_idle()
@@ -363,9 +395,7 @@ async def test_a_cache_serves_with_a_back_end_that_answers_falsely(call, spoil):
 )
 @pytest.mark.parametrize("error", [ValueError("no"), PanicException()], ids=["exception", "panic"])
 async def test_no_actor_fails_when_a_back_end_raises_at_once(name, error):
-    async with kvactors.open(config()) as probe:
-        size, print_ = probe.system.layout.block_bytes, probe.system.layout.fingerprint
-    inner = MemoryBackend(print_, size)
+    inner = memory_for(config())
     async with kvactors.open(config(exclusive=True), backend=inner) as cache:
         for seed in range(6):
             await serve(cache, seed)
@@ -490,25 +520,29 @@ async def test_while_a_call_does_not_return_no_other_one_begins(name, monkeypatc
     assert store.probe([key(1)]) == 1
 
 
+def small(**storage) -> tuple[Config, MemoryBackend]:
+    """A cache of two requests, and its store."""
+    config = Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": 4},
+            "device": {"num_blocks": 4},
+            "host": {"slots": 1, "transit_slots": 2},
+            "storage": {"write_policy": "write_through", "timeout_s": 0.25, **storage},
+        }
+    )
+    return config, memory_for(config)
+
+
+async def hangs(*_arguments):
+    await asyncio.Event().wait()
+
+
 @pytest.mark.parametrize("call", ["ask", "read"])
 def test_a_store_whose_calls_do_not_return_costs_time_once_and_is_named(call):
     """Requests that follow the first ones are served without the store, and at once."""
 
     async def main():
-        config = Config.from_mapping(
-            {
-                "cache": {"model": "m", "block_size": 4},
-                "device": {"num_blocks": 4},
-                "host": {"slots": 1, "transit_slots": 2},
-                "storage": {"write_policy": "write_through", "timeout_s": 0.25},
-            }
-        )
-        layout = make_layout(config.layout, 4)
-        inner = MemoryBackend(layout.fingerprint, layout.block_bytes)
-
-        async def hangs(*_arguments):
-            await asyncio.Event().wait()
-
+        config, inner = small()
         if call == "ask":
             inner.probe = lambda _: None
         else:
@@ -537,20 +571,7 @@ def test_a_store_whose_calls_do_not_return_costs_time_once_and_is_named(call):
 
 def test_a_store_that_does_not_answer_holds_finished_blocks_for_its_timeout_at_most():
     async def main():
-        config = Config.from_mapping(
-            {
-                "cache": {"model": "m", "block_size": 4},
-                "device": {"num_blocks": 4},
-                "host": {"slots": 1, "transit_slots": 2},
-                "storage": {"write_policy": "write_through", "timeout_s": 0.25, "fetch": False},
-            }
-        )
-        layout = make_layout(config.layout, 4)
-        inner = MemoryBackend(layout.fingerprint, layout.block_bytes)
-
-        async def hangs(*_arguments):
-            await asyncio.Event().wait()
-
+        config, inner = small(fetch=False)
         inner.probe, inner.ask = lambda _: None, hangs
         async with kvactors.open(config, backend=inner, inline_copies=True) as cache:
             loop = asyncio.get_running_loop()

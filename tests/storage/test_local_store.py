@@ -105,10 +105,6 @@ def test_a_batch_is_one_call_and_each_object_has_an_outcome():
     assert bench.calls == ([A], [B, D, C], [A, B, C])
     assert (outcomes, gone) == ([Outcome.OK, Outcome.CORRUPT, Outcome.OK], [B])
     assert (views[0], views[2]) == (b"aaaa", b"cccc")
-    short = [memoryview(bytearray(SIZE)), memoryview(bytearray(1)), memoryview(bytearray(SIZE))]
-    report = run_unsuspended(bench.read([A, A, C], short, lambda: False))
-    assert list(report.outcomes) == [Outcome.OK, Outcome.REFUSED, Outcome.OK]
-    assert bench.calls[3:] == ([A, C],)
 
 
 def test_a_write_that_fails_leaves_no_key():

@@ -103,6 +103,11 @@ def test_a_local_buffer_larger_than_a_registration_is_named():
 # -- registration
 
 
+def test_2500_bytes_are_registered_in_pieces_of_1024():
+    assert pieces(5000, 2500, 1, 1024) == [(5000, 1024), (6024, 1024), (7048, 452)]
+    assert pieces(5000, 1000, 1, 1024) == [(5000, 1000)]
+
+
 @given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
 def test_pieces_cover_every_slot_once(slots, stride, extra):
     """Of any sizes of 1 to 64: no piece is larger than it may be, and none ends inside a slot."""

@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 from typing import Self
 
-import numpy as np
 import pytest
 
 import kvactors
@@ -19,6 +18,7 @@ from kvactors.settings import Config
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import MooncakeBackend
+from kvactors.testing.store_contract import Bench, key, never
 from tests.storage.pools import master
 from tests.support import cache as support
 
@@ -28,24 +28,16 @@ SIZE = 40_000
 IDENTITY = StoreIdentity("m", "n", bytes(range(32)))
 
 
-def key(i: int) -> bytes:
-    return i.to_bytes(4, "big") + bytes(28)
-
-
-def never() -> bool:
-    return False
-
-
 @pytest.fixture(scope="module")
 def running():
     with master() as one:
         yield one
 
 
-class Node:
-    """A back end and its arena, filled with a pattern."""
+class Node(Bench):
+    """A back end that joins the pool, and its arena."""
 
-    def __init__(self, address, slots=200, identity=None, **changes) -> None:
+    def __init__(self, address, slots=200, identity=IDENTITY, **changes) -> None:
         settings = {
             "global_segment_size": "64MB",
             "local_buffer_size": "16MB",
@@ -54,57 +46,30 @@ class Node:
             "connect_timeout_s": 60.0,
         }
         config = MooncakeConfig(master_server_address=address, **{**settings, **changes})
-        self.backend = MooncakeBackend(config, identity or IDENTITY, SIZE)
-        self.arena = Arena(slots, SIZE)
+        super().__init__(MooncakeBackend(config, identity, SIZE), Arena(slots, SIZE))
 
     async def __aenter__(self) -> Self:
-        await self.backend.open()
-        await self.backend.attach(self.arena)
+        await self.store.open()
+        await self.store.attach(self.arena)
         return self
 
     async def __aexit__(self, *error) -> None:
-        await self.backend.close()
+        await self.store.close()
         self.arena.close()
-
-    def fill(self, slot: int, number: int) -> None:
-        self.arena.view(slot)[:] = (
-            np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).data
-        )
-
-    def holds(self, slot: int, number: int) -> bool:
-        return (
-            bytes(self.arena.view(slot))
-            == np.random.default_rng(number).integers(0, 256, SIZE, np.uint8).tobytes()
-        )
-
-    async def put(self, *numbers: int) -> list[int]:
-        for slot, number in enumerate(numbers):
-            self.fill(slot, number)
-        views = [self.arena.view(slot) for slot in range(len(numbers))]
-        return list((await self.backend.write([key(n) for n in numbers], views, never)).outcomes)
-
-    async def get(self, *numbers: int) -> list[int]:
-        views = [self.arena.view(slot) for slot in range(len(numbers))]
-        for view in views:
-            view[:] = bytes(SIZE)
-        outcomes = list((await self.backend.read([key(n) for n in numbers], views, never)).outcomes)
-        for slot, (number, outcome) in enumerate(zip(numbers, outcomes, strict=True)):
-            assert outcome != Outcome.OK or self.holds(slot, number)
-        return outcomes
 
 
 async def test_blocks_written_by_one_node_are_loaded_by_the_other(running):
     async with Node(running.address) as one, Node(running.address, global_segment_size=0) as other:
         numbers = range(100)
         assert await one.put(*numbers) == [Outcome.OK] * 100
-        assert await other.backend.ask([key(n) for n in numbers], never) == 100
+        assert await other.store.ask([key(n) for n in numbers], never) == 100
         assert await other.get(3, 999, 70) == [Outcome.OK, Outcome.MISS, Outcome.OK]
-        assert await other.backend.ask([key(5), key(999), key(6)], never) == 1
-        await one.backend.remove([key(5)])
+        assert await other.store.ask([key(5), key(999), key(6)], never) == 1
+        await one.store.remove([key(5)])
         assert await other.get(5) == [Outcome.MISS]
-        await one.backend.clear()
-        assert await other.backend.ask([key(3)], never) == 0
-        assert one.backend.keys() == []
+        await one.store.clear()
+        assert await other.store.ask([key(3)], never) == 0
+        assert one.store.keys() == []
 
 
 @pytest.mark.parametrize(
@@ -116,26 +81,26 @@ async def test_objects_of_different_identities_never_mix(running, change):
         Node(running.address, identity=IDENTITY._replace(**change)) as other,
     ):
         await one.put(1)
-        assert await other.backend.ask([key(1)], never) == 0
-        await other.backend.clear()
+        assert await other.store.ask([key(1)], never) == 0
+        await other.store.clear()
         assert await one.get(1) == [Outcome.OK]
-        await one.backend.clear()
+        await one.store.clear()
 
 
 async def test_a_bad_object_is_corrupt_and_goes(running):
     async with Node(running.address) as one:
         await one.put(1, 2)
-        name = one.backend.name(key(1))
-        good = await one.backend.client.call(lambda store: bytes(store.get(name)), b"")
+        name = one.store.name(key(1))
+        good = await one.store.client.call(lambda store: bytes(store.get(name)), b"")
         assert len(good) == SIZE + 96
         for bad in (
             good[:-97] + bytes([good[-97] ^ 1]) + good[-96:],
             good[: SIZE // 2],
             good + b"x",
         ):
-            assert await one.backend.client.remove([name]) == [0]
+            assert await one.store.client.remove([name]) == [0]
             assert (
-                await one.backend.client.call(lambda store, bad=bad: int(store.put(name, bad)), -1)
+                await one.store.client.call(lambda store, bad=bad: int(store.put(name, bad)), -1)
                 == 0
             )
             outcome = (await one.get(1))[0]
@@ -144,10 +109,10 @@ async def test_a_bad_object_is_corrupt_and_goes(running):
                 assert await one.get(1) == [Outcome.MISS]
                 await one.put(1)
             else:
-                await one.backend.remove([key(1)])
+                await one.store.remove([key(1)])
                 await one.put(1)
         assert await one.get(2) == [Outcome.OK]
-        await one.backend.clear()
+        await one.store.clear()
 
 
 async def test_nodes_with_and_without_checksums_share_a_pool(running):
@@ -161,11 +126,11 @@ async def test_nodes_with_and_without_checksums_share_a_pool(running):
             assert await one.get(1, 4, 2) == [Outcome.MISS, Outcome.OK, Outcome.MISS]
             assert await one.put(1) == [Outcome.OK], "the pool has it"
             assert await other.get(1, 2, 3, 4) == [Outcome.OK] * 4
-        assert one.backend.statistics().without_checksum == 4
-        await one.backend.remove([key(1)])
+        assert one.store.statistics().without_checksum == 4
+        await one.store.remove([key(1)])
         await one.put(1)
         assert await one.get(1) == await other.get(1) == [Outcome.OK]
-        await one.backend.clear()
+        await one.store.clear()
 
 
 async def test_a_full_pool_is_no_space_and_no_exception(running):
@@ -173,7 +138,7 @@ async def test_a_full_pool_is_no_space_and_no_exception(running):
         for start in range(0, 1200, 300):
             outcomes = await one.put(*range(start, start + 300))
             assert set(outcomes) <= {Outcome.OK, Outcome.NO_SPACE}
-        await one.backend.clear()
+        await one.store.clear()
 
 
 async def test_a_failed_master_is_unavailable_and_a_restarted_one_serves_again():
@@ -183,7 +148,7 @@ async def test_a_failed_master_is_unavailable_and_a_restarted_one_serves_again()
             one.kill()
             assert await node.get(1) == [Outcome.UNAVAILABLE]
             with pytest.raises(StoreUnavailable):
-                await node.backend.ask([key(1)], never)
+                await node.store.ask([key(1)], never)
             one.start()
             for _ in range(100):
                 if await node.put(2) == [Outcome.OK]:

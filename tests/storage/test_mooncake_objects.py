@@ -42,7 +42,6 @@ from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, MooncakeClient
 from kvactors.testing.store_contract import key, never
 from tests.storage.mooncake_standin import StandIn
 from tests.storage.test_mooncake_answers import joined
-from tests.storage.test_views import wrong_views
 
 SIZE, DIGEST = 5000, bytes(range(32))
 OK, CORRUPT = Outcome.OK, Outcome.CORRUPT
@@ -161,22 +160,6 @@ async def test_objects_are_payloads_and_headers_of_the_format(trailer):
     assert await bench.read(bench.keys, bench.views, never) == bytes([OK] * 8)
     assert [bytes(view) for view in bench.views] == wanted
     bench.close()
-
-
-async def test_no_memory_of_unfit_views_is_used(bench):
-    """Views that are empty, short, long, and with gaps."""
-    memory, good = np.full(3 * SIZE, 7, np.uint8), bytes([OK])
-    bad = bytes([Outcome.REFUSED] * 4)
-    found = await bench.write(bench.keys[:5], [*wrong_views(memory), memory[:SIZE].data], never)
-    assert (found, len(bench.pool.objects)) == (bad + good, 1)
-    target, last = np.zeros(3 * SIZE, np.uint8), bench.keys[4:5]
-    assert await bench.read(last * 4, wrong_views(target), never) == bad
-    assert await bench.read(last, [memoryview(bytes(SIZE))], never) == bad[:1]
-    assert not target.any(), "memory behind a view was written"
-    assert (
-        await bench.read(last * 2, [target[:0].data, target[:SIZE].data], never) == bad[:1] + good
-    )
-    assert target[:SIZE].all()
 
 
 async def test_objects_of_other_keys_short_ones_and_missing_ones_are_no_hits(bench):

@@ -224,12 +224,6 @@ async def test_a_restart_during_a_reading_starts_it_over():
     assert (len(bench.context.jobs), bench.actor.reporting) == (2, False)
 
 
-async def test_without_sinks_no_paths_are_read():
-    bench = Bench(paths=True, root_of=None)
-    bench.actor.started()
-    assert (bench.pages(), bench.context.jobs, bench.actor.reporting) == ([], [], False)
-
-
 async def test_a_message_has_the_roots_that_requests_have_now():
     bench = Bench(paths=True)
     parts = (PathPart(ROOT, A, b"1234", PLAIN), PathPart(B, C, b"1234", PLAIN))
