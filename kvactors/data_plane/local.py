@@ -122,6 +122,12 @@ class LocalPlane(DataPlane):
         if self.owns_device:
             await bring_in(self.device, inline=self.inline)
         if self.store is not None:
+            size, object_bytes = self.arena.block_bytes, self.store.block_bytes
+            if object_bytes != size:
+                raise StoreError(
+                    f"the store has objects of {object_bytes} bytes, and the layout has blocks of "
+                    f"{size} bytes: make the store for those"
+                )
             await opening.step("store", partial(self.store.attach, self.arena), StoreError)
         await opening.step("copy engine", self.engine.open, DeviceError)
 

@@ -94,11 +94,6 @@ class GuardedBackend:
         return int(self._call("generation", lambda: operator.index(self.inner.generation), 0))
 
     async def attach(self, arena: Arena) -> None:
-        if arena.block_bytes != self.block_bytes:
-            raise StoreError(
-                f"the store has objects of {self.block_bytes} bytes, and the layout has blocks of "
-                f"{arena.block_bytes} bytes: open the store with those"
-            )
         await self._begin(
             "attach", lambda: self.inner.attach(arena), "the store does not take the arena"
         )

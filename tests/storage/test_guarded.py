@@ -261,10 +261,10 @@ async def test_a_batch_with_a_view_that_holds_no_object_is_refused(wrong):
     assert (store.faults, store.statistics().breaker) == (0, "closed")
 
 
-async def test_an_arena_of_other_blocks_is_refused():
-    _, store = checked()
-    with pytest.raises(StoreError, match="objects of 16 bytes, and the layout has blocks of 24"):
-        await store.attach(Arena(1, 24))
+async def test_a_store_of_objects_of_another_size_is_an_error_at_the_start():
+    with pytest.raises(StoreError, match="objects of 16 bytes, and the layout has blocks of 256"):
+        async with kvactors.open(config(), backend=MemoryBackend(bytes(32), 16)):
+            pass
 
 
 # -- clears
