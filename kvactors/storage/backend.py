@@ -54,7 +54,6 @@ class Backend(ABC):
         block_bytes: size of each object.
 
     Attributes:
-        exclusive: whether `take` is supported.
         slot_trailer_bytes: bytes behind each slot of the arena that the store needs.
         removed_outside: whether objects left the store outside of batches since `take_removed` was
             called.
@@ -63,12 +62,12 @@ class Backend(ABC):
         stuck: whether calls still run after `close`. The arena's memory then stays mapped.
         wipes: whether `wipe` is supported.
         keeps_lineages: whether it keeps the inputs of its keys, for the paths of its blocks.
-        is_complete: whether `holds` finds every object that can be read.
+        is_complete: whether `keys` and `holds` find every object that can be read. If not, only
+            `exists_many` does.
         shares: its objects by salt. None: it cannot keep quotas of salts.
         counters: outcomes of batches, counted by the storage actors.
     """
 
-    exclusive: bool = False
     slot_trailer_bytes: int = 0
     clear_pending: bool = False
     removed_outside: bool = False
@@ -198,11 +197,6 @@ class Backend(ABC):
         raise StoreUnsupported("this store does not overwrite objects that have left it")
 
     # -- the keys that this process answers for: none in a store that several nodes share
-
-    @property
-    def lists_keys(self) -> bool:
-        """Whether `keys` returns every key. If not, `exists_many` finds them."""
-        return type(self).keys is not Backend.keys
 
     def keys(self) -> list[bytes]:
         """The keys that this process answers for, least recently used first."""

@@ -61,7 +61,6 @@ class GuardedBackend:
     def __init__(self, inner: Backend, timeout: float) -> None:
         self.inner = inner
         self.block_bytes = inner.block_bytes
-        self.exclusive = inner.exclusive
         self.slot_trailer_bytes = inner.slot_trailer_bytes
         self.keeps_lineages = bool(inner.keeps_lineages)
         self.shares = inner.shares

@@ -33,7 +33,6 @@ class CatalogStore(Backend):
     Keys change hands synchronously: admission and removal take effect before anything else runs on
     the loop."""
 
-    exclusive = True
     # False for a store whose objects other processes decide about: its keys are not listed.
     answerable = True
 
@@ -198,10 +197,6 @@ class CatalogStore(Backend):
 
     @property
     def is_complete(self) -> bool:  # type: ignore[override]
-        return self.answerable
-
-    @property
-    def lists_keys(self) -> bool:
         return self.answerable
 
     @property

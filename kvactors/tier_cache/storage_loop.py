@@ -42,7 +42,7 @@ class StorageLoop:
         except BaseException:
             await store.close()
             raise
-        lists = store.inner.lists_keys
+        lists = store.is_complete
         self.known = KnownObjects(store.keys() if lists else (), lists=lists)
 
     async def close(self, limit: float) -> None:

@@ -1,5 +1,4 @@
-"""One SDK object for each shard in a process, what it is opened with, and how strict the stand-in
-is."""
+"""One SDK object for each shard in a process, and what it is opened with."""
 
 from __future__ import annotations
 
@@ -22,8 +21,6 @@ from tests.storage.test_attention_store_backend import BLOCK, LAYOUT, STAND_IN, 
 from tests.support import attentionstore_sdk as stand_in
 from tests.support import cache as support
 from tests.support.attentionstore_sdk.client.client import AttentionType
-from tests.support.attentionstore_sdk.sdk import AttentionStoreSDK, Tokens
-from tests.support.attentionstore_sdk.utils.err import AttentionStoreSDKError
 
 PROMPT = list(range(4 * BLOCK + 1))
 
@@ -262,101 +259,3 @@ async def test_time_outs_are_passed_and_end_a_call():
     )
     assert store.statistics().unavailable == 4
     await store.close()
-
-
-# -- the stand-in
-
-
-ARGUMENTS = ("ns", "pod", "v0", 0, 1, 2, BLOCK, 64, 0, 0)
-
-
-def one(**knobs) -> AttentionStoreSDK:
-    made = AttentionStoreSDK(*ARGUMENTS)
-    vars(made.service).update(knobs)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("position", "value"),
-    [
-        (0, ""),
-        (1, None),
-        (2, 3),
-        (3, -1),
-        (3, 1),
-        (4, 0),
-        (5, 0),
-        (5, True),
-        (6, 0),
-        (7, 0),
-        (7, 64.0),
-        (8, -1),
-        (9, None),
-    ],
-)
-def test_arguments_that_cannot_be_are_refused(position, value):
-    arguments = [*ARGUMENTS]
-    arguments[position] = value
-    with pytest.raises((TypeError, AttentionStoreSDKError)):
-        AttentionStoreSDK(*arguments)
-    AttentionStoreSDK(*ARGUMENTS)
-
-
-def test_a_second_object_for_a_shard_is_refused_until_the_process_ends():
-    one()
-    with pytest.raises(AttentionStoreSDKError, match="this process has an SDK object for shard 0"):
-        one()
-    AttentionStoreSDK("ns", "pod", "v0", 1, 2, *ARGUMENTS[5:])
-    stand_in.restart_process()
-    one()
-
-
-MEMORY = np.zeros((4, 8, 64), np.uint8)  # keys and values of two layers
-POINTERS = [int(MEMORY[i].ctypes.data) for i in range(4)]
-GOOD = ([0, 1], Tokens(list(range(2 * BLOCK)), BLOCK), 0, POINTERS[:2], POINTERS[2:], [0, 1], 1.0)
-
-
-@pytest.mark.parametrize("name", ["read", "write"])
-@pytest.mark.parametrize(
-    ("position", "value"),
-    [
-        (0, [0]),
-        (0, [1, 0]),
-        (0, [0, 1, 2]),
-        (1, [1, 2]),
-        (1, Tokens([1], BLOCK)),
-        (1, Tokens(list(range(9)), BLOCK)),
-        (2, -1),
-        (2, 1),
-        (2, None),
-        (3, POINTERS[:1]),
-        (3, [0, POINTERS[0]]),
-        (4, []),
-        (4, POINTERS[:1]),
-        (4, [None, None]),
-        (5, []),
-        (5, [0]),
-        (5, [0, 0]),
-        (5, [-1, 0]),
-        (5, (0, 1)),
-        (5, [0, 1.0]),
-        (6, 0),
-        (6, -1.0),
-        (6, float("inf")),
-        (6, None),
-        (6, "1"),
-    ],
-)
-def test_moves_that_cannot_be_are_refused(name, position, value):
-    sdk, arguments = one(), [*GOOD]
-    assert sdk.write(*GOOD) == 2
-    arguments[position] = value
-    with pytest.raises(AttentionStoreSDKError):
-        getattr(sdk, name)(*arguments)
-    assert sdk.read(*GOOD) == 2
-
-
-def test_an_unknown_device_block_is_refused():
-    sdk = one(refuse_block=1)
-    with pytest.raises(AttentionStoreSDKError, match="unknown device block 1"):
-        sdk.write(*GOOD)

@@ -202,7 +202,7 @@ def test_evicted_keys_are_reported_and_cleared_ones_stay_away(tmp_path):
 
 @pytest.mark.parametrize("lists", [True, False])
 def test_a_job_of_before_a_clear_makes_no_key_known(lists, monkeypatch):
-    monkeypatch.setattr(CatalogStore, "lists_keys", lists)
+    monkeypatch.setattr(CatalogStore, "is_complete", lists)
     FaultyStore.mode = "hold"
     table = {"backend": f"{FaultyStore.__module__}:{FaultyStore.__name__}", "timeout_s": LIMIT}
     tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
@@ -224,7 +224,7 @@ def test_a_job_of_before_a_clear_makes_no_key_known(lists, monkeypatch):
 
 def test_of_a_store_that_lists_none_the_oldest_objects_are_forgotten(monkeypatch):
     monkeypatch.setattr(storage, "KNOWN", 4)
-    monkeypatch.setattr(CatalogStore, "lists_keys", False)
+    monkeypatch.setattr(CatalogStore, "is_complete", False)
     table = {"backend": "memory"}
     tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
     views = [memoryview(payload(key)) for key in KEYS[:6]]
