@@ -306,12 +306,10 @@ class StorageReader(StorageWorker):
             return
 
         async def work() -> BatchDone:
-            return done(await self.backend.ask(keys, expired(message.deadline)))
-
-        def done(run: int) -> BatchDone:
+            run = await self.backend.ask(keys, expired(message.deadline))
             return BatchDone(Probed(message.op, run))
 
-        self.enqueue(Batch(work, done(0)))
+        self.enqueue(Batch(work, BatchDone(Probed(message.op, 0))))
 
     @on(Read)
     def read(self, message: Read) -> None:

@@ -4,7 +4,6 @@ that is lent until a call has ended."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -47,18 +46,20 @@ SIZE, DIGEST = 5000, bytes(range(32))
 OK, CORRUPT = Outcome.OK, Outcome.CORRUPT
 
 
-class Pool:
-    """A client whose objects are bytes in a dictionary.
+class Pool(StandIn):
+    """A client that has joined the pool of the stand-in, and the pool.
 
     Attributes:
-        put_codes: codes to return in place of results, by name.
+        refused: codes to return in place of results, by name.
+        sizes: objects of each transfer.
         during: called in each transfer.
     """
 
     def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.put_codes: dict[str, int] = {}
-        self.calls: list[int] = []
+        super().__init__()
+        self._open = True
+        self.refused: dict[str, int] = {}
+        self.sizes: list[int] = []
         self.during = lambda: None
 
     async def remove(self, names) -> None:
@@ -74,28 +75,18 @@ class Pool:
         return asyncio.create_task(run())
 
     def batch_put_from_multi_buffers(self, names, pointers, sizes) -> list[int]:
-        self.calls.append(len(names))
-        codes = []
-        for name, where, lengths in zip(names, pointers, sizes, strict=True):
-            pieces = zip(where, lengths, strict=True)
-            code = self.put_codes.pop(name, 0)
-            if not code:
-                self.objects[name] = b"".join(ctypes.string_at(*piece) for piece in pieces)
-            codes.append(code)
-        self.during()
-        return codes
+        codes = super().batch_put_from_multi_buffers(names, pointers, sizes)
+        for i, name in enumerate(names):
+            if name in self.refused:
+                codes[i] = self.refused.pop(name)
+                del self.objects[name]
+        return self._moved(codes)
 
     def batch_get_into_multi_buffers(self, names, pointers, sizes) -> list[int]:
-        self.calls.append(len(names))
-        codes = []
-        for name, where, lengths in zip(names, pointers, sizes, strict=True):
-            data = self.objects.get(name)
-            codes.append(NOT_FOUND if data is None else len(data))
-            at = 0
-            for address, length in zip(where, lengths, strict=True):
-                if data is not None:
-                    ctypes.memmove(address, data[at : at + length], len(data[at : at + length]))
-                at += length
+        return self._moved(super().batch_get_into_multi_buffers(names, pointers, sizes))
+
+    def _moved(self, codes: list[int]) -> list[int]:
+        self.sizes.append(len(codes))
         self.during()
         return codes
 
@@ -150,7 +141,7 @@ def header(name: bytes, payload: bytes) -> bytes:
 async def test_objects_are_payloads_and_headers_of_the_format(trailer):
     bench = Bench(trailer)
     assert await bench.write(bench.keys, bench.views, never) == bytes([OK] * 8)
-    assert bench.pool.calls == [3, 3, 2]
+    assert bench.pool.sizes == [3, 3, 2]
     wanted = [bytes(view) for view in bench.views]
     assert [bench.pool.objects[bench.name(one)] for one in bench.keys] == [
         payload + header(one, payload) for one, payload in zip(bench.keys, wanted, strict=True)
@@ -175,14 +166,14 @@ async def test_objects_of_other_keys_short_ones_and_missing_ones_are_no_hits(ben
 
 async def test_an_object_without_space_is_tried_once_more_with_its_own_header(bench, monkeypatch):
     monkeypatch.setattr("kvactors.storage.mooncake.RETRY", 0.0)
-    bench.pool.put_codes[bench.name(key(1))] = NO_SPACE
+    bench.pool.refused[bench.name(key(1))] = NO_SPACE
     assert await bench.write(bench.keys, bench.views, never) == bytes([OK] * 8)
-    assert bench.pool.calls == [3, 1, 3, 2]
+    assert bench.pool.sizes == [3, 1, 3, 2]
     assert await bench.read(bench.keys, bench.views, never) == bytes([OK] * 8)
 
 
 async def test_a_deadline_ends_a_batch_and_no_checksum_reads_the_views_any_more(bench):
-    found = await bench.write(bench.keys, bench.views, lambda: bool(bench.pool.calls))
+    found = await bench.write(bench.keys, bench.views, lambda: bool(bench.pool.sizes))
     assert list(found) == [OK] * 3 + [Outcome.LATE] * 5
     assert bench.store._checksums.busy == 0
 
@@ -243,7 +234,7 @@ async def test_every_object_of_a_batch_is_verified(by_slot, faults, step, random
     assert list(await read(bench.keys, where, never)) == wanted
     for view, payload, outcome in zip(views, payloads, wanted, strict=True):
         assert outcome != OK or bytes(view) == payload
-    assert max(bench.pool.calls) <= step
+    assert max(bench.pool.sizes) <= step
     bench.close()
 
 
