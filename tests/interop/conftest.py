@@ -1,8 +1,10 @@
-"""Runs every interop test in a separate pytest process with its own network (`network.isolated`),
-which makes the fixtures."""
+"""Runs interop tests in a separate pytest process with its own network (`network.isolated`), which
+makes the fixtures: each test in one of its own, or the tests of a module, which share what they
+start."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -29,28 +31,45 @@ class Suite(NamedTuple):
     Attributes:
         group: the environments that they need.
         limit: seconds that one test may take. Only a hang takes as long.
-        own_proc: whether the programs read /proc.
+        by_module: whether the tests of a module share a process, whose programs read /proc. The
+            import of an engine takes longer than most tests.
     """
 
     group: str
     limit: int
-    own_proc: bool = False
+    by_module: bool = False
 
 
 SUITES = {
     "interop": Suite("routers", 600),
-    "engines_full": Suite("engines", 3000, own_proc=True),
-    "engines": Suite("engines", 1500, own_proc=True),
+    "engines_full": Suite("engines", 3000, by_module=True),
+    "engines": Suite("engines", 1500, by_module=True),
 }
 """By marker. A test takes the first of those that it has."""
 SHARED = "INTEROP_SHARED"
 """The environment variable with a folder that all tests of a session share."""
+RESULTS = "INTEROP_RESULTS"
+"""The environment variable with the file of results: a line for each test, its id and its error."""
+FAILURES = pytest.StashKey[dict[str, str]]()
+"""The errors of the tests that ran inside, by id. Empty: the test has passed."""
+
+
+def suite_of(item: pytest.Item) -> str | None:
+    """The marker of an interop test."""
+    return next((name for name in SUITES if item.get_closest_marker(name)), None)
+
+
+def run_with(item: pytest.Item, marker: str) -> list[pytest.Item]:
+    """The tests that share a process with this one."""
+    if not SUITES[marker].by_module:
+        return [item]
+    return [one for one in item.session.items if one.path == item.path and suite_of(one) == marker]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run an interop test inside, or, if this is inside, as it stands."""
-    marker = next((name for name in SUITES if pyfuncitem.get_closest_marker(name)), None)
+    marker = suite_of(pyfuncitem)
     if marker is None or INSIDE_NETWORK:
         return None
     folder = pyfuncitem.config.getoption("--interop")
@@ -61,22 +80,28 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             f"`python -m tests.interop.setup DIR {SUITES[marker].group}`",
             pytrace=False,
         )
-    _run_inside(pyfuncitem, Path(folder).resolve(), marker)
+    failures = pyfuncitem.session.stash.setdefault(FAILURES, {})
+    if pyfuncitem.nodeid not in failures:
+        _run_inside(pyfuncitem, Path(folder).resolve(), marker, failures)
+    if failures[pyfuncitem.nodeid]:
+        pytest.fail(failures[pyfuncitem.nodeid], pytrace=False)
     return True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The outer pytest waits for the inner one, which has its own limit."""
     for item in items:
-        for marker, suite in SUITES.items():
-            if item.get_closest_marker(marker) and not INSIDE_NETWORK:
-                item.add_marker(pytest.mark.timeout(suite.limit + 60))
+        marker = suite_of(item)
+        if marker is not None and not INSIDE_NETWORK:
+            limit = SUITES[marker].limit * len(run_with(item, marker))
+            item.add_marker(pytest.mark.timeout(limit + 60))
 
 
-def _run_inside(item: pytest.Function, folder: Path, marker: str) -> None:
-    limit = SUITES[marker].limit
+def _run_inside(item: pytest.Function, folder: Path, marker: str, failures: dict[str, str]) -> None:
+    suite, tests = SUITES[marker], run_with(item, marker)
     folder_of_test: Any = item.funcargs["tmp_path"]
-    test = f"{item.path.relative_to(ROOT)}::{item.nodeid.partition('::')[2]}"
+    results = folder_of_test / "results"
+    results.touch()
     command = [
         sys.executable,
         "-m",
@@ -87,30 +112,40 @@ def _run_inside(item: pytest.Function, folder: Path, marker: str) -> None:
         "-p",
         "no:cacheprovider",
         f"--basetemp={folder_of_test / 'inside'}",
-        f"--timeout={limit - 10}",
+        f"--timeout={suite.limit - 10}",
         "-m",
         marker,
         f"--interop={folder}",
-        test,
+        *(f"{one.path.relative_to(ROOT)}::{one.nodeid.partition('::')[2]}" for one in tests),
     ]
+    ends = ""
     try:
         done = subprocess.run(
-            isolated(command, own_proc=SUITES[marker].own_proc),
+            isolated(command, own_proc=suite.by_module),
             cwd=ROOT,
-            env=os.environ | {INSIDE: "1", SHARED: str(folder_of_test.parent)},
+            env=os.environ
+            | {INSIDE: "1", SHARED: str(folder_of_test.parent), RESULTS: str(results)},
             capture_output=True,
             text=True,
-            timeout=limit,
+            timeout=suite.limit * len(tests),
             check=False,
         )
+        print(done.stdout)
+        ends = f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}"
     except subprocess.TimeoutExpired as error:
-        pytest.fail(
-            f"not done in {limit} s:\n{(error.stdout or b'').decode(errors='replace')[-5000:]}",
-            pytrace=False,
-        )
-    print(done.stdout)
-    if done.returncode:
-        pytest.fail(f"{done.stdout[-8000:]}\n{done.stderr[-2000:]}", pytrace=False)
+        output = (error.stdout or b"").decode(errors="replace")[-5000:]
+        ends = f"not done in {error.timeout} s:\n{output}"
+    failures.update({one.nodeid: ends for one in tests})  # of those that did not come to their end
+    # a test that fails has a line of its teardown too, after that of its failure
+    failures.update(json.loads(line) for line in reversed(results.read_text().splitlines()))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Write the result of a test inside for the outer pytest."""
+    if INSIDE_NETWORK and (report.failed or report.when == "teardown"):
+        error = report.longreprtext[-8000:] if report.failed else ""
+        with Path(os.environ[RESULTS]).open("a") as file:
+            file.write(json.dumps([report.nodeid, error]) + "\n")
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -62,9 +62,10 @@ def test_the_scenario_of_the_package_holds() -> None:
     assert aware["blocks_computed"] < alone["blocks_computed"]
 
 
-@pytest.mark.parametrize("placement", ["random", "kv_aware"])
-def test_2000_requests_with_faults(placement: str) -> None:
-    """Every fault, under one placement. Faults cost hits, and no byte is wrong."""
+def test_2000_requests_with_faults() -> None:
+    """Every fault, under the placement that moves most blocks between nodes. Faults cost hits, and
+    no byte is wrong."""
+    placement = "random"
     data = read_toml(FLEET)
     data["workload"] |= {"sessions": 200, "turns": 10, "user_tokens": 48, "output_tokens": 32}
     data["fleet"] |= {"placements": [placement], "twins": 0}
@@ -94,13 +95,12 @@ def small(**fleet: Any) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.parametrize("isolate", [True, False], ids=["namespaces", "loopback"])
-def test_a_prompt_that_two_nodes_compute_at_once_is_stored_once(isolate: bool) -> None:
-    """Every request is served by two nodes at once."""
-    report = run(small(twins=1), isolate=isolate)
+def test_a_prompt_that_two_nodes_compute_at_once_is_stored_once() -> None:
+    """Every request is served by two nodes at once, on loopback."""
+    report = run(small(twins=1), isolate=False)
     show(report)
     figures = report.fleet["random"]
-    assert report.fleet["namespaces"]["used"] == isolate
+    assert report.fleet["namespaces"]["used"] == 0
     assert figures["requests"] == 160
     assert figures["blocks_computed"] > figures["blocks_distinct"]
     assert figures["pool_objects"] == figures["blocks_distinct"]

@@ -34,32 +34,12 @@ def test_plain_prompts(scene: Scene, dialect: str) -> None:
     run(scene, Workload(1), dialect=dialect)
 
 
-def test_the_media_names_of_sglang(scene: Scene) -> None:
-    run(scene, Workload(2), media="sglang")
-
-
 def test_two_tiers_with_an_inclusive_host(scene: Scene) -> None:
     run(scene, Workload(3), tables=TWO_TIERS | {"host": {"slots": 80, "mode": "inclusive"}})
 
 
-def test_batches_of_one_block(scene: Scene) -> None:
-    run(scene, Workload(4, prefixes=12), max_blocks=1)
-
-
-def test_adapters(scene: Scene) -> None:
-    run(scene, Workload(5, loras=LORAS))
-
-
-def test_salts(scene: Scene) -> None:
-    run(scene, Workload(6, salts=SALTS, prefixes=3))
-
-
-def test_salts_in_arrays(scene: Scene) -> None:
-    run(scene, Workload(7, salts=SALTS, prefixes=3), dialect="array", arrays_for="dynamo")
-
-
-def test_media(scene: Scene) -> None:
-    run(scene, Workload(8, images=3, prefixes=3))
+def test_batches_of_one_block_with_the_media_names_of_sglang(scene: Scene) -> None:
+    run(scene, Workload(4, prefixes=12), max_blocks=1, media="sglang")
 
 
 def test_adapters_salts_and_media_at_once(scene: Scene) -> None:

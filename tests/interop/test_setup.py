@@ -109,7 +109,7 @@ def test_the_command_names_a_group_that_is_not_there(
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
 CASES = [
     ("interop", "tests/interop/test_router.py", "one_block"),
-    ("engines", "tests/interop/engines/test_plain.py", "zeros"),
+    ("engines", "tests/interop/engines/test_offloading.py", "greedy"),
 ]
 
 

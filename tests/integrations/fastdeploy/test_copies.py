@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 
 from kvactors.errors import LayoutError
 from kvactors.integrations.fastdeploy import PrefixCacheManager
-from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage import factory
-from kvactors.tier_cache import SlotMemory
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
 from tests.integrations.fastdeploy.conftest import RESERVE
 from tests.integrations.fastdeploy.invariants import check
@@ -51,46 +49,6 @@ def block_bytes(tensors: dict[str, Any], block: int, layers: int, ranks: int = 1
 
 
 # -- copies
-
-
-def test_blocks_of_30_layers_come_back_equal_in_other_blocks():
-    """100 drawn blocks of 300, five times: to host slots, and from there to other blocks."""
-    rng = np.random.default_rng(7)
-    made = [rng.integers(0, 1 << 16, (300, 4, 4, 16), np.uint16) for _ in range(60)]
-    tensors = [one.view(np.float16) for one in made]
-    memory = SlotMemory(100, sum(one[0].nbytes for one in made))
-    copies = RankCopies([tensors], memory, threads=2)
-    for _ in range(5):
-        ids = rng.permutation(300)
-        source, target = ids[:100].tolist(), ids[100:200].tolist()
-        slots = rng.permutation(100).tolist()
-        wanted = [one[source].copy() for one in made]
-        others = np.setdiff1d(np.arange(300), target)
-        kept = [one[others].copy() for one in made]
-        assert copies.store(source, slots) == ""
-        assert copies.load(target, slots) == ""
-        for one, want, keep in zip(made, wanted, kept, strict=True):
-            assert np.array_equal(one[target], want)
-            assert np.array_equal(one[others], keep), "no other block changed"
-    copies.close()
-    memory.close()
-
-
-@pytest.mark.parametrize(
-    ("blocks", "slots"), [([1, 2], [0]), ([1], [0, 1]), ([], [0]), ([1, 9], [0, 1]), ([1], [-1])]
-)
-def test_numbers_that_do_not_fit_copy_nothing(blocks, slots):
-    tensor = np.arange(4 * 16, dtype=np.uint8).reshape(4, 16)
-    memory = SlotMemory(2, 16)
-    copies = RankCopies([[tensor]], memory, threads=1)
-    for move in (copies.store, copies.load):
-        assert move(blocks, slots) != ""
-        assert tensor.tolist() == np.arange(4 * 16).reshape(4, 16).tolist()
-        assert bytes(memory.view(0)) == bytes(memory.view(1)) == bytes(16)
-    assert copies.store([1], [1]) == "", "the copies after it work"
-    assert bytes(memory.view(1)) == tensor[1].tobytes()
-    copies.close()
-    memory.close()
 
 
 # -- fp8: keys, values and their scales

@@ -155,45 +155,6 @@ def test_two_requests_at_once_with_drafts(engine, cpu):
     server.check()
 
 
-def test_the_page_of_metrics_names_cache_and_blocks(server):
-    client = pytest.importorskip("prometheus_client")
-    from kvactors.integrations.fastdeploy.metrics import FastDeployMetrics
-
-    for _ in range(2):
-        server.ask(prompts(1)[0])
-    registry = client.CollectorRegistry()
-    registry.register(FastDeployMetrics(server.one.manager))
-    page = client.generate_latest(registry).decode()
-    values = dict(line.rsplit(" ", 1) for line in page.splitlines() if line[:1] != "#")
-    assert float(values["fastdeploy:prefix_cache_token_num_total"]) == BLOCK
-    assert float(values["fastdeploy:max_gpu_block_num"]) == 4
-    assert float(values["fastdeploy:hit_req_rate"]) == 0.5
-
-
-@pytest.mark.parametrize(
-    ("payload", "error"),
-    [
-        (["a", "b"], TypeError),
-        ([1, None], TypeError),
-        ([1.5, 2.5], TypeError),
-        ([-1, 5], ValueError),
-        ([1 << 32], ValueError),
-        (7, TypeError),
-    ],
-)
-def test_a_bad_payload_is_a_named_error_that_changes_nothing(server, payload, error):
-    good = prompts(1)[0]
-    server.ask(good)
-    before = server.one.manager.statistics()
-    bad = Request("bad", [1])
-    bad.prompt_token_ids = payload
-    with pytest.raises(error):
-        server.one.manager.request_match_blocks(bad, BLOCK)
-    server.one.manager.release_block_ids(bad)
-    assert server.one.manager.statistics() == before
-    assert server.cached(server.ask(good)) == BLOCK
-
-
 @pytest.mark.parametrize(
     "prompt",
     [

@@ -230,13 +230,6 @@ def test_tokens_of_a_refused_commit_are_not_kept(busy, refused):
     assert busy.match(Request("w", [9, *A, 5, 6, 7, 0]))[1] == 12
 
 
-def test_an_output_that_is_none_is_refused(busy):
-    before, busy.request.output_token_ids = state(busy.manager), None
-    with pytest.raises(TypeError, match="output_token_ids of request 'u' must be a list"):
-        busy.manager.cache_output_blocks(busy.request, BLOCK_SIZE)
-    assert state(busy.manager) == before
-
-
 def test_a_request_that_lost_tokens_is_refused(busy):
     busy.request.prompt_token_ids = A[:2]
     with pytest.raises(ValueError, match="had 9 tokens and has 2 now"):
@@ -272,22 +265,6 @@ def test_repeated_calls_change_nothing(busy):
     with pytest.raises(ValueError, match="free already"):
         manager.recycle_gpu_blocks(request.block_tables[1:], "u")
     assert busy.available == 6
-
-
-def test_calls_about_unknown_requests(engine):
-    one = engine(gpu=2, cpu=1)
-    manager, before = one.manager, state(one.manager)
-    unknown = Request("x", A)
-    for call in (
-        lambda: manager.update_cache_blocks(unknown, BLOCK_SIZE, 8),
-        lambda: manager.cache_output_blocks(unknown, BLOCK_SIZE),
-    ):
-        with pytest.raises(LookupError, match="request 'x' holds nothing"):
-            call()
-    manager.release_block_ids(unknown)
-    manager.write_cache_to_storage(unknown)
-    manager.free_block_ids(100)
-    assert state(manager) == before
 
 
 # -- before the start and after the end

@@ -177,23 +177,6 @@ def test_attention_store_keeps_blocks_for_the_next_process(engine, service):
     assert not other.wrong(request, 9)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_runs_over_attention_store(engine, service, seed):
-    one = as_storage(engine, gpu=6, cpu=2 * seed)
-    drive(one, seed)
-    assert one.manager.statistics().storage_tokens > 0
-
-
-def test_runs_over_a_failing_attention_store(engine, service):
-    one = as_storage(engine, gpu=6, cpu=1)
-    index = stand_in.service()
-
-    def fault(rng):
-        index.broken = "" if rng is None or rng.random() < 0.5 else "gone"
-
-    drive(one, 4, fault=fault)
-
-
 def test_media_are_not_read_from_a_store_of_tokens(engine, service):
     one = as_storage(engine, gpu=6)
     one.serve("a", A)

@@ -145,14 +145,6 @@ def test_blocks_behind_a_missing_object_are_not_taken(engine, pool, missing, fou
     assert len(other.free_blocks) == 6 - found // 4
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_runs_over_a_pool(engine, pool, seed):
-    """Two nodes, one after the other: the second finds what the first has computed."""
-    for cpu in (0, 3):
-        drive(pool.manager(engine, gpu=6, cpu=cpu), seed)
-    assert pool.objects
-
-
 class FaultyClient(StandIn):
     """A client that raises, gives error codes or too few of them, returns other bytes, or loses
     objects, as drawn for each call."""

@@ -88,14 +88,6 @@ def test_storage_needs_prefix_caching():
         settings_of(make_config(backend="mooncake", enable_prefix_caching=False))
 
 
-def test_without_prefix_caching_blocks_are_handed_out_and_nothing_is_evicted():
-    manager = PrefixCacheManager(make_config(2, enable_prefix_caching=False), 1, environ={})
-    blocks = manager.allocate_gpu_blocks(2, "a")
-    assert not manager.can_allocate_gpu_blocks(1)
-    manager.recycle_gpu_blocks(blocks, "a")
-    assert manager.can_allocate_gpu_blocks(2)
-
-
 def test_the_file_store_needs_a_folder():
     with pytest.raises(ConfigError, match="needs FILE_BACKEND_STORAGE_DIR"):
         settings_of(make_config(backend="file"))

@@ -178,17 +178,6 @@ def test_a_write_that_begins_after_the_release_writes_nothing(engine, monkeypatc
     assert one.manager.statistics().written_blocks == 0
 
 
-def test_writes_of_two_threads_take_turns(engine, pool, monkeypatch):
-    one = engine(gpu=6, file=True)
-    requests = [Request(name, [ord(name)] * 8) for name in "ab"]
-    for request in requests:
-        one.prefill(request)
-    ends = [pool.submit(one.manager.write_cache_to_storage, request) for request in requests]
-    for end in ends:
-        end.result(LIMIT)
-    assert one.manager.statistics().written_blocks == 4
-
-
 def test_a_store_that_hangs_does_not_keep_requests(engine, faults, monkeypatch):
     """FastDeploy waits for a write without limit."""
     monkeypatch.setattr("kvactors.integrations.fastdeploy.lower_tiers.MARGIN", 0.05)
@@ -202,16 +191,6 @@ def test_a_store_that_hangs_does_not_keep_requests(engine, faults, monkeypatch):
     assert one.manager.statistics().failed_blocks == 2
     assert one.available == 4
     check(one.manager)
-
-
-def test_two_matches_in_two_threads_find_the_same_blocks(engine, pool):
-    one = engine(gpu=6, cpu=2, file=True)
-    one.serve("a", A)
-    one.manager.reset()
-    first = pool.submit(one.match, Request("b", A)).result(LIMIT)
-    second = one.match(Request("c", A))
-    assert first[0] == second[0]
-    assert second[2]["gpu_match_token_num"] == 2 * BLOCK_SIZE
 
 
 def test_writes_of_others_leave_the_counters_of_the_tiers_right(engine):
@@ -244,34 +223,6 @@ def test_a_close_during_a_write_ends_it(engine, pool, monkeypatch):
 
 def hang(*_):
     raise DeviceError("a copy has not ended")
-
-
-def test_blocks_of_a_copy_to_the_host_that_does_not_end_are_not_given_out(engine, monkeypatch):
-    one = engine(gpu=4, cpu=2)
-    one.serve("a", A)
-    monkeypatch.setattr(RankCopies, "store", hang)
-    with pytest.raises(DeviceError):
-        one.manager.can_allocate_gpu_blocks(3)
-    monkeypatch.undo()
-    assert one.free_blocks == [2, 3], "block 1 may still be read"
-    check(one.manager)
-    assert one.manager.can_allocate_gpu_blocks(3)
-    assert not one.manager.can_allocate_gpu_blocks(4)
-
-
-def test_blocks_of_a_copy_to_the_device_that_does_not_end_are_not_given_out(engine, monkeypatch):
-    one = engine(gpu=4, cpu=2)
-    one.serve("a", A)
-    one.manager.free_block_ids(1)
-    monkeypatch.setattr(RankCopies, "load", hang)
-    request = Request("b", A)
-    with pytest.raises(DeviceError):
-        one.match(request)
-    monkeypatch.undo()
-    one.free(request)
-    check(one.manager)
-    assert one.free_blocks == [2, 3], "block 1 may still be written"
-    assert one.available == 3, "the matched block is evictable again"
 
 
 def test_a_copy_for_storage_that_does_not_end_stops_the_writes(engine, monkeypatch):

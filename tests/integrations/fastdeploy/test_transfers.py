@@ -158,21 +158,6 @@ def test_a_read_that_fails_is_an_empty_result(engine, faults, monkeypatch, mode)
         one.manager.reset()
 
 
-@pytest.mark.parametrize("mode", ["unreachable", "refuses"])
-def test_a_write_that_fails_ends_with_nothing_written(engine, faults, mode):
-    one = engine(gpu=4, file=True, options={"storage": {"timeout_s": 5.0}})
-    faults.mode = mode
-    request = Request("a", A[:8])
-    one.prefill(request)
-    assert one.manager.write_cache_to_storage(request) is None
-    found = one.manager.statistics()
-    assert (found.written_blocks, found.failed_blocks) == (0, 2)
-    one.free(request)
-    assert one.available == 4
-    one.manager.reset()
-    assert one.match(Request("b", A[:8]))[1] == 0
-
-
 @pytest.mark.parametrize(
     ("error", "raises"), [(RuntimeError("a fault"), True), (TimeoutError("late"), False)]
 )

@@ -1,20 +1,14 @@
 """LMCache's storage manager that answers lines of JSON: the program that runs in LMCache's
-environment.
-
-Standard output carries the answers alone. The output of LMCache goes to standard error.
-"""
+environment."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -235,24 +229,7 @@ def payload(key: ObjectKey) -> bytes:
     return seed * (SHAPE.numel() * 2 // len(seed))
 
 
-def main() -> None:
-    """Answer lines until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    server = Server()
-    names = "open status idle usage store clear prefetch mixed wait_usage listed close"
-    calls: dict[str, Callable[..., dict[str, Any]]] = {
-        name: getattr(server, name) for name in names.split()
-    }
-    for line in sys.stdin:
-        message = json.loads(line)
-        try:
-            answer = calls[message.pop("do")](**message)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    from answer_lines import answer_on_output
+
+    answer_on_output(Server())

@@ -3,17 +3,12 @@ environment, in the place of an engine's worker.
 
 It is the client of `lmcache bench server`: KV cache tensors in this process, which it stores and
 retrieves as vLLM's connector does. Every process makes the same tensors.
-
-Standard output carries the answers alone. The output of LMCache goes to standard error.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,23 +115,7 @@ class Client:
         return {}
 
 
-def main() -> None:
-    """Answer lines until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    client = Client()
-    calls: dict[str, Callable[..., dict[str, Any]]] = {
-        name: getattr(client, name) for name in ("open", "store", "fetch", "close")
-    }
-    for line in sys.stdin:
-        message = json.loads(line)
-        try:
-            answer = calls[message.pop("do")](**message)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    from answer_lines import answer_on_output
+
+    answer_on_output(Client())

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.interop.engines.vllm_engine import MODULES
 from tests.interop.environments import Environments, InteropError
 from tests.interop.processes import Child
 
@@ -18,6 +19,7 @@ VARIABLES = {
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_LOG_LEVEL": "WARNING",
     "LMCACHE_DISABLE_BANNER": "1",
+    "PYTHONPATH": str(MODULES),
 }
 RPC = "tcp://127.0.0.1:5555"
 HTTP = "http://127.0.0.1:8080"

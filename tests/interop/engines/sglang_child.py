@@ -1,16 +1,10 @@
-"""An SGLang engine that answers lines of JSON: the program that runs in SGLang's environment.
-
-Standard output carries the answers alone. The output of SGLang goes to standard error.
-"""
+"""An SGLang engine that answers lines of JSON: the program that runs in SGLang's environment."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -160,32 +154,7 @@ def _outcome(found: Any) -> dict[str, Any]:
     return {"success": bool(found.success), "message": str(found.message)}
 
 
-def main() -> None:
-    """Answer lines until the input ends."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    engine = Engine()
-    calls: dict[str, Callable[..., dict[str, Any]]] = {
-        call.__name__: call
-        for call in (
-            engine.open,
-            engine.generate,
-            engine.flush,
-            engine.clear_storage,
-            engine.detach,
-            engine.attach,
-            engine.close,
-        )
-    }
-    for line in sys.stdin:
-        message = json.loads(line)
-        try:
-            answer = calls[message.pop("do")](**message)
-        except Exception as error:
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-
-
 if __name__ == "__main__":
-    main()
+    from answer_lines import answer_on_output
+
+    answer_on_output(Engine())

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.interop.engines.vllm_engine import Prompt
+from tests.interop.engines.vllm_engine import MODULES, Prompt, descendants
 from tests.interop.environments import Environments, InteropError
 from tests.interop.processes import Child
 
@@ -27,7 +27,7 @@ VARIABLES = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",  # threads that wait for each other are slow on a busy machine
     "HF_HUB_OFFLINE": "1",
-    "PYTHONPATH": str(SITE),
+    "PYTHONPATH": f"{SITE}:{MODULES}",
     "SGLANG_EXTERNAL_MODEL_PACKAGE": "tiny_models",
     "GLOO_SOCKET_IFNAME": "lo",
     "SGLANG_HOST_IP": "127.0.0.1",
@@ -214,7 +214,7 @@ class SglangEngine:
     def kill(self) -> None:
         """kill -9 of the engine's processes, all at once."""
         self._ended = True
-        for pid in [*_children(self._child.process.pid), self._child.process.pid]:
+        for pid in [*descendants(self._child.process.pid), self._child.process.pid]:
             os.kill(pid, signal.SIGKILL)
         self._child.close()
 
@@ -222,15 +222,6 @@ class SglangEngine:
         """End the processes however they are."""
         if not self._ended:
             self._ended = True
-            for pid in _children(self._child.process.pid):
+            for pid in descendants(self._child.process.pid):
                 os.kill(pid, signal.SIGKILL)
             self._child.close()
-
-
-def _children(pid: int) -> list[int]:
-    """Processes that a process has started, and those that they have."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, task.read_text().split()):
-            found += [child, *_children(child)]
-    return found

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from tests.interop.conftest import INSIDE_NETWORK
+from tests.interop.engines import lmcache_server, stores
+from tests.interop.engines.lmcache_server import VARIABLES
 from tests.interop.environments import Environments, InteropError
 from tests.interop.network import raise_loopback
 from tests.interop.processes import Child
@@ -21,7 +23,6 @@ pytestmark = pytest.mark.engines
 CHILD = Path(__file__).with_name("lmcache_child.py")
 BOTH = pytest.mark.parametrize("python", ["lmcache", "lmcache_next"], indirect=True)
 """Under the release of LMCache, and the pre-release of the next one."""
-VARIABLES = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING"}
 LIMIT = 1200.0
 """Seconds of a call. Only a hang takes as long."""
 
@@ -32,20 +33,9 @@ ALL = list(range(32))
 
 def adapter(directory: Path, **more: Any) -> dict[str, Any]:
     """The value of `--l2-adapter`."""
-    params = {
-        "directory": str(directory),
-        "capacity_bytes": "64MB",
-        "page_bytes": 96 << 10,
-        "staging_bytes": "2MB",
-        "timeout_s": 60,
-    }
     extra = {name: more.pop(name) for name in ("eviction", "serde") if name in more}
-    return {
-        "type": "plugin",
-        "module_path": "kvactors.integrations.lmcache",
-        "class_name": "KVActorsL2",
-        "adapter_params": params | more,
-    } | extra
+    params = {"page_bytes": 96 << 10, "timeout_s": 60}
+    return lmcache_server.adapter(directory, **params | more) | extra
 
 
 class Manager:
@@ -117,13 +107,6 @@ def start(python: str, tmp_path: Path) -> Iterator[Start | None]:
             one.discard()
 
 
-def slabs(directory: Path) -> list[Path]:
-    """The files with the bytes of a store."""
-    found = [path for path in directory.rglob("*slab*") if path.is_file()]
-    assert found
-    return found
-
-
 @BOTH
 def test_every_chunk_comes_back_at_once_after_a_restart_and_after_kill_9(start: Start) -> None:
     manager = start()
@@ -173,16 +156,13 @@ def test_damaged_stores_serve_no_wrong_byte(start: Start, tmp_path: Path) -> Non
 
 def inflict(damage: str, store: Path) -> None:
     """Damage a closed store."""
-    for slab in slabs(store):
-        if damage == "flip":
-            data = bytearray(slab.read_bytes())
-            for at in range(1000, len(data), 16 << 10):
-                data[at] ^= 4
-            slab.write_bytes(data)
-        elif damage == "cut":
-            slab.write_bytes(slab.read_bytes()[:1_000_000])
-        elif damage == "delete":
-            slab.unlink()
+    if damage == "flip":
+        stores.flip(store)
+    elif damage == "delete":
+        stores.delete(store)
+    elif damage == "cut":
+        for slab in stores.slabs(store):
+            os.truncate(slab, 1_000_000)
     if damage == "keys":
         (keys,) = store.rglob("keys-*.jsonl")
         lines = keys.read_bytes().splitlines()

@@ -1,4 +1,5 @@
-"""kvactors as vLLM's host tier and storage, in one process: the tokens are those of vLLM alone."""
+"""kvactors as vLLM's host tier and storage, and below vLLM's own host tier: the tokens are those of
+vLLM alone, which is tested first."""
 
 from __future__ import annotations
 
@@ -46,6 +47,24 @@ LATENT = {
 """The configuration of a model with multi-head latent attention, beside that of the tiny model."""
 NEWER = os.environ.get("INTEROP_VLLM", "0.33.0")
 """Version of vLLM's Python, over the compiled modules of the installed one."""
+
+
+def test_greedy_tokens_depend_on_the_prompt_and_on_the_bytes_of_the_cache(start: Start) -> None:
+    """vLLM without a plug-in: the reference, and a check that the comparison can fail."""
+    engine = start()
+    first = engine.serve(PROMPTS)
+    assert len({tuple(tokens or ()) for tokens in first.tokens}) == len(PROMPTS)
+    assert engine.serve(PROMPTS).digest == first.digest
+    assert engine.serve(prompts(6, seed=2)).digest != first.digest
+    assert engine.opened["kvactors"] == []
+    one = engine.serve(PROMPTS[:1])
+    again = engine.serve(PROMPTS[:1])
+    assert (again.digest, again.cached) == (one.digest, [288])
+    engine.zero_device()
+    control = engine.serve(PROMPTS[:1])
+    assert control.cached == [288]
+    assert control.digest != one.digest
+    engine.close()
 
 
 def test_hits_from_the_host_give_the_tokens_of_the_engine_alone(start: Start, alone: Alone) -> None:
@@ -165,3 +184,93 @@ def test_latent_attention_that_cannot_compute_behind_cached_blocks_is_refused(
     (tmp_path / "model" / "config.json").write_text(json.dumps(config | LATENT))
     with pytest.raises(InteropError, match="multi-head latent attention, and prefix caching is"):
         start(offloading(SMALL), load_format="dummy", block_size=16, num_gpu_blocks_override=64)
+
+
+# -- scheduler and worker in separate processes
+
+
+def test_scheduler_and_worker_in_separate_processes(
+    start: Start, alone: Alone, tmp_path: Path
+) -> None:
+    (wanted,) = alone([PROMPTS])
+    extra = offloading(SMALL, tmp_path / "store")
+    engine = start(extra, one_process=False, distributed_executor_backend="mp")
+    for _ in range(2):
+        assert engine.serve(PROMPTS, at_once=2).tokens == wanted
+        assert engine.reset()
+    again = engine.serve(PROMPTS, at_once=2)
+    assert again.tokens == wanted
+    assert min(again.cached) >= WHOLE
+    assert len(engine.children()) >= 2
+    engine.kill()
+    assert len(stores.regions()) == 1
+    engine = start(extra, one_process=False, distributed_executor_backend="mp")
+    assert len(stores.regions()) == 1
+    first = engine.serve(PROMPTS, at_once=2)
+    assert first.tokens == wanted
+    assert min(first.cached) >= WHOLE
+    engine.close()
+    assert stores.regions() == []
+
+
+# -- `KVActorsTier`: storage below vLLM's own host tier
+
+
+def test_the_next_version_of_vllm_with_a_tier_below_its_host_tier(
+    start: Start, alone: Alone, tmp_path: Path
+) -> None:
+    (wanted,) = alone([PROMPTS])
+    engine = start(stores.tier(SMALL, tmp_path / "store"), version="0.33.0")
+    assert engine.opened["version"].startswith("0.33")
+    assert engine.serve(PROMPTS, at_once=2).tokens == wanted
+    assert engine.reset()
+    again = engine.serve(PROMPTS, at_once=2)
+    assert again.tokens == wanted
+    assert min(again.cached) >= WHOLE
+    assert engine.metrics()[READ] > 0
+    engine.close()
+
+
+def test_hits_after_a_restart_and_misses_after_flipped_bits(
+    start: Start, alone: Alone, tmp_path: Path
+) -> None:
+    (wanted,) = alone([PROMPTS])
+    extra = stores.tier(2 * SMALL, tmp_path / "store")
+    engine = start(extra)
+    assert engine.serve(PROMPTS, at_once=2).tokens == wanted
+    engine.close()
+    engine = start(extra)
+    first = engine.serve(PROMPTS, at_once=2)
+    assert first.tokens == wanted
+    assert min(first.cached) >= WHOLE
+    engine.kill()
+    stores.flip(tmp_path / "store")
+    engine = start(extra)
+    flipped = engine.serve(PROMPTS, at_once=2)
+    assert flipped.tokens == wanted
+    assert max(flipped.cached) <= 64
+    assert engine.metrics()[FAILED] > 0
+    assert "corrupt object" in engine.log.read_text(), "kvactors is silent in vLLM's log"
+    assert engine.reset()
+    again = engine.serve(PROMPTS, at_once=2)
+    assert again.tokens == wanted
+    assert min(again.cached) >= WHOLE
+    engine.close()
+
+
+@pytest.mark.engines_full
+def test_flipped_bits_reach_the_tokens_through_a_tier_that_does_not_verify(
+    start: Start, alone: Alone, tmp_path: Path
+) -> None:
+    """The negative control, with the file tier of vLLM."""
+    (wanted,) = alone([PROMPTS])
+    extra = stores.vllm_files(2 * SMALL, tmp_path / "store")
+    engine = start(extra)
+    assert engine.serve(PROMPTS, at_once=2).tokens == wanted
+    engine.close()
+    stores.flip(tmp_path / "store")
+    engine = start(extra)
+    flipped = engine.serve(PROMPTS, at_once=2)
+    assert min(flipped.cached) >= WHOLE
+    assert flipped.tokens != wanted
+    engine.close()

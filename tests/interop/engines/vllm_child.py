@@ -9,8 +9,6 @@ import random
 import signal
 import socket
 import sys
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 IMPORTED = (
@@ -176,38 +174,14 @@ def _modules(package: str) -> set[str]:
     return {name for name in sys.modules if name.partition(".")[0] == package}
 
 
-def answer(connection: socket.socket) -> None:
-    """Answer the lines of a connection until it ends."""
-    engine = Engine()
-    calls: dict[str, Callable[..., dict[str, Any]]] = {
-        call.__name__: call
-        for call in (
-            engine.open,
-            engine.generate,
-            engine.storm,
-            engine.reset,
-            engine.zero_device,
-            engine.metrics,
-            engine.close,
-        )
-    }
-    with connection.makefile("rw", buffering=1) as lines:
-        for line in lines:
-            message = json.loads(line)
-            try:
-                found = calls[message.pop("do")](**message)
-            except Exception as error:
-                traceback.print_exc()
-                found = {"error": f"{type(error).__name__}: {error}"}
-            lines.write(json.dumps(found) + "\n")
-
-
 def main(name: str) -> None:
     """Import vLLM, then fork an engine for each connection to an abstract Unix socket.
 
     The import takes longer than all else in the start of a small engine. The first line of a
     connection has the file for the engine's output.
     """
+    from answer_lines import answer
+
     for module in IMPORTED:
         importlib.import_module(module)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nothing is left of engines that have ended
@@ -227,7 +201,8 @@ def main(name: str) -> None:
                 os.dup2(log, stream)
             os.environ.update(first["variables"])
             connection.sendall(json.dumps({"pid": os.getpid()}).encode() + b"\n")
-            answer(connection)
+            with connection.makefile("rw", buffering=1) as lines:
+                answer(Engine(), lines, lines)
             os._exit(0)
 
 
