@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvactors.actor.log import get_logger
-from kvactors.integrations.engine_log import log_to
+from kvactors.integrations.engine import log_to
 
 
 class Lines(logging.Handler):

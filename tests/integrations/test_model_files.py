@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvactors.integrations.model_files import SAMPLE_BYTES, SAMPLES, model_digest
+from kvactors.integrations.engine import SAMPLE_BYTES, SAMPLES, model_digest
 
 LARGE = 8 * SAMPLES * SAMPLE_BYTES
 

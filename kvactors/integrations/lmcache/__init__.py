@@ -4,17 +4,12 @@ LMCache owns chunk hashes, its L1 memory, and the decisions which chunks to stor
 `KVActorsL2` keeps its objects in kvactors' verified file store.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvactors.integrations.engine import entry_points
 
 if TYPE_CHECKING:
     from kvactors.integrations.lmcache.adapter import KVActorsL2
 
 __all__ = ["KVActorsL2"]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "KVActorsL2":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvactors.integrations.lmcache.adapter import KVActorsL2  # imports LMCache
-
-    return KVActorsL2
+__getattr__ = entry_points(__name__, {"KVActorsL2": "adapter"})

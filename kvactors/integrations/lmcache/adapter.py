@@ -20,7 +20,7 @@ from lmcache.v1.platform import create_event_notifier
 
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.integrations.engine_log import log_to
+from kvactors.integrations.engine import log_to
 from kvactors.integrations.lmcache.catalog import (
     KeyCatalog,
     KeyLog,

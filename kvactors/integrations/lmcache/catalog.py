@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from kvactors.actor.log import described, get_logger
 from kvactors.files import open_private, private_folder, read_all
 from kvactors.identity import field
-from kvactors.integrations.model_files import model_digest
+from kvactors.integrations.engine import model_digest
 from kvactors.threads import Workers
 
 log = get_logger()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
-
-import msgspec
+from typing import Any
 
 from kvactors.errors import ConfigError
+from kvactors.integrations.engine import FileStoreSettings
 from kvactors.settings.check import DeviceNumber, convert, in_bytes, located
-from kvactors.tier_cache import SlotMemory, TierConfig, TierStorage
+from kvactors.tier_cache import SlotMemory, TierConfig
 from kvactors.tier_cache.settings import checked_config
 
 WHERE = "adapter_params"
@@ -17,19 +16,13 @@ MODEL = "lmcache"  # of the store: the models of LMCache's objects are in their 
 LEAST_PAGE = 4096
 
 
-class L2Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class L2Settings(FileStoreSettings, frozen=True, kw_only=True):
     """The keys of `adapter_params`. Sizes may be written "4GB"."""
 
-    directory: str
     capacity_bytes: int | str
-    namespace: str = "default"
     page_bytes: int | str = "1MB"
     staging_bytes: int | str = "64MB"
     numa_node: DeviceNumber | None = None
-    free_space_floor: int | str = "64MB"
-    durability: Literal["written", "synced"] = "written"
-    io_depth: int = 16
-    timeout_s: float = 10.0
     open_timeout_s: float = 60.0
     close_timeout_s: float = 5.0
 
@@ -50,8 +43,6 @@ def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
     """Check `adapter_params`."""
     with located(WHERE):
         settings = convert(adapter_params, L2Settings)
-        if not settings.directory:
-            raise ConfigError("directory is empty")
         if settings.page < LEAST_PAGE or settings.page % LEAST_PAGE:
             raise ConfigError(f"page_bytes must be a multiple of {LEAST_PAGE}, not {settings.page}")
         for name, pages in (("capacity_bytes", 1), ("staging_bytes", 2)):
@@ -69,15 +60,14 @@ def staging_memory(settings: L2Settings) -> SlotMemory:
 
 def store_config(settings: L2Settings) -> TierConfig:
     """The config of the store."""
-    shared = set(TierStorage.__struct_fields__) - {"capacity_bytes"}
-    fields = msgspec.structs.asdict(settings)
-    given = {name: value for name, value in fields.items() if name in shared}
+    with located(WHERE):
+        storage = settings.storage(capacity_blocks=settings.pages, capacity_bytes=None)
     return checked_config(
         TierConfig(
             model=MODEL,
             block_bytes=settings.page,
             num_slots=1,
             identity={"engine": "lmcache"},
-            storage=TierStorage(backend="file", capacity_blocks=settings.pages, **given),
+            storage=storage,
         )
     )

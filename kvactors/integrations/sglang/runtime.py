@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sglang.srt.runtime_context import get_model, get_parallel, get_spec
 
-from kvactors.integrations.model_files import model_digest
+from kvactors.integrations.engine import model_digest
 
 
 def replica_of(dp_rank: int) -> int:

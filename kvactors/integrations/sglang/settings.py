@@ -9,6 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 from kvactors.errors import ConfigError
+from kvactors.integrations.engine import check_ranks
 from kvactors.settings.check import (
     ByteSize,
     DeviceNumber,
@@ -79,8 +80,7 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
 
 def _check_storage(storage: TierStorage) -> None:
     checked_config(TierConfig(model="any", block_bytes=1, num_slots=1, storage=storage))
-    if (storage.rank, storage.ranks) != (0, 1):
-        raise ConfigError("storage.rank and storage.ranks are those of SGLang's workers")
+    check_ranks(storage, "SGLang's workers")
 
 
 def check_shared(storage: TierStorage, config: Any) -> None:

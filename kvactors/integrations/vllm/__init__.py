@@ -5,7 +5,9 @@ vLLM owns device blocks, block hashes and scheduling. `KVActorsConnector` is its
 `KVActorsTier` is a secondary tier of vLLM: kvactors owns storage below vLLM's own host tier.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kvactors.integrations.engine import entry_points
 
 if TYPE_CHECKING:
     from kvactors.integrations.vllm.connector import KVActorsConnector
@@ -13,12 +15,7 @@ if TYPE_CHECKING:
     from kvactors.integrations.vllm.tier import KVActorsTier
 
 __all__ = ["KVActorsConnector", "KVActorsOffloadingSpec", "KVActorsTier"]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvactors.integrations.vllm import connector, spec, tier  # they import vLLM
-
-    modules = {"KVActorsConnector": connector, "KVActorsOffloadingSpec": spec, "KVActorsTier": tier}
-    return getattr(modules[name], name)
+__getattr__ = entry_points(
+    __name__,
+    {"KVActorsConnector": "connector", "KVActorsOffloadingSpec": "spec", "KVActorsTier": "tier"},
+)

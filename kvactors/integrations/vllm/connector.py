@@ -16,7 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
-from kvactors.integrations.engine_log import log_to
+from kvactors.integrations.engine import log_to
 from kvactors.integrations.vllm.settings import check_engine
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import ConfigError
-from kvactors.integrations.model_files import configuration, model_digest
+from kvactors.integrations.engine import FileStoreSettings, check_ranks, configuration, model_digest
 from kvactors.settings.check import ByteSize, DeviceNumber, convert, in_bytes, located
 from kvactors.tier_cache import TierStorage
 
@@ -38,23 +38,14 @@ class OffloadingSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     sync_load_budget_bytes: int | None = None
 
 
-class TierSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class TierSettings(FileStoreSettings, frozen=True, kw_only=True):
     """The keys of an entry of `secondary_tiers`, beside those that vLLM reads."""
 
-    directory: str
-    namespace: str = "default"
     capacity_blocks: int | None = None
     capacity_bytes: int | str | None = None
-    free_space_floor: int | str = "64MB"
-    durability: Literal["written", "synced"] = "written"
-    io_depth: int = 16
-    timeout_s: float = 10.0
     model: str | None = None
     enable_kv_events: bool = False
     locality: str | None = None
-
-
-STORE_FIELDS = set(TierStorage.__struct_fields__)
 
 
 def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
@@ -64,10 +55,7 @@ def read_settings(extra_config: Mapping[str, Any]) -> OffloadingSettings:
         size = in_bytes(settings.cpu_bytes_to_use, "cpu_bytes_to_use")
         if size < 1:
             raise ConfigError(f"cpu_bytes_to_use must be at least 1, not {size}")
-        if (settings.storage.rank, settings.storage.ranks) != (0, 1):
-            raise ConfigError(
-                "storage.rank and storage.ranks are those of vLLM's data parallel replicas"
-            )
+        check_ranks(settings.storage, "vLLM's data parallel replicas")
     return msgspec.structs.replace(settings, cpu_bytes_to_use=size)
 
 
@@ -92,11 +80,7 @@ def read_tier_settings(settings: Mapping[str, Any]) -> tuple[TierSettings, TierS
     """An entry of `secondary_tiers`, checked, and those of its settings that the store has."""
     with located(TIER):
         found = convert(dict(settings), TierSettings)
-        fields = msgspec.structs.asdict(found)
-        given = {name: value for name, value in fields.items() if name in STORE_FIELDS}
-        storage = convert(given | {"backend": "file"}, TierStorage)
-        if not found.directory:
-            raise ConfigError("directory is empty")
+        storage = found.storage()
         if found.locality not in (None, "LOCAL", "REMOTE"):  # vLLM's tests want its enum's name
             raise ConfigError(f"unknown Locality {found.locality!r}: there are LOCAL, REMOTE")
     return found, storage

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,8 @@ from typing import Any
 import pytest
 
 from tests.interop.conftest import INSIDE_NETWORK
-from tests.interop.engines.lmcache_server import (
-    CHUNK,
-    CHUNKS,
-    LmcacheClient,
-    LmcacheServer,
-    adapter,
-)
+from tests.interop.engines.lmcache_server import CHUNKS, LmcacheClient, LmcacheServer, adapter
 from tests.interop.engines.stores import free_bytes, small_file_system
-from tests.interop.engines.test_lmcache import inflict
 from tests.interop.environments import Environments
 from tests.interop.network import raise_loopback
 
@@ -81,53 +73,6 @@ def test_a_client_finds_its_chunks_in_storage_and_after_kill_9(
     assert client.fetch(ALL) == (len(ALL) * CHUNKS, len(ALL) * CHUNKS)
     assert again.status()["is_healthy"]
     again.stop()
-
-
-@pytest.mark.engines_full
-def test_damaged_stores_serve_no_wrong_byte(
-    serve: Serve, client: LmcacheClient, tmp_path: Path
-) -> None:
-    server = serve()
-    client.open()
-    client.store(ALL)
-    server.wait_stored(len(ALL) * CHUNKS)
-    server.stop()
-    for damage in ("flip", "cut", "delete", "keys"):
-        store = tmp_path / damage
-        shutil.copytree(tmp_path / "store", store)
-        inflict(damage, store)
-        server = serve(store)
-        client.open()
-        hits, right = client.fetch(ALL)
-        assert hits == right, damage
-        assert hits < len(ALL) * CHUNKS, damage
-        assert damage != "flip" or hits == 0
-        # the store works: chunks that were not served are stored again
-        server.wait_idle()
-        server.clear()
-        client.store(ALL)
-        server.wait_stored(len(ALL) * CHUNKS)
-        server.clear()
-        assert client.fetch(ALL) == (len(ALL) * CHUNKS, len(ALL) * CHUNKS), damage
-        server.stop()
-
-
-@pytest.mark.engines_full
-def test_a_store_that_is_too_small_evicts(serve: Serve, client: LmcacheClient) -> None:
-    server = serve(capacity_bytes=10 * CHUNK)
-    client.open()
-    for sequence in ALL:
-        assert client.store([sequence]) == (CHUNKS, 0)
-        server.wait_idle()
-        server.clear()
-    status = server.status()
-    assert status["stored_object_count"] == 10
-    assert status["is_healthy"]
-    # the last two sequences, and of the one before as much as fits, from its beginning
-    assert client.fetch(ALL[-2:]) == (2 * CHUNKS, 2 * CHUNKS)
-    assert client.fetch([ALL[-3]]) == (10 - 2 * CHUNKS, 10 - 2 * CHUNKS)
-    assert client.fetch(ALL[:-3]) == (0, 0)
-    server.stop()
 
 
 @pytest.mark.engines_full

@@ -1,21 +1,87 @@
-"""Identity of a model by the content of its files.
-
-Engines name a model by its path or by a name of a hub, which stay the same when the weights change.
-The digest is part of the model's name in a store. It must be the same for copies of a model on
-several machines, so it has no paths and no times: names and sizes of the files, the whole of small
-ones, and samples of the weights.
-"""
+"""Shared by the adapters of several engines: log lines, settings of a file store, and the identity
+of a model by its files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from hashlib import sha256
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from kvactors.actor.log import described, get_logger
+from kvactors.errors import ConfigError
+from kvactors.settings.check import convert
+from kvactors.tier_cache import TierStorage
+
+log = get_logger(component="integrations")
+
+
+def entry_points(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """`__getattr__` of a package whose classes an engine loads by name. `modules`: those of the
+    package that have each class. They import the engine, so they are imported when it asks."""
+
+    def find(name: str) -> Any:
+        if name not in modules:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{modules[name]}"), name)
+
+    return find
+
+
+def log_to(theirs: logging.Logger) -> None:
+    """Write kvactors' log lines to the handlers of an engine's logger, unless the application has a
+    handler that they reach."""
+    ours = logging.getLogger("kvactors")
+    reached = [*ours.handlers, *(logging.root.handlers if ours.propagate else ())]
+    if all(isinstance(handler, logging.NullHandler) for handler in reached):
+        for handler in theirs.handlers:
+            ours.addHandler(handler)
+        if ours.level == logging.NOTSET:
+            ours.setLevel(theirs.getEffectiveLevel())
+
+
+# -- settings of a store
+
+STORE_FIELDS = set(TierStorage.__struct_fields__)
+
+
+class FileStoreSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The keys of a file store, of an engine that has them beside its own."""
+
+    directory: str
+    namespace: str = "default"
+    free_space_floor: int | str = "64MB"
+    durability: Literal["written", "synced"] = "written"
+    io_depth: int = 16
+    timeout_s: float = 10.0
+
+    def storage(self, **more: Any) -> TierStorage:
+        """The settings of the store, checked. `more`: in place of keys."""
+        if not self.directory:
+            raise ConfigError("directory is empty")
+        fields = msgspec.structs.asdict(self) | more
+        given = {name: value for name, value in fields.items() if name in STORE_FIELDS}
+        return convert(given | {"backend": "file"}, TierStorage)
+
+
+def check_ranks(storage: TierStorage, whose: str) -> None:
+    """Refuse ranks in the settings: they are the engine's."""
+    if (storage.rank, storage.ranks) != (0, 1):
+        raise ConfigError(f"storage.rank and storage.ranks are those of {whose}")
+
+
+# -- identity of a model
+#
+# Engines name a model by its path or by a name of a hub, which stay the same when the weights
+# change. The digest is part of the model's name in a store. It must be the same for copies of a
+# model on several machines, so it has no paths and no times: names and sizes of the files, the
+# whole of small ones, and samples of the weights.
 
 CONFIGURATION = ("config.json", "params.json", "*quant*.json", "*.py")
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -24,8 +90,6 @@ SAMPLES, SAMPLE_BYTES, SAMPLE_EVERY_BYTES = 64, 4096, 16 << 20
 among them. The ends alone are not enough: weights that were merged with an adapter differ in some
 layers only."""
 DIGEST_CHARACTERS = 16
-
-log = get_logger(component="integrations")
 
 
 def model_digest(
