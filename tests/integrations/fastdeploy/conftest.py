@@ -13,10 +13,14 @@ import pytest
 from kvactors.data_plane.cuda import driver as cuda
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.integrations.fastdeploy import PrefixCacheManager
+from kvactors.storage import factory
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
 from tests.integrations.fastdeploy.oracle import ModelMemory, seeds_of
 from tests.integrations.fastdeploy.scheduler import Scheduler
+from tests.support import attentionstore_sdk as stand_in
 from tests.support.cuda import PointerTensor, opened_gpu
+from tests.tier_cache.faulty_stores import Faults, FaultyMemory
+from tests.tier_cache.stores import SharedStore
 
 RESERVE = "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL"
 
@@ -97,6 +101,37 @@ def memory_of_gpu(gpu: Any, blocks: int) -> ModelMemory:
         return np.ctypeslib.as_array(content)
 
     return ModelMemory(blocks, BLOCK_SIZE, make=make, view=view)
+
+
+def made(store: type) -> Any:
+    """In the place of `make_backend`."""
+    return lambda config, model, digest, size: store(config, digest, size)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[SharedStore]]:
+    """A pool in this process, in the place of the file store."""
+    monkeypatch.setattr(factory, "make_backend", made(SharedStore))
+    SharedStore.pool.clear()
+    yield SharedStore
+    SharedStore.pool.clear()
+    SharedStore.mode = "ok"
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Faults]]:
+    """A store whose faults a test switches, in the place of the file store."""
+    monkeypatch.setattr(factory, "make_backend", made(FaultyMemory))
+    yield Faults
+    Faults.mode = "ok"
+
+
+@pytest.fixture
+def service() -> Iterator[None]:
+    """AttentionStore's stand-in, without objects and faults."""
+    stand_in.reset()
+    yield
+    stand_in.reset()
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.scheduler import Scheduler
 from tests.integrations.fastdeploy.test_indexes import SDK
-from tests.integrations.fastdeploy.test_indexes import service as service  # a fixture
 from tests.integrations.fastdeploy.test_threads import LIMIT
 from tests.support import attentionstore_sdk as stand_in
 

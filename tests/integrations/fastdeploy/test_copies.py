@@ -14,7 +14,7 @@ from kvactors.errors import LayoutError
 from kvactors.integrations.fastdeploy import PrefixCacheManager
 from kvactors.storage import factory
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
-from tests.integrations.fastdeploy.conftest import RESERVE
+from tests.integrations.fastdeploy.conftest import RESERVE, made
 from tests.integrations.fastdeploy.invariants import check
 from tests.support import attentionstore_sdk as stand_in
 from tests.tier_cache.stores import SharedStore
@@ -54,19 +54,6 @@ def block_bytes(tensors: dict[str, Any], block: int, layers: int, ranks: int = 1
 # -- fp8: keys, values and their scales
 
 
-@pytest.fixture
-def pool(monkeypatch):
-    """A pool in this process, in the place of the file store."""
-    monkeypatch.setattr(
-        factory,
-        "make_backend",
-        lambda config, model, digest, size: SharedStore(config, digest, size),
-    )
-    SharedStore.pool.clear()
-    yield SharedStore.pool
-    SharedStore.pool.clear()
-
-
 def made_manager(
     tensors: dict[str, Any], *, ranks: int = 1, options: Any = None, **config: Any
 ) -> PrefixCacheManager:
@@ -92,7 +79,7 @@ def prefilled(manager: PrefixCacheManager, name: str, tokens: list[int]) -> tupl
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("layers", [1, 3])
-def test_a_stored_block_has_the_key_value_and_scales_of_every_layer_and_rank(pool, ranks, layers):
+def test_a_stored_block_has_the_key_value_and_scales_of_every_layer_and_rank(shared, ranks, layers):
     """FastDeploy stores one object for each of the four, and for each rank."""
     tensors = tensors_of(layers, ranks=ranks)
     before = [block_bytes(tensors, block, layers, ranks) for block in range(BLOCKS)]
@@ -101,7 +88,7 @@ def test_a_stored_block_has_the_key_value_and_scales_of_every_layer_and_rank(poo
     request, _ = prefilled(manager, "a", list(range(8)))
     manager.write_cache_to_storage(request)
     manager.release_block_ids(request)
-    assert list(pool.values()) == [before[block] for block in request.block_tables]
+    assert list(shared.pool.values()) == [before[block] for block in request.block_tables]
     manager.close()
 
 
@@ -112,11 +99,7 @@ def test_equal_prompts_have_equal_bytes_and_scales(cpu, others, stored, seed):
     prompts have taken its device blocks. From the device, the host or storage."""
     tensors = tensors_of(2, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            factory,
-            "make_backend",
-            lambda config, model, digest, size: SharedStore(config, digest, size),
-        )
+        patch.setattr(factory, "make_backend", made(SharedStore))
         SharedStore.pool.clear()
         manager = made_manager(tensors, cpu_blocks=cpu, backend="file" if stored else None)
         manager.attach()
@@ -158,7 +141,7 @@ def test_scales_are_refused_for_attention_store_and_nothing_stays_open():
 @pytest.mark.parametrize(
     ("cpu", "stored", "slots"), [(5, False, 5), (5, True, 7), (0, True, 6), (0, False, None)]
 )
-def test_host_memory_is_allocated_once_for_all_layers(pool, monkeypatch, cpu, stored, slots):
+def test_host_memory_is_allocated_once_for_all_layers(shared, monkeypatch, cpu, stored, slots):
     """Slots of the host tier, or else of the blocks of the longest request on their way from
     storage, and 2 for those on the way there. Nothing is allocated where neither is configured."""
     allocated = []

@@ -19,13 +19,6 @@ LIMIT = 30.0
 A, B = list(range(8)), list(range(100, 108))
 
 
-@pytest.fixture
-def service():
-    stand_in.reset()
-    yield
-    stand_in.reset()
-
-
 def settled(check):
     until = time.monotonic() + LIMIT
     while not check():
@@ -160,8 +153,8 @@ def test_sinks_of_routers_are_sent_device_and_host(engine, tmp_path):
 # -- AttentionStore as storage
 
 
-def as_storage(engine, **settings):
-    options = {"attention_store": {"sdk": SDK}, "storage": {"timeout_s": 5.0}}
+def as_storage(engine, timeout_s=5.0, **settings):
+    options = {"attention_store": {"sdk": SDK}, "storage": {"timeout_s": timeout_s}}
     return engine(backend="attention_store", options=options, **settings)
 
 

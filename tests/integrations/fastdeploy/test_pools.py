@@ -6,27 +6,11 @@ import asyncio
 
 import pytest
 
-from kvactors.storage import factory
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.test_scheduler import drive
 from tests.storage.pools import master
-from tests.tier_cache.stores import SharedStore
 
 A = list(range(12))
-
-
-@pytest.fixture
-def shared(monkeypatch):
-    """A pool in this process, in the place of the file store."""
-    monkeypatch.setattr(
-        factory,
-        "make_backend",
-        lambda config, model, digest, size: SharedStore(config, digest, size),
-    )
-    SharedStore.pool.clear()
-    yield SharedStore
-    SharedStore.pool.clear()
-    SharedStore.mode = "ok"
 
 
 @pytest.mark.parametrize("cpu", [0, 2])

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
-from kvactors.storage import factory
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.conftest import RESERVE
 from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
-from tests.tier_cache.faulty_stores import MODES, Faults, FaultyMemory
+from tests.tier_cache.faulty_stores import MODES
 
 SEEDS = range(6)
 
@@ -90,18 +89,6 @@ def test_tensors_of_every_kind(engine, ranks, layers, roles, drafts):
 
 def test_a_long_run_over_64_blocks(engine):
     drive(engine(gpu=64, cpu=16, environ={RESERVE: "1"}), 11, requests=120)
-
-
-@pytest.fixture
-def faults(monkeypatch):
-    """A store whose faults a test switches, in the place of the file store."""
-    monkeypatch.setattr(
-        factory,
-        "make_backend",
-        lambda config, model, digest, size: FaultyMemory(config, digest, size),
-    )
-    yield Faults
-    Faults.mode = "ok"
 
 
 @pytest.mark.parametrize("seed", SEEDS[:4])

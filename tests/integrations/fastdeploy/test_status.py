@@ -11,9 +11,7 @@ import pytest
 from kvactors.integrations.fastdeploy.engine_signals import CLEARING, NORMAL
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.test_indexes import as_storage, only_flush, settled
-from tests.integrations.fastdeploy.test_indexes import service as service  # a fixture
 from tests.integrations.fastdeploy.test_launch import EngineProcess
-from tests.integrations.fastdeploy.test_pools import shared as shared  # a fixture
 from tests.support import attentionstore_sdk as stand_in
 
 A, B = list(range(12)), list(range(100, 108))

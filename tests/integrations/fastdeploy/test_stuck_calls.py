@@ -21,8 +21,7 @@ from kvactors.storage.attention_store import AttentionStoreBackend
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import seeds_of
-from tests.integrations.fastdeploy.test_indexes import SDK
-from tests.integrations.fastdeploy.test_indexes import service as service  # a fixture
+from tests.integrations.fastdeploy.test_indexes import SDK, as_storage
 from tests.integrations.fastdeploy.test_launch import EngineProcess
 from tests.integrations.fastdeploy.test_threads import LIMIT
 from tests.support import attentionstore_sdk as stand_in
@@ -39,11 +38,6 @@ def held(service, monkeypatch):
     stand_in.service().hold = None
     for _ in range(100):
         queue.put(None)
-
-
-def as_storage(engine: Any, gpu: int = 4) -> Any:
-    options = {"attention_store": {"sdk": SDK}, "storage": {"timeout_s": LIMIT}}
-    return engine(backend="attention_store", options=options, gpu=gpu)
 
 
 @contextmanager
@@ -68,7 +62,7 @@ def until_free(one: Any, blocks: int) -> None:
 
 @pytest.mark.parametrize("resets", [0, 1, 2])
 def test_a_read_that_returns_late_writes_no_block_of_another_request(engine, held, resets):
-    one = as_storage(engine)
+    one = as_storage(engine, LIMIT, gpu=4)
     one.serve("a", A)
     one.manager.reset()
     stand_in.service().hold = held
@@ -94,7 +88,7 @@ def test_a_read_that_returns_late_writes_no_block_of_another_request(engine, hel
 
 
 def test_a_write_that_returns_late_stores_no_bytes_of_another_request(engine, held):
-    one = as_storage(engine, gpu=2)
+    one = as_storage(engine, LIMIT, gpu=2)
     request = Request("a", A)
     one.prefill(request)
     stand_in.service().hold = held
@@ -115,7 +109,7 @@ def test_a_write_that_returns_late_stores_no_bytes_of_another_request(engine, he
 
 def test_while_a_call_does_not_return_the_others_wait_for_nothing(engine, held):
     """They would take device blocks, and wait with the scheduler's lock held."""
-    one = as_storage(engine, gpu=6)
+    one = as_storage(engine, LIMIT, gpu=6)
     one.serve("a", A)
     one.manager.reset()
     stand_in.service().hold = held
@@ -207,7 +201,7 @@ def test_a_match_ends_when_the_engine_wants_a_reset(engine, held):
 
 @pytest.mark.parametrize("error", [ValueError("odd"), OSError(5, "no"), KeyError("a")])
 def test_a_call_that_raises_has_moved_nothing(engine, service, monkeypatch, error):
-    one = as_storage(engine)
+    one = as_storage(engine, LIMIT, gpu=4)
     one.serve("a", A)
     one.manager.reset()
 

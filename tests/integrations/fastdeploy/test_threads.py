@@ -14,7 +14,6 @@ from kvactors.errors import DeadlineExceeded, DeviceError
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.invariants import check
-from tests.integrations.fastdeploy.test_scheduler import faults as faults  # a fixture
 
 LIMIT = 30.0
 """Seconds that a wait may take. It only bounds a hang."""

@@ -16,8 +16,6 @@ from kvactors.integrations.fastdeploy.engine_signals import CLEARED, CLEARING, N
 from kvactors.integrations.fastdeploy.lower_tiers import FinishWrites, RankCopies
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.test_launch import process as process  # a fixture
-from tests.integrations.fastdeploy.test_pools import shared as shared  # a fixture
-from tests.integrations.fastdeploy.test_scheduler import faults as faults  # a fixture
 from tests.integrations.fastdeploy.test_threads import LIMIT
 from tests.tier_cache.stores import SharedStore
 
