@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from kvactors.actor.sliced import Sliced
 from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
-from kvactors.data_plane.ranks.state import RankStatistics
+from kvactors.data_plane.ranks.leader import RankStatistics
 from kvactors.histogram import AGES, BYTES, SECONDS, Histogram
 from kvactors.observe.health import Health, health
 from kvactors.observe.operations import Operation, OperationWatch

@@ -9,7 +9,7 @@ import msgspec
 from kvactors.actor import ActorStatistics, SupervisorStatistics
 from kvactors.actor.sliced import Sliced, finish
 from kvactors.cpu_evictor.memory import HostStatistics
-from kvactors.data_plane.ranks.state import RankStatistics
+from kvactors.data_plane.ranks.leader import RankStatistics
 from kvactors.flush_notifier.deliver import SinkStatistics
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.gpu_swapper.actor import SwapperStatistics

@@ -12,8 +12,7 @@ from kvactors.data_plane import local
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda import copies as cuda_copies
 from kvactors.data_plane.cuda import engine as cuda_executor
-from kvactors.data_plane.cuda.calibrate import PIECES
-from kvactors.data_plane.cuda.copies import BATCH_FROM, NEVER, Timing, choose
+from kvactors.data_plane.cuda.copies import BATCH_FROM, NEVER, PIECES, Timing, choose
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.data_plane.cuda.engine import CudaCopyEngine

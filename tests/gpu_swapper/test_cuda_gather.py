@@ -13,8 +13,7 @@ from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda import copies as cuda_copies
 from kvactors.data_plane.cuda import copy_queue
 from kvactors.data_plane.cuda import engine as cuda_engine
-from kvactors.data_plane.cuda.calibrate import Calibration
-from kvactors.data_plane.cuda.copies import NEVER, Choice
+from kvactors.data_plane.cuda.copies import NEVER, Calibration, Choice
 from kvactors.layout import DSALayout, GQALayout
 from kvactors.tier_cache import CopyWorker, SlotMemory
 from tests.support import cuda

@@ -137,7 +137,7 @@ async def test_a_store_that_is_slow_on_one_rank_makes_no_rank_silent(tmp_path):
 
 
 async def test_a_rank_that_stops_during_a_move_is_silent_and_comes_back(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.data_plane.ranks.state.PING_LIMIT", 0.3)
+    monkeypatch.setattr("kvactors.data_plane.ranks.leader.PING_LIMIT", 0.3)
     async with led(config(tmp_path, timeout_s=0.3)) as (cache, ranks):
         await serve(cache, ranks)
         await cache.wait_idle(HANG)

@@ -11,12 +11,10 @@ import pytest
 
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.engine import _report
-from kvactors.data_plane.ranks.connection import MemoryConnection
-from kvactors.data_plane.ranks.entrance import check_leader
+from kvactors.data_plane.ranks.connection import MemoryConnection, check_leader
 from kvactors.data_plane.ranks.leader import RankGroup
-from kvactors.data_plane.ranks.plane import RanksPlane
+from kvactors.data_plane.ranks.plane import RanksPlane, RankStore
 from kvactors.data_plane.ranks.protocol import Identity, RankAnswer, StoreObjects
-from kvactors.data_plane.ranks.store import RankStore
 from kvactors.device.arena import Arena
 from kvactors.identity import StoreIdentity
 from kvactors.settings.ranks import RanksConfig, Secret

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
-from kvactors.data_plane.ranks.connection import connect
-from kvactors.data_plane.ranks.entrance import check_leader
+from kvactors.data_plane.ranks.connection import check_leader, connect
 from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.plane import RankStore
 from kvactors.data_plane.ranks.protocol import CopyBlocks, Identity, Names, SendNames, Welcome
-from kvactors.data_plane.ranks.store import RankStore
 from kvactors.identity import StoreIdentity
 from kvactors.settings.ranks import RanksConfig, Secret
 from kvactors.testing.loop import simulate

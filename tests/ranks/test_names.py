@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.data_plane.ranks.connection import MemoryConnection, _encoder
-from kvactors.data_plane.ranks.leader import RankGroup
+from kvactors.data_plane.ranks.leader import Link, RankGroup, Violation
 from kvactors.data_plane.ranks.names import NameSet, RankNames, in_slices, pages
+from kvactors.data_plane.ranks.plane import RankStore
 from kvactors.data_plane.ranks.protocol import (
     FROM_RANK_BYTES,
     MOST_NAMES,
@@ -23,8 +24,6 @@ from kvactors.data_plane.ranks.protocol import (
     SendNames,
     Welcome,
 )
-from kvactors.data_plane.ranks.state import Link, Violation
-from kvactors.data_plane.ranks.store import RankStore
 from kvactors.storage.memory import MemoryBackend
 from kvactors.tables import SHARDS
 from kvactors.testing.loop import simulate

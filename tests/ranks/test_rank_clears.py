@@ -8,8 +8,8 @@ import asyncio
 import pytest
 
 import kvactors
+from kvactors.data_plane.ranks.plane import RankStore
 from kvactors.data_plane.ranks.protocol import RankAnswer, StoreObjects
-from kvactors.data_plane.ranks.store import RankStore
 from kvactors.errors import StoreUnavailable
 from kvactors.settings import HostConfig
 from kvactors.storage.messages import Outcome

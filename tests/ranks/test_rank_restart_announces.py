@@ -8,7 +8,7 @@ import shutil
 from contextlib import asynccontextmanager
 
 import kvactors
-from kvactors.data_plane.ranks.store import proved
+from kvactors.data_plane.ranks.plane import proved
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.flush_notifier.messages import PathPart

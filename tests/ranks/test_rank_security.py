@@ -15,9 +15,8 @@ import structlog
 
 import kvactors
 from kvactors.data_plane.ranks import connection
-from kvactors.data_plane.ranks.connection import Listener, connect
-from kvactors.data_plane.ranks.entrance import SOURCES, Strangers, check_leader, mac
-from kvactors.data_plane.ranks.leader import UNCLAIMED
+from kvactors.data_plane.ranks.connection import Listener, check_leader, connect, mac
+from kvactors.data_plane.ranks.leader import SOURCES, UNCLAIMED, Strangers
 from kvactors.data_plane.ranks.protocol import (
     NONCE_BYTES,
     UNPROVEN_BYTES,

@@ -22,7 +22,7 @@ from kvactors.actor import (
 from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.cpu_evictor.messages import Cancel, Load, Loaded, LoadStalled, SetTargets
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
-from kvactors.data_plane.ranks.state import Rank, RankState
+from kvactors.data_plane.ranks.leader import Rank, RankState
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.settings import Config

@@ -22,8 +22,8 @@ from kvactors.actor import (
     on,
 )
 from kvactors.actor.uncancelled import wait_uncancelled
+from kvactors.data_plane.ranks.plane import RankStore
 from kvactors.data_plane.ranks.protocol import RankAnswer
-from kvactors.data_plane.ranks.store import RankStore
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import PathCached
 from kvactors.flush_notifier.view import SinkFilter

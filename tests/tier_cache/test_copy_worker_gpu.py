@@ -15,8 +15,7 @@ import pytest
 
 from kvactors import CacheClosed, DeviceError, LayoutError
 from kvactors.data_plane.cuda import copy_queue
-from kvactors.data_plane.cuda.calibrate import Calibration
-from kvactors.data_plane.cuda.copies import NEVER, Choice
+from kvactors.data_plane.cuda.copies import NEVER, Calibration, Choice
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.tier_cache import CopyWorker, SlotMemory
 from tests.support.cuda import EVERYTHING, Gpu, GpuTensor, PointerTensor, opened_gpu

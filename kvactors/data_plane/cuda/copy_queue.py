@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from kvactors.actor.log import get_logger
 from kvactors.data_plane.base import CLOSE_LIMIT
-from kvactors.data_plane.cuda.calibrate import calibrate
-from kvactors.data_plane.cuda.copies import Copies, GpuStream, Transfer
+from kvactors.data_plane.cuda.copies import Copies, GpuStream, Transfer, calibrate
 from kvactors.data_plane.cuda.device import CudaTensors
 from kvactors.data_plane.cuda.driver import FATAL, NOT_READY, UNTIMED, CudaDriver, CudaError
 from kvactors.data_plane.cuda.host_pin import STAGING_BYTES, HostPin

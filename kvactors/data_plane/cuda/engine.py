@@ -19,8 +19,8 @@ import anyio
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.data_plane.base import CLOSE_LIMIT, Direction, Progress
-from kvactors.data_plane.cuda.calibrate import Calibration, calibrate
 from kvactors.data_plane.cuda.copies import (
+    Calibration,
     Choice,
     Copies,
     GpuStream,
@@ -28,6 +28,7 @@ from kvactors.data_plane.cuda.copies import (
     RunTiming,
     Timing,
     Transfer,
+    calibrate,
 )
 from kvactors.data_plane.cuda.device import CudaDevice, checked_ids
 from kvactors.data_plane.cuda.driver import (

@@ -13,46 +13,347 @@ finishes them before it sends its identity).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import anyio
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
-from kvactors.data_plane.ranks.connection import Connection, Listener
-from kvactors.data_plane.ranks.entrance import LIMIT, Strangers, check_rank, lacking, misfit, refuse
-from kvactors.data_plane.ranks.names import Joins, RankNames
+from kvactors.data_plane.ranks.connection import LIMIT, Connection, Listener, check_rank, refuse
+from kvactors.data_plane.ranks.names import RankNames, in_slices
 from kvactors.data_plane.ranks.protocol import (
     FROM_RANK_BYTES,
+    MOST_NAMES,
+    PAGE_NAMES,
+    WINDOW,
     Arrived,
     Frame,
     Identity,
     MoveDevice,
     Names,
+    Ping,
     Pong,
     RankAnswer,
+    SendNames,
     StoreObjects,
     Welcome,
-)
-from kvactors.data_plane.ranks.state import (
-    PAGE_LIMIT,
-    Link,
-    Rank,
-    RankHealth,
-    RankOperation,
-    RankState,
-    RankStatistics,
-    Violation,
 )
 from kvactors.errors import RankError
 from kvactors.identity import StoreIdentity
 from kvactors.settings.ranks import RanksConfig, Secret
 from kvactors.tables import Unclaimed
+from kvactors.types import HASH_BYTES
 
 log = get_logger()
+
+# -- An authenticated connection of a leader to a rank, from the rank's identity to the disconnect.
+
+
+PING_LIMIT = 5.0
+"""Seconds in which a rank must answer to keep its number when another process claims it."""
+
+PAGE_LIMIT = 20.0
+"""Seconds that a joining rank may take for the next page of names."""
+
+
+class Violation(RankError):
+    """A rank violated the protocol."""
+
+
+class Link:
+    """identity: the rank's. received: names that have arrived while it joins. admitted:
+    whether it takes part in operations."""
+
+    def __init__(self, connection: Connection, identity: Identity) -> None:
+        self.connection = connection
+        self.identity = identity
+        self.received = 0
+        self.admitted = False
+        self._pages: deque[Names] = deque()
+        self._asked = 0
+        self._page: asyncio.Future[None] | None = None
+        self._pong: asyncio.Future[bool] | None = None
+
+    async def answers(self, limit: float = PING_LIMIT) -> bool:
+        """Whether the rank answers a ping in `limit` seconds; False at once when the connection is
+        lost."""
+        if self._pong is None or self._pong.done():
+            self._pong = asyncio.get_running_loop().create_future()
+            self.connection.send(Ping())
+        pong = self._pong
+        await asyncio.wait((pong,), timeout=limit)
+        return pong.done() and pong.result()
+
+    def pong(self) -> None:
+        if self._pong is not None and not self._pong.done():
+            self._pong.set_result(True)
+
+    def names(self, page: Names) -> None:
+        """A page of names has arrived. Violation if it was not asked for or is not a page."""
+        if not self._asked:
+            raise Violation("names that were not asked for")
+        if (
+            len(page.keys) % HASH_BYTES
+            or len(page.keys) > PAGE_NAMES * HASH_BYTES
+            or not (page.keys or page.last)
+        ):
+            raise Violation(f"a page of {len(page.keys)} bytes of names")
+        self._asked -= 1
+        self.received += len(page.keys) // HASH_BYTES
+        if self.received > min(self.identity.objects, MOST_NAMES):
+            raise Violation(f"{self.received} names, {self.identity.objects} were announced")
+        self._pages.append(page)
+        if self._page is not None and not self._page.done():
+            self._page.set_result(None)
+
+    async def next_page(self) -> Names | None:
+        """The next page of names, with WINDOW pages in flight; None after PAGE_LIMIT seconds
+        without one, or when the connection is lost."""
+        more = WINDOW - self._asked - len(self._pages)
+        if more > 0:
+            self._asked += more
+            self.connection.send(SendNames(more))
+        if not self._pages:
+            self._page = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._page,), timeout=PAGE_LIMIT)
+        return self._pages.popleft() if self._pages else None
+
+    def over(self) -> None:
+        """The connection is lost: close it, and wake the tasks that wait for the rank."""
+        self.connection.close()
+        for waiting, result in ((self._pong, False), (self._page, None)):
+            if waiting is not None and not waiting.done():
+                waiting.set_result(result)  # type: ignore[arg-type]
+
+
+class RankState(Enum):
+    """The state of a rank."""
+
+    DISCONNECTED = "away"
+    HEALTHY = "healthy"
+    SILENT = "silent"
+
+
+class RankStatistics(NamedTuple):
+    """The state of one rank at this moment.
+
+    Attributes:
+        rank: its number.
+        health: healthy, joining, away or silent.
+        operations: operations sent to it.
+        in_flight: operations that it has not answered.
+        losses: how often its connection was lost.
+        silences: how often an answer was late.
+        violations: how often it violated the protocol.
+    """
+
+    rank: int
+    health: str
+    operations: int
+    in_flight: int
+    losses: int
+    silences: int
+    violations: int
+
+
+class RankHealth(NamedTuple):
+    """state: healthy, away, silent, or joining (connected, not admitted yet). reason: why it is not
+    healthy. since: when that began, on the clock of the loop."""
+
+    rank: int
+    state: str
+    reason: str
+    since: float
+
+
+@dataclass(slots=True, eq=False)
+class RankOperation:
+    """An operation in flight on one rank. stored: whether the rank's store carries it out."""
+
+    answer: asyncio.Future[RankAnswer | None]
+    arrived: Callable[[int], None] | None
+    outcomes: int
+    worst: int
+    stored: bool
+    timer: asyncio.TimerHandle | None = None
+
+    def check(self, answer: RankAnswer) -> None:
+        """Violation unless the answer is one to this operation."""
+        if len(answer.outcomes) != self.outcomes:
+            raise Violation(f"{len(answer.outcomes)} outcomes for {self.outcomes} pairs or keys")
+        if max(answer.outcomes, default=0) > self.worst:
+            raise Violation(f"outcome {max(answer.outcomes)}, the greatest is {self.worst}")
+        if len(answer.gone) % HASH_BYTES:
+            raise Violation(f"{len(answer.gone)} bytes of names")
+
+    def over(self, answer: RankAnswer | None) -> None:
+        """The operation has ended; None if it did not succeed."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if not self.answer.done():
+            self.answer.set_result(answer)
+
+
+class Rank:
+    """One rank's number. link: its connection, joining or admitted. overdue: operations whose
+    answer is late."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.link: Link | None = None
+        self.health = RankState.DISCONNECTED
+        self.reason = "has not connected"
+        self.since = self.not_before = 0.0
+        self.open: dict[int, RankOperation] = {}
+        self.overdue: set[int] = set()
+        self.operations = self.losses = self.silences = self.violations = 0
+
+    def settle(self) -> None:
+        """Every operation has ended, and did not succeed."""
+        operations, self.open = self.open, {}
+        self.overdue.clear()
+        for operation in operations.values():
+            operation.over(None)
+
+    def statistics(self) -> RankStatistics:
+        troubles = self.losses, self.silences, self.violations
+        return RankStatistics(
+            self.number, self.health.value, self.operations, len(self.open), *troubles
+        )
+
+    def describe(self) -> RankHealth:
+        state, reason, link = self.health.value, self.reason, self.link
+        if link is not None and not link.admitted:
+            state = "joining"
+            reason = f"{link.received} of {link.identity.objects} names received"
+        return RankHealth(self.number, state, reason, self.since)
+
+
+# -- Ranks join one after another, so that the keys of one store at a time are in memory.
+
+
+class Joins:
+    """progress: when the last page of keys arrived, on the clock of the loop."""
+
+    def __init__(self) -> None:
+        self.progress = 0.0
+        self._current: asyncio.Future[None] | None = None
+
+    @property
+    def deadline(self) -> float:
+        """When the rank that joins must have sent its next page; 0.0 if none joins."""
+        return self.progress + PAGE_LIMIT if self._current else 0.0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until no other rank joins, and keep others from joining."""
+        while self._current is not None:
+            await asyncio.wait((self._current,))
+        turn = self._current = asyncio.get_running_loop().create_future()
+        try:
+            yield
+        finally:
+            self._current = None
+            turn.set_result(None)
+
+    async def receive_keys(self, names: RankNames, link: Link) -> bool:
+        """Receive the keys of a rank's store. False if a page did not come in time."""
+        joining = names.join(link.identity.rank, link.identity.generation)
+        try:
+            last = not link.identity.objects
+            while joining.wanted and not last:
+                page = await link.next_page()
+                if page is None:
+                    return False
+                joining.page(page.keys)
+                last = page.last
+                self.progress = now()
+                await asyncio.sleep(0)
+            await in_slices(joining.merge())
+            return True
+        finally:
+            joining.abandon()
+
+
+# -- Connections that a leader refused: counted by reason, logged once for each source.
+
+
+SOURCES = 256
+"""Sources remembered as logged. The one that was seen longest ago is dropped first."""
+
+
+class Strangers:
+    """counts: refused connections by kind. shown: the latest reasons of ranks that do not fit, for
+    the error of `open`."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+        self.shown: list[str] = []
+        self._logged: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def refused(self, source: str, kind: str, reason: str, *, show: bool = False) -> None:
+        """Count a refused connection. Log it unless its source was logged for this kind before."""
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        if show and reason not in self.shown:
+            self.shown = [*self.shown[-2:], reason]
+        if (source, kind) in self._logged:
+            self._logged.move_to_end((source, kind))
+            return
+        self._logged[source, kind] = None
+        if len(self._logged) > SOURCES:
+            self._logged.popitem(last=False)
+        log.warning(
+            "connection to the rank endpoint refused", source=source, kind=kind, reason=reason
+        )
+
+
+# -- Reasons for refusing a rank, and the ranks that a leader still waits for.
+
+
+def misfit(identity: Identity, wanted: RankGroup) -> str:
+    """Why a rank does not meet the requirements, with both values. Empty if it meets them."""
+    ours, count = wanted.identity, wanted.config.count
+    rows = (
+        ("rank count", identity.ranks, count),
+        ("model", identity.model, ours.model),
+        ("storage namespace", identity.namespace, ours.namespace),
+        ("storage back end", identity.storage, wanted.storage),
+        ("layout", identity.fingerprint.hex()[:16], ours.fingerprint.hex()[:16]),
+        ("device blocks", identity.blocks, wanted.blocks),
+        ("host slots", identity.slots, wanted.slots),
+    )
+    for name, theirs, own in rows:
+        if theirs != own:
+            return f"rank {identity.rank} has {name} {theirs!r}, the leader has {own!r}"
+    if not 0 <= identity.rank < count:
+        return f"there is no rank {identity.rank} of {count}"
+    if not 0 <= identity.objects <= MOST_NAMES:
+        return (
+            f"rank {identity.rank} has {identity.objects} stored objects, at most {MOST_NAMES} are "
+            "possible"
+        )
+    return ""
+
+
+def lacking(ranks: Iterable[Rank], config: RanksConfig, strangers: Strangers) -> str:
+    """The ranks that did not join in time, and the refused connections."""
+    missing = [rank.number for rank in ranks if rank.health is not RankState.HEALTHY]
+    refused = [f"{number} connections refused: {kind}" for kind, number in strangers.counts.items()]
+    details = "; ".join([*strangers.shown, *refused])
+    text = f"ranks {missing} of {config.count} did not come to {config.endpoint} in time"
+    return f"{text} ({details})" if details else text
+
+
+# -- All ranks of a cache.
+
 
 UNCLAIMED = 32
 """Connections without a rank's place at most, and two more for each rank. The oldest is closed for

@@ -150,6 +150,11 @@ class StoreObjects(Frame, frozen=True):
     most: int = 0
 
 
+NOT_MOVED, FAILED = 1, 2
+"""Outcomes of a block that a store which accesses device memory did not move: it is not stored (or
+the store is full), or the store failed."""
+
+
 class MoveDevice(Frame, frozen=True):
     """Move blocks between the rank's device and its own store, which is addressed by tokens. Fields
     as in `storage.messages.FetchDevice`.

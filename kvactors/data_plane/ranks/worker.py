@@ -20,10 +20,11 @@ from kvactors.attention_sdk import store_identity
 from kvactors.capacity import in_blocks
 from kvactors.data_plane.base import Direction, Progress
 from kvactors.data_plane.local import LocalPlane, make_local_plane
-from kvactors.data_plane.ranks.connection import Connection, connect
-from kvactors.data_plane.ranks.entrance import check_leader
+from kvactors.data_plane.ranks.connection import Connection, check_leader, connect
 from kvactors.data_plane.ranks.names import pages
 from kvactors.data_plane.ranks.protocol import (
+    FAILED,
+    NOT_MOVED,
     Arrived,
     CopyBlocks,
     Frame,
@@ -39,7 +40,6 @@ from kvactors.data_plane.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
-from kvactors.data_plane.ranks.store import FAILED, NOT_MOVED
 from kvactors.device.base import Device
 from kvactors.errors import ConfigError, LayoutError, RankError, StoreError
 from kvactors.identity import StoreIdentity
