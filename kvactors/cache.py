@@ -777,9 +777,9 @@ class KVCache:
         made = make_device(config.device, self.system.layout) if device is None else device
         try:
             if arena:
-                await bring_in(plane.arena, inline=plane.inline)
+                await bring_in(plane.arena.fresh, inline=plane.inline)
             if device is None:
-                await bring_in(made, inline=plane.inline)
+                await bring_in(made.fresh, inline=plane.inline)
             engine = plane.make_engine(made)
             limit = config.actors.open_timeout_s
             opening = Opening(limit, self.system.shutdown, ends_cache=False)

@@ -161,7 +161,7 @@ class CallContext:
             return event
         if event is not None:
             raise ValueError("event and stream are given: give one of them")
-        return StreamEvent(self.system.plane.streams.record_event(stream_handle(stream)))
+        return self.system.plane.streams.record_event(stream_handle(stream))
 
     def raise_if_closed(self, error: ActorFailed) -> None:
         """CacheClosed if an ask has failed because the cache was closed."""

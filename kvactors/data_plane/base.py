@@ -16,7 +16,7 @@ from typing import Any
 
 from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
-from kvactors.device.events import RecordedEvent
+from kvactors.device.events import StreamEvent
 from kvactors.errors import DeviceError, StoreError
 from kvactors.identity import Lineage
 from kvactors.lifecycle import Opening
@@ -54,7 +54,7 @@ class EngineStreams:
         None: the owner of the stream must wait in another way."""
         return None
 
-    def record_event(self, stream: int) -> RecordedEvent:
+    def record_event(self, stream: int) -> StreamEvent:
         """Record an event on a stream: it completes after the work put there so far.
         DeviceError."""
         raise DeviceError(NO_STREAMS)

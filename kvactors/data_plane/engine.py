@@ -21,6 +21,17 @@ PIECE = 2 << 20
 """Bytes a hand-off to a thread should at least be worth: each costs some tens of microseconds."""
 
 
+def on_loop(call: Future[Any], then: Callable[[BaseException | None], None]) -> None:
+    """Call `then` on the running loop with the error of a thread's call, None without one."""
+    loop = asyncio.get_running_loop()
+
+    def done(ended: Future[Any]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: no task waits any more
+            loop.call_soon_threadsafe(then, ended.exception())
+
+    call.add_done_callback(done)
+
+
 class CopyEngine(EngineStreams, ABC):
     """Copies between a device and the arena."""
 
@@ -168,15 +179,13 @@ class ThreadedCopies(CopyEngine):
         layers: range | None,
     ) -> asyncio.Future[bool]:
         """Copy in a thread. The result is whether it succeeded."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[bool] = loop.create_future()
+        done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-        def ended(copied: Future[None]) -> None:
-            with suppress(RuntimeError):  # the loop is closed: no task waits any more
-                loop.call_soon_threadsafe(_finish, done, copied.exception() is None)
+        def ended(error: BaseException | None) -> None:
+            if not done.done():
+                done.set_result(error is None)
 
-        copy = partial(self.copy, direction, blocks, slots, layers)
-        self._workers.submit(copy).add_done_callback(ended)
+        on_loop(self._workers.submit(partial(self.copy, direction, blocks, slots, layers)), ended)
         return done
 
     async def close(self) -> None:
@@ -209,8 +218,3 @@ def _report(
     for group in futures:
         for future in group:
             future.add_done_callback(look)
-
-
-def _finish(done: asyncio.Future[bool], good: bool) -> None:
-    if not done.done():
-        done.set_result(good)

@@ -118,9 +118,9 @@ class LocalPlane(DataPlane):
     async def _open(self, stack: AsyncExitStack, opening: Opening) -> None:
         stack.push_async_callback(opening.shutdown.step, "copy engine", lambda: self.engine.close())
         await self._open_stores(stack, opening)
-        await bring_in(self.arena, inline=self.inline)
+        await bring_in(self.arena.fresh, inline=self.inline)
         if self.owns_device:
-            await bring_in(self.device, inline=self.inline)
+            await bring_in(self.device.fresh, inline=self.inline)
         if self.store is not None:
             size, object_bytes = self.arena.block_bytes, self.store.block_bytes
             if object_bytes != size:

@@ -139,36 +139,20 @@ class FreshMemory:
             self._threads.discard(thread)
 
 
-class Fresh:
-    """An owner of memory that is brought in before its first use, unless it is a caller's.
-
-    Attributes:
-        fresh: the memory that was not used yet, None for memory of others.
-    """
-
-    fresh: FreshMemory | None = None
-
-    def touch(self) -> None:
-        """Fault in every page. Blocks for about a second a gigabyte. Several threads share it."""
-        if self.fresh is not None:
-            self.fresh.touch()
-
-    def stop_touching(self) -> None:
-        if self.fresh is not None:
-            self.fresh.stop_touching()
-
-
-async def bring_in(owner: Fresh | FreshMemory, *, inline: bool) -> None:
-    """Touch an owner's memory in threads of low priority, one for each core. A cancellation ends
-    this after the current pieces. inline: in the loop's thread, for loops of virtual time."""
+async def bring_in(fresh: FreshMemory | None, *, inline: bool) -> None:
+    """Fault in every page of memory, None for memory of a caller, in threads of low priority, one
+    for each core. It takes about a second a gigabyte. A cancellation ends this after the current
+    pieces. inline: in the loop's thread, for loops of virtual time."""
+    if fresh is None:
+        return
     if inline:
-        owner.touch()
+        fresh.touch()
         return
     count = min(len(os.sched_getaffinity(0)), MOST_THREADS)
     workers = Workers(count, "kvactors-touch")
-    calls = [asyncio.wrap_future(workers.submit(owner.touch)) for _ in range(count)]
+    calls = [asyncio.wrap_future(workers.submit(fresh.touch)) for _ in range(count)]
     workers.close()
-    await wait_uncancelled(asyncio.gather(*calls), owner.stop_touching)
+    await wait_uncancelled(asyncio.gather(*calls), fresh.stop_touching)
 
 
 PAGE = 4096
@@ -194,7 +178,7 @@ def slot_stride(block_bytes: int, trailer: int) -> int:
     return -(-(block_bytes + trailer) // PAGE) * PAGE
 
 
-class HostSlots(Fresh):
+class HostSlots:
     """Host slots by number, in the memory of this process or of others.
 
     Attributes:

@@ -9,20 +9,22 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.device.arena import Arena, Fresh
+from kvactors.device.arena import Arena, FreshMemory
 from kvactors.layout.base import Layout
 from kvactors.native import check_blocks, fill_blocks, gather, scatter
 
 
-class DeviceBlocks(Fresh):
+class DeviceBlocks:
     """Device blocks by number, in the memory of this process or of others.
 
     Attributes:
         kind: location of the memory: `host`, `cuda`, or `ranks` (in other processes).
         layout: of one process's share of a block.
+        fresh: memory that was not used yet, None for memory of others.
     """
 
     kind: str = "host"
+    fresh: FreshMemory | None = None
 
     def __init__(self, kind: str, layout: Layout, num_blocks: int) -> None:
         self.kind = kind

@@ -25,11 +25,14 @@ class DeviceEvent(Protocol):
         """Whether all work before the event has completed. Raises if it has failed."""
 
 
-class RecordedEvent(DeviceEvent, Protocol):
-    """An event that the data plane has recorded on an engine's stream."""
+class RecordedEvents(Protocol):
+    """Events on an engine's streams, which the data plane has recorded."""
 
-    def release(self) -> None:
-        """No waiter needs it any more."""
+    def query(self, event: int) -> bool:
+        """Whether all work before an event has completed. DeviceError."""
+
+    def give_back(self, event: int) -> None:
+        """No waiter needs an event any more."""
 
 
 Completion: TypeAlias = DeviceEvent | Awaitable[object]
@@ -58,15 +61,16 @@ def stream_handle(stream: Stream) -> int:
 class StreamEvent:
     """An event recorded on a stream, which is released once it has completed or failed."""
 
-    def __init__(self, event: RecordedEvent) -> None:
-        self._event: RecordedEvent | None = event
+    def __init__(self, events: RecordedEvents, event: int) -> None:
+        self._events = events
+        self._event: int | None = event
 
     def query(self) -> bool:
         if self._event is None:
             return True
         completed = True
         try:
-            completed = self._event.query()
+            completed = self._events.query(self._event)
         finally:
             if completed:
                 self.release()
@@ -75,7 +79,7 @@ class StreamEvent:
     def release(self) -> None:
         event, self._event = self._event, None
         if event is not None:
-            event.release()
+            self._events.give_back(event)
 
 
 class Pass:

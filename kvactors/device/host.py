@@ -27,6 +27,8 @@ class HostDevice(AddressedDevice):
         DeviceError: the system does not give so much memory.
     """
 
+    fresh: FreshMemory
+
     def __init__(self, layout: Layout, num_blocks: int) -> None:
         if num_blocks < 1:
             raise LayoutError(f"a device needs at least 1 block, not {num_blocks}")

@@ -15,7 +15,6 @@ from kvactors.gpu_swapper.messages import (
     CopiedWithin,
     Copy,
     CopyFinished,
-    CopyLayers,
     CopyProgress,
     CopyReply,
     CopyWithin,
@@ -92,7 +91,7 @@ class GpuSwapper(Actor):
     def copy(self, message: Copy) -> None:
 
         def progress(layers: int) -> None:
-            self.to_self(CopyLayers(message.op, layers))
+            self.to_self(CopyProgress(message.op, layers))
 
         arrived = progress if message.layerwise else None
         self._start(message, message.direction, message.blocks, message.slots, arrived)
@@ -119,9 +118,9 @@ class GpuSwapper(Actor):
         work = self._plane.copy(message.memory_generation, direction, blocks, others, progress)
         self.start_job(work, ended, lambda _: ended(range(pairs)))
 
-    @on(CopyLayers)
-    def copy_layers(self, message: CopyLayers) -> None:
-        self.tell(self._evictor, CopyProgress(message.op, message.layers))
+    @on(CopyProgress)
+    def copy_progress(self, message: CopyProgress) -> None:
+        self.tell(self._evictor, message)
 
     @on(CopyFinished)
     def copy_finished(self, message: CopyFinished) -> None:

@@ -37,7 +37,10 @@ class CopiedWithin(Control, frozen=True, eq=False):
 
 
 class CopyProgress(Control, frozen=True, eq=False):
-    """The first `layers` layers of a layerwise Copy have arrived."""
+    """The first `layers` layers of a layerwise Copy have arrived.
+
+    GpuSwapper sends it to itself, and forwards it to the evictor.
+    """
 
     op: int
     layers: int
@@ -71,13 +74,6 @@ class CopyFinished(Control, frozen=True, eq=False):
     failed: tuple[int, ...]
     pairs: int
     seconds: float
-
-
-class CopyLayers(Control, frozen=True, eq=False):
-    """To itself: the first `layers` layers of a copy have arrived."""
-
-    op: int
-    layers: int
 
 
 CopyReply = Copied | CopyProgress | DataPlaneStatus

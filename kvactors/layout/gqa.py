@@ -44,7 +44,6 @@ class GQALayout(Layout):
         self.quantization = quantization
         self.dtype = dtype if quantization == "none" else "uint8"
         self.scale_dtype = scale_dtype
-        self._block_size = block_size
         super().__init__(block_size, num_layers, **options)
 
     @property
@@ -54,7 +53,7 @@ class GQALayout(Layout):
 
     def make_roles(self) -> Sequence[Role]:
         """Key and value of [num_kv_heads, block_size, head_dim], and scales without head_dim."""
-        shape = (self.num_kv_heads, self._block_size, self.head_dim)
+        shape = (self.num_kv_heads, self.block_size, self.head_dim)
         roles = [Role("key", shape, self.dtype), Role("value", shape, self.dtype)]
         if self.quantization != "none":
             scales = ("key_scale", "value_scale")

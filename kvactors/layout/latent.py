@@ -38,7 +38,6 @@ class MLALayout(Layout):
         self.kv_lora_rank = kv_lora_rank
         self.qk_rope_head_dim = qk_rope_head_dim
         self.dtype = dtype
-        self._block_size = block_size
         super().__init__(block_size, num_layers, **options)
 
     @property
@@ -49,7 +48,7 @@ class MLALayout(Layout):
     def make_roles(self) -> Sequence[Role]:
         """A key of [1, block_size, kv_lora_rank + qk_rope_head_dim]."""
         width = self.kv_lora_rank + self.qk_rope_head_dim
-        return [Role("key", (1, self._block_size, width), self.dtype)]
+        return [Role("key", (1, self.block_size, width), self.dtype)]
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
@@ -86,7 +85,6 @@ class DSALayout(Layout):
                 raise LayoutError(f"{name} must be a multiple of {SCALE_GROUP}, not {value}")
         self.key_bytes = kv_lora_rank + 4 * (kv_lora_rank // SCALE_GROUP) + 2 * qk_rope_head_dim
         self.indexer_bytes = index_head_dim + 4 * (index_head_dim // SCALE_GROUP)
-        self._block_size = block_size
         super().__init__(block_size, num_layers, **options)
 
     @property
@@ -96,8 +94,8 @@ class DSALayout(Layout):
 
     def make_roles(self) -> Sequence[Role]:
         """A key of [1, block_size, key_bytes] and an indexer of [block_size, indexer_bytes]."""
-        key = Role("key", (1, self._block_size, self.key_bytes), "uint8")
-        return [key, Role("indexer", (self._block_size, self.indexer_bytes), "uint8")]
+        key = Role("key", (1, self.block_size, self.key_bytes), "uint8")
+        return [key, Role("indexer", (self.block_size, self.indexer_bytes), "uint8")]
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:

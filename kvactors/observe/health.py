@@ -90,11 +90,10 @@ def _troubles(system: System) -> Iterator[Trouble]:
     for name, store in stores:
         if store is not None:
             yield from _store(name, store)
-    ranks: Any = getattr(system.ranks, "health", None)
-    if ranks is not None and system.sized:
-        for rank in ranks():
-            if rank.state != "healthy":
-                why = f"{rank.state}: {rank.reason}" if rank.reason else rank.state
+    if system.ranks is not None and system.sized:
+        for rank in system.ranks.statistics():
+            if rank.health != "healthy":
+                why = f"{rank.health}: {rank.reason}" if rank.reason else rank.health
                 yield f"rank {rank.rank}", why, rank.since
     if system.asleep:
         yield "cache", f"asleep (level {system.asleep}): wake() it", None

@@ -100,8 +100,8 @@ def layout_rows(total: int, rounds: int) -> list[Row]:
     for name, layout in layouts().items():
         blocks = max(2, total // layout.block_bytes)
         device, arena = HostDevice(layout, blocks), Arena(blocks, layout.block_bytes)
-        arena.touch()
-        device.touch()
+        arena.fresh.touch()
+        device.fresh.touch()
         ids, slots = np.random.default_rng(5).permutation(blocks).tolist(), list(range(blocks))
         nbytes = blocks * layout.block_bytes
         source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)

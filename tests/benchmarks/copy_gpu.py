@@ -94,7 +94,7 @@ async def opened(layout: Layout, blocks: int, driver: CudaDriver) -> AsyncIterat
     """A device, a pinned arena and an engine that copies between them."""
     device = CudaDevice.allocate(layout, blocks, driver=driver)
     arena = Arena(blocks, layout.block_bytes)
-    arena.touch()
+    arena.fresh.touch()
     executor = CudaCopyEngine(device, arena)
     try:
         await executor.open()

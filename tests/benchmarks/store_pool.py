@@ -153,7 +153,7 @@ async def in_pool(address: str, size: int, total: int, rounds: int) -> Direction
     )
     store = MooncakeBackend(config, StoreIdentity("bench", "default", DIGEST), size)
     arena = Arena(slots, size, trailer=MooncakeBackend.slot_trailer_bytes)
-    arena.touch()
+    arena.fresh.touch()
     await store.open()
     await store.attach(arena)
     runners, loop = PoolRunners(store, arena, count), asyncio.get_running_loop()

@@ -334,7 +334,7 @@ def measured(folder: Path, load: Load, numbers: Iterable[int], vllm: VllmTier | 
     disk as the same other one leaves it. In every LAG_EVERY-th one the store takes a second turn,
     in which the loop's lag is measured."""
     arena = Arena(load.slots, load.size)
-    arena.touch()
+    arena.fresh.touch()
     for slot in range(arena.num_slots):
         arena.view(slot)[:] = np.random.default_rng(slot).bytes(load.size)
     lag = LagMonitor()

@@ -29,7 +29,7 @@ def touching(arena, monkeypatch):
         assert go_on.wait(60)
 
     monkeypatch.setattr(module, "touch", touch)
-    thread = threading.Thread(target=arena.touch)
+    thread = threading.Thread(target=arena.fresh.touch)
     thread.start()
     assert begun.wait(60)
     return thread, go_on, pieces
@@ -51,7 +51,7 @@ def test_touching_stops_at_the_next_piece(monkeypatch):
     monkeypatch.setattr(arenas, "PIECE", 4096)
     arena = Arena(8, 4096)
     thread, go_on, pieces = touching(arena, monkeypatch)
-    arena.stop_touching()
+    arena.fresh.stop_touching()
     go_on.set()
     thread.join()
     assert pieces == [4096]
@@ -113,7 +113,7 @@ def test_a_closed_arena_is_not_touched(monkeypatch):
     arena = Arena(4, 4096)
     arena.close()
     monkeypatch.setattr(module, "touch", None)
-    arena.touch()
+    arena.fresh.touch()
     assert arena._map.closed
 
 
@@ -173,7 +173,7 @@ def test_the_slots_are_in_huge_pages_where_the_system_gives_them(monkeypatch):
     arena = Arena(3, (2 << 20) - 5)
     assert arena.address % module.HUGE == 0
     assert arena.nbytes == 6 << 20
-    arena.touch()
+    arena.fresh.touch()
     if not arena.small_pages:
         assert huge_kib(arena.address, arena.nbytes) >= 2048
     last = arena.view(2)

@@ -8,24 +8,14 @@ import pytest
 
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
-from kvactors.data_plane.cuda.engine import CudaCopyEngine, CudaEvent, StreamWait
+from kvactors.data_plane.cuda.engine import CudaCopyEngine, StreamWait
+from kvactors.device.events import StreamEvent
 from kvactors.lease import LeaseHandle
 from tests.benchmarks import copy_gpu
 from tests.benchmarks.copy_gpu import gpu_rows
 from tests.gpu import __main__ as command
 from tests.gpu import checks
 from tests.gpu.common import Wrong
-from tests.support import cuda
-
-
-@pytest.fixture
-def fake():
-    fake = cuda.stand_in()
-    fake.reset()
-    yield fake
-    fake.reset()
-    left = {what: fake.live(what) for what in cuda.EVERYTHING}
-    assert left == dict.fromkeys(cuda.EVERYTHING, 0), left
 
 
 def test_without_a_driver_or_a_gpu_it_ends_with_one_line(fake, capsys, tmp_path):
@@ -94,7 +84,7 @@ def test_a_wrong_byte_or_a_failed_copy_is_found(fake, name, broken, monkeypatch)
     [
         (
             "calls of a lease wait for an engine's stream",
-            (CudaEvent, "query"),
+            (StreamEvent, "query"),
             lambda _: True,
             "commit has not waited",
         ),

@@ -17,7 +17,7 @@ def test_an_arena_is_bound_to_its_node():
     try:
         assert bound_node(arena.address) == 0
         assert bound_node(arena.address + 3 * arena.stride) == 0
-        arena.touch()
+        arena.fresh.touch()
         arena.view(3)[0] = 7
         assert bound_node(arena.address) == 0
     finally:

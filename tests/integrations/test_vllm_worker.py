@@ -173,7 +173,7 @@ def test_memory_of_a_copy_that_does_not_end_stays_mapped(
     (_, memory), rows = copies.KEPT.pop(), CHUNK * ROW
     assert bytes(memory[:rows]) == bytes(rows)
     gpu.fake.gate(-1)
-    (undo, *_) = copy_queue.ABANDONED.pop()
+    (undo, *_) = cuda_driver.ABANDONED.pop()
     with gpu.driver.current(gpu.context):
         gpu.driver.call("cuStreamSynchronize", 0)
         undo.close()

@@ -224,10 +224,10 @@ def test_a_rank_that_stalls_while_it_joins_lets_the_others_join():
         stalled = await authenticated()
         stalled.send(identity(0, objects=5))
         assert isinstance(await stalled.receive(), SendNames)
-        assert group.health()[0].state == "joining"
+        assert group.statistics()[0].health == "joining"
         other = await come(1, name(1))
-        assert [one.state for one in group.health()] == ["away", "healthy"]
-        assert "no page of names" in group.health()[0].reason
+        assert [one.health for one in group.statistics()] == ["away", "healthy"]
+        assert "no page of names" in group.statistics()[0].reason
         await come(0, name(1))
         await opening
         other.close()

@@ -118,7 +118,7 @@ def test_the_secret_is_in_no_repr_or_log():
         repr(Secret(SECRET)),
         repr(vars(group)),
     ]
-    shown.append(repr(group.statistics()) + repr(group.health()) + repr(group.strangers.counts))
+    shown.append(repr(group.statistics()) + repr(group.strangers.counts))
     assert not [text for text in shown if SECRET in text]
     assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config
 

@@ -16,7 +16,7 @@ import pytest
 from kvactors import CacheClosed, DeviceError, LayoutError
 from kvactors.data_plane.cuda import copy_queue
 from kvactors.data_plane.cuda.copies import NEVER, Calibration, Choice
-from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
+from kvactors.data_plane.cuda.driver import ABANDONED, CudaDriver, CudaError
 from kvactors.tier_cache import CopyWorker, SlotMemory
 from tests.support.cuda import EVERYTHING, Gpu, GpuTensor, PointerTensor, opened_gpu
 
@@ -416,7 +416,7 @@ def test_copies_that_do_not_end_keep_their_memory(gpu, monkeypatch):
     assert not worker.shutdown()
     assert gpu.fake.live("pinned") > 0, "the GPU may still write to it"
     gpu.fake.gate(-1)
-    (undo, *_) = copy_queue.ABANDONED.pop()
+    (undo, *_) = ABANDONED.pop()
     with gpu.driver.current(gpu.context):
         gpu.driver.call("cuStreamSynchronize", 0)
         undo.close()

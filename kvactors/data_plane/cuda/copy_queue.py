@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,6 @@ BLOCKING = 1
 
 FIRST_PAUSE, LAST_PAUSE = 50e-6, 1e-3
 """Seconds between two questions of `wait`: they double."""
-
-ABANDONED: list[Any] = []
-"""Memory that copies which never ended may still use. Never freed."""
 
 log = get_logger()
 
@@ -318,9 +315,7 @@ class CudaCopyQueue:
                 self._undo.close()
             self._close_fd()
         else:
-            log.error("copies of a GPU did not end, keeping their memory", gpu=self._device.name)
-            ABANDONED.append((self._undo.pop_all(), self._device, self._copies, self._streams))
-            self._device.abandon()
+            self._device.abandon(self._undo.pop_all(), self._copies)
         return ended
 
     def _close_fd(self) -> None:

@@ -308,6 +308,9 @@ def load_driver(library: str = LIBRARY) -> CudaDriver:
 MEMORY_TYPE, DEVICE_ORDINAL = 2, 9
 """Attributes of a pointer, by the driver's numbers."""
 
+ABANDONED: list[Any] = []
+"""Memory that copies which never ended may still use. Never freed."""
+
 log = get_logger()
 
 
@@ -339,8 +342,11 @@ class CudaContext:
         """Make the GPU's context the calling thread's. CudaError."""
         return self.driver.current(self.context)
 
-    def abandon(self) -> None:
-        """Make `close` release no memory: copies that never ended may still use it."""
+    def abandon(self, *memory: Any) -> None:
+        """Keep this and the memory until the process ends: copies that never ended may still use
+        them."""
+        log.error("copies of a GPU did not end, keeping their memory", gpu=self.name)
+        ABANDONED.append((*memory, self))
         self._undo.pop_all()
         self._closed = True
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -40,8 +39,9 @@ from kvactors.data_plane.cuda.driver import (
     quietly,
 )
 from kvactors.data_plane.cuda.host_pin import STAGING_BYTES, HostPin
-from kvactors.data_plane.engine import CopyEngine
+from kvactors.data_plane.engine import CopyEngine, on_loop
 from kvactors.device.arena import Arena
+from kvactors.device.events import StreamEvent
 from kvactors.errors import DeviceError
 from kvactors.threads import Workers, in_thread
 
@@ -51,9 +51,6 @@ GROUP = 1 << 20
 FIRST_PAUSE, LAST_PAUSE = 100e-6, 2e-3
 """Seconds between two questions how far a stream is: they double as long as the answer stays the
 same."""
-
-ABANDONED: list[Any] = []
-"""Memory that copies which never ended may still use. Never freed."""
 
 log = get_logger()
 
@@ -123,22 +120,6 @@ class Op(Transfer):
 # -- Events on the CUDA streams of an engine, and waits of these streams for copies.
 
 
-class CudaEvent:
-    """An event on an engine's stream."""
-
-    def __init__(self, events: StreamEvents, handle: int) -> None:
-        self._events = events
-        self._handle = handle
-
-    def query(self) -> bool:
-        """Whether all work before it has completed. DeviceError."""
-        return self._events.query(self._handle)
-
-    def release(self) -> None:
-        """Let the event be used again. No query may follow."""
-        self._events.give_back(self._handle)
-
-
 class StreamEvents:
     """The events of one device, on the loop. They are destroyed by `close`, and are recorded again
     only after they were reached."""
@@ -163,7 +144,7 @@ class StreamEvents:
                 self._broken(error)
             raise
 
-    def record(self, stream: int) -> CudaEvent:
+    def record(self, stream: int) -> StreamEvent:
         """Record an event after all work that a stream has got so far. DeviceError."""
         with self._driver() as driver:
             event = self._take()
@@ -172,7 +153,7 @@ class StreamEvents:
             except BaseException:
                 self._released.append(event)
                 raise
-        return CudaEvent(self, event)
+        return StreamEvent(self, event)
 
     def _take(self) -> int:
         for position, event in enumerate(self._released):
@@ -325,9 +306,7 @@ class CudaCopyEngine(CopyEngine):
         ):
             await in_thread(self._give_back, "kvactors-cuda-close")
         else:
-            log.error("copies of a GPU did not end, keeping their memory", gpu=self.device.name)
-            ABANDONED.extend((self._undo.pop_all(), self.device, self.arena, self.arena.view(0)))
-            self.device.abandon()
+            self.device.abandon(self._undo.pop_all(), self.arena, self.arena.view(0))
         for workers in self._workers.values():
             workers.close()
         self._copies = None
@@ -397,13 +376,7 @@ class CudaCopyEngine(CopyEngine):
         self, lane: GpuStream, call: Callable[[], Any], then: Callable[[BaseException | None], None]
     ) -> None:
         """Call in the lane's thread, then on the loop, with the call's error."""
-        loop = asyncio.get_running_loop()
-
-        def done(future: Future[Any]) -> None:
-            with suppress(RuntimeError):  # the loop is closed: no caller waits
-                loop.call_soon_threadsafe(then, future.exception())
-
-        self._workers[lane.to_device].submit(call).add_done_callback(done)
+        on_loop(self._workers[lane.to_device].submit(call), then)
 
     def _put(self, op: Op) -> None:
         """In the lane's thread: put an operation on its stream. When this raises (ValueError,
@@ -532,7 +505,7 @@ class CudaCopyEngine(CopyEngine):
                 wait.add(op)
         return wait.done
 
-    def record_event(self, stream: int) -> CudaEvent:
+    def record_event(self, stream: int) -> StreamEvent:
         return self._events.record(stream)
 
     # -- status

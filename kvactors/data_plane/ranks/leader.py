@@ -147,12 +147,14 @@ class RankStatistics(NamedTuple):
 
     Attributes:
         rank: its number.
-        health: healthy, joining, away or silent.
+        health: healthy, joining (connected, not admitted yet), away or silent.
         operations: operations sent to it.
         in_flight: operations that it has not answered.
         losses: how often its connection was lost.
         silences: how often an answer was late.
         violations: how often it violated the protocol.
+        reason: why it is not healthy.
+        since: when that began, on the clock of the loop.
     """
 
     rank: int
@@ -162,16 +164,8 @@ class RankStatistics(NamedTuple):
     losses: int
     silences: int
     violations: int
-
-
-class RankHealth(NamedTuple):
-    """state: healthy, away, silent, or joining (connected, not admitted yet). reason: why it is not
-    healthy. since: when that began, on the clock of the loop."""
-
-    rank: int
-    state: str
-    reason: str
-    since: float
+    reason: str = ""
+    since: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -224,17 +218,12 @@ class Rank:
             operation.over(None)
 
     def statistics(self) -> RankStatistics:
-        troubles = self.losses, self.silences, self.violations
-        return RankStatistics(
-            self.number, self.health.value, self.operations, len(self.open), *troubles
-        )
-
-    def describe(self) -> RankHealth:
-        state, reason, link = self.health.value, self.reason, self.link
+        health, reason, link = self.health.value, self.reason, self.link
         if link is not None and not link.admitted:
-            state = "joining"
+            health = "joining"
             reason = f"{link.received} of {link.identity.objects} names received"
-        return RankHealth(self.number, state, reason, self.since)
+        counts = self.operations, len(self.open), self.losses, self.silences, self.violations
+        return RankStatistics(self.number, health, *counts, reason, self.since)
 
 
 # -- Ranks join one after another, so that the keys of one store at a time are in memory.
@@ -716,11 +705,5 @@ class RankGroup:
             rank.overdue.clear()
             self._set(rank, RankState.HEALTHY, "")
 
-    # -- reports
-
     def statistics(self) -> tuple[RankStatistics, ...]:
         return tuple(rank.statistics() for rank in self._ranks)
-
-    def health(self) -> tuple[RankHealth, ...]:
-        """For every rank: its state, why, and since when."""
-        return tuple(rank.describe() for rank in self._ranks)

@@ -12,7 +12,7 @@ from kvactors.cpu_evictor.actor import CpuEvictor
 from kvactors.flush_notifier.actor import FlushNotifier
 from kvactors.flush_notifier.messages import SetIdleLimit
 from kvactors.gpu_swapper.actor import GpuSwapper
-from kvactors.gpu_swapper.messages import DataPlaneStatus
+from kvactors.gpu_swapper.messages import CopyProgress, DataPlaneStatus
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.messages import Abandon, SetNumBlocks, Withdrawn
 from kvactors.storage.actors import StorageReader, StorageWriter
@@ -34,6 +34,7 @@ OUTSIDE: dict[type[Message], str] = {
     SetNumBlocks: "the wiring",
     SetIdleLimit: "the wiring",
     DataPlaneStatus: "the data plane",
+    CopyProgress: "the data plane",
 }
 """Senders of messages that no actor sends."""
 
