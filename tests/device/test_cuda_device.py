@@ -11,31 +11,12 @@ from kvactors.data_plane.cuda.device import CudaDevice, DeviceMemory, cuda_regio
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.data_plane.cuda.host_pin import HostPin
 from kvactors.device.arena import Arena
-from kvactors.device.host import HostDevice
 from kvactors.device.tensors import address_of
 from kvactors.errors import DeviceError, LayoutError
-from kvactors.layout import DSALayout, GQALayout, MLALayout
-from tests.support.cuda import GpuTensor, PointerTensor, context_again, stand_in
+from kvactors.layout import GQALayout
+from tests.support.cuda import GpuTensor, PointerTensor, context_again
 
-LAYOUTS = {
-    "gqa": GQALayout(2, 2, 32, 16, "float16"),
-    "bfloat16": GQALayout(2, 2, 32, 16, "bfloat16"),
-    "fp8": GQALayout(2, 2, 32, 16, quantization="block_wise_fp8"),
-    "odd": GQALayout(3, 1, 7, 5, "uint8"),
-    "mla": MLALayout(2, 16, 48, 16),
-    "dsa": DSALayout(2, 16, 128, 8),
-    "mtp": GQALayout(2, 1, 8, 16, extra_layers=1, extra_block_ratio=2.0),
-}
-EVERYTHING = ("device", "pinned", "streams", "events", "modules", "contexts", "current", "running")
-
-
-@pytest.fixture
-def fake():
-    fake = stand_in()
-    fake.reset()
-    yield fake
-    fake.reset()
-    assert {what: fake.live(what) for what in EVERYTHING} == dict.fromkeys(EVERYTHING, 0), "leaked"
+LAYOUT = GQALayout(2, 2, 32, 16, "float16")
 
 
 @pytest.fixture
@@ -43,49 +24,19 @@ def driver(fake):
     return CudaDriver(fake.path)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_blocks_go_to_host_slots_and_come_back(driver, name):
-    layout, blocks, rng = LAYOUTS[name], 6, np.random.default_rng(5)
-    device, arena = (
-        CudaDevice.allocate(layout, blocks, driver=driver),
-        Arena(blocks, layout.block_bytes),
-    )
-    names, ids, slots = (
-        rng.bytes(32 * blocks),
-        rng.permutation(blocks).tolist(),
-        rng.permutation(blocks).tolist(),
-    )
-    device.fill(ids, names)
-    assert device.check(ids, names) == []
-    twin = HostDevice(layout, blocks)
-    twin.fill(ids, names)
-    device.copy_to_host(ids, arena, slots)
-    twin.copy_to_device(ids, arena, slots)
-    assert twin.check(ids, names) == [], "the same bytes as any other device's"
-    device.fill(ids, bytes(32 * blocks))
-    assert device.check(ids, names) == list(range(blocks))
-    for layer in range(layout.num_layers + layout.extra_layers):
-        assert device.check(ids, names) == list(range(blocks))
-        device.copy_to_device(ids, arena, slots, range(layer, layer + 1))
-    assert device.check(ids, names) == []
-    device.close()
-    arena.close()
-
-
 @pytest.mark.parametrize("kind", [GpuTensor, PointerTensor, "interface"])
 def test_an_engines_tensors_are_taken_by_address(driver, kind):
-    layout = LAYOUTS["gqa"]
-    owner = CudaDevice.allocate(layout, 4, driver=driver)
+    owner = CudaDevice.allocate(LAYOUT, 4, driver=driver)
     tensors = owner.tensors
     if kind != "interface":
         tensors = [kind(memory.address, memory.shape, "float16") for memory in owner.tensors]
-    device = CudaDevice(layout, tensors, driver=driver)
+    device = CudaDevice(LAYOUT, tensors, driver=driver)
     assert device.regions.tolist() == owner.regions.tolist()
     assert device.num_blocks == 4
     device.fill([2], b"n" * 32)
     assert owner.check([2], b"n" * 32) == []
-    by_name = {(p.layer, p.role): t for p, t in zip(layout.pieces, tensors, strict=True)}
-    named = CudaDevice(layout, by_name, driver=driver)
+    by_name = {(p.layer, p.role): t for p, t in zip(LAYOUT.pieces, tensors, strict=True)}
+    named = CudaDevice(LAYOUT, by_name, driver=driver)
     assert named.regions.tolist() == owner.regions.tolist()
     for one in (named, device, owner):
         one.close()
@@ -136,8 +87,7 @@ def test_regions_by_the_interface():
 
 
 def test_memory_that_does_not_fit_the_layout_or_the_gpu_is_an_error(driver):
-    layout = LAYOUTS["gqa"]
-    owner = CudaDevice.allocate(layout, 4, driver=driver)
+    owner = CudaDevice.allocate(LAYOUT, 4, driver=driver)
     good = [PointerTensor(memory.address, memory.shape, "float16") for memory in owner.tensors]
     host = np.zeros(good[3].shape, np.float16)
     for tensors, error, complaint in (
@@ -159,25 +109,24 @@ def test_memory_that_does_not_fit_the_layout_or_the_gpu_is_an_error(driver):
         ),
     ):
         with pytest.raises(error, match=complaint):
-            CudaDevice(layout, tensors, driver=driver)
+            CudaDevice(LAYOUT, tensors, driver=driver)
     with pytest.raises(DeviceError, match="no GPU 1: the driver lists 1"):
-        CudaDevice(layout, good, ordinal=1, driver=driver)
+        CudaDevice(LAYOUT, good, ordinal=1, driver=driver)
     owner.close()
 
 
 def test_tensors_of_another_gpu_are_refused(fake, driver):
     fake.set("devices", 2)
-    owner = CudaDevice.allocate(LAYOUTS["gqa"], 4, driver=driver)
+    owner = CudaDevice.allocate(LAYOUT, 4, driver=driver)
     with pytest.raises(DeviceError, match="not in the memory of GPU 1"):
-        CudaDevice(LAYOUTS["gqa"], owner.tensors, ordinal=1, driver=driver)
+        CudaDevice(LAYOUT, owner.tensors, ordinal=1, driver=driver)
     owner.close()
 
 
 def test_a_tensor_that_moved_is_an_error_and_no_copy(driver):
-    layout = LAYOUTS["gqa"]
-    owner, arena = CudaDevice.allocate(layout, 4, driver=driver), Arena(2, layout.block_bytes)
+    owner, arena = CudaDevice.allocate(LAYOUT, 4, driver=driver), Arena(2, LAYOUT.block_bytes)
     device = CudaDevice(
-        layout, [PointerTensor(m.address, m.shape, "float16") for m in owner.tensors], driver=driver
+        LAYOUT, [PointerTensor(m.address, m.shape, "float16") for m in owner.tensors], driver=driver
     )
     device.tensors[1].address += 256
     with pytest.raises(DeviceError, match="layer 0, value, has moved"):
@@ -188,20 +137,8 @@ def test_a_tensor_that_moved_is_an_error_and_no_copy(driver):
     arena.close()
 
 
-@pytest.mark.parametrize(("blocks", "slots"), [([4], [0]), ([0], [2]), ([-1], [0]), ([0, 1], [0])])
-def test_ids_out_of_range(driver, blocks, slots):
-    layout = LAYOUTS["gqa"]
-    device, arena = CudaDevice.allocate(layout, 4, driver=driver), Arena(2, layout.block_bytes)
-    for copy in (device.copy_to_host, device.copy_to_device):
-        with pytest.raises(ValueError, match=r"out of range|2 blocks and 1 slots"):
-            copy(blocks, arena, slots)
-    device.close()
-    arena.close()
-
-
 def test_an_arena_is_pinned_once_and_until_the_end(fake, driver):
-    layout = LAYOUTS["gqa"]
-    device, arena = CudaDevice.allocate(layout, 4, driver=driver), Arena(2, layout.block_bytes)
+    device, arena = CudaDevice.allocate(LAYOUT, 4, driver=driver), Arena(2, LAYOUT.block_bytes)
     with device.current():
         pins = [pin(device, arena) for _ in range(2)]
         assert [one.on_device for one in pins] == [arena.address] * 2
@@ -236,13 +173,12 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("nth", [1, 2])
 def test_every_call_may_fail_and_nothing_leaks(fake, driver, call, nth):
-    layout = LAYOUTS["gqa"]
-    arena = Arena(2, layout.block_bytes)
+    arena = Arena(2, LAYOUT.block_bytes)
     device = None
     fake.fail(call, 2, nth)
     failures = []
     try:
-        device = CudaDevice.allocate(layout, 4, driver=driver)
+        device = CudaDevice.allocate(LAYOUT, 4, driver=driver)
         device.copy_to_host([1, 2], arena, [0, 1])
         device.copy_to_device([1, 2], arena, [0, 1])
     except (CudaError, DeviceError) as error:
@@ -258,8 +194,8 @@ def test_every_call_may_fail_and_nothing_leaks(fake, driver, call, nth):
     "call", ["cuMemFree", "cuCtxPushCurrent", "cuMemHostUnregister", "cuStreamDestroy"]
 )
 def test_closing_never_raises(fake, driver, call):
-    device = CudaDevice.allocate(LAYOUTS["gqa"], 4, driver=driver)
-    arena = Arena(2, LAYOUTS["gqa"].block_bytes)
+    device = CudaDevice.allocate(LAYOUT, 4, driver=driver)
+    arena = Arena(2, LAYOUT.block_bytes)
     with device.current():
         device._undo.callback(pin(device, arena).release)
     fake.fail(call, 700)
@@ -277,27 +213,9 @@ def test_device_memory_has_the_cuda_array_interface():
     assert region(DeviceMemory(512, (3, 2), "<V2")) == (512, (3, 2), "bfloat16", False)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("kind", ["cuda", "host"])
-def test_a_block_is_copied_to_another_in_every_region(driver, kind, name):
-    layout, names = LAYOUTS[name], bytes(range(64))
-    device = (
-        CudaDevice.allocate(layout, 6, driver=driver) if kind == "cuda" else HostDevice(layout, 6)
-    )
-    device.fill([0, 5], names)
-    device.fill([1, 2, 3, 4], bytes(128))
-    device.copy_blocks((0, 5, 5), (2, 4, 1))
-    assert device.check([0, 5, 2, 4, 1], names + names + names[32:]) == []
-    assert device.check([3], bytes(32)) == []
-    for sources, targets in (((1,), ()), ((1,), (6,)), ((-1,), (1,))):
-        with pytest.raises(ValueError):
-            device.copy_blocks(sources, targets)
-    device.close()
-
-
 @pytest.mark.parametrize("call", ["cuMemcpyDtoDAsync", "cuStreamSynchronize"])
 def test_a_copy_that_the_driver_refuses_is_raised(fake, driver, call):
-    device = CudaDevice.allocate(LAYOUTS["gqa"], 4, driver=driver)
+    device = CudaDevice.allocate(LAYOUT, 4, driver=driver)
     fake.fail(call, 2)
     with pytest.raises(CudaError, match=call):
         device.copy_blocks((0,), (1,))

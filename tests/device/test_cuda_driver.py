@@ -11,15 +11,6 @@ import pytest
 
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
 from kvactors.errors import DeviceError
-from tests.support.cuda import stand_in
-
-
-@pytest.fixture
-def fake():
-    fake = stand_in()
-    fake.reset()
-    yield fake
-    fake.reset()
 
 
 def test_a_missing_driver_is_reported_as_missing():

@@ -56,6 +56,16 @@ async def test_a_cache_names_it(settings: dict[str, Any]) -> None:
             pass
 
 
+@pytest.mark.parametrize("make", [Arena, SlotMemory])
+def test_host_memory_is_freed_once_and_outlived_by_its_views(make: Any) -> None:
+    memory = make(2, 4096)
+    view = memory.view(1)
+    view[:] = b"\x07" * 4096
+    memory.close()
+    memory.close()
+    assert bytes(view) == b"\x07" * 4096
+
+
 async def test_a_number_of_blocks_that_is_too_large_can_be_set_again() -> None:
     config = kvactors.Config.from_mapping({"device": {"num_blocks": 0}})
     async with kvactors.open(config) as cache:

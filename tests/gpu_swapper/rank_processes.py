@@ -118,20 +118,17 @@ class Clients:
                 await asyncio.sleep(0.01)
                 await request.lease.commit(request.lease.cached_tokens)  # RankLost ends the request
 
-    async def run(
-        self, until: anyio.Event | None = None, requests: int = 0, clients: int = 3
-    ) -> None:
-        """Clients until the event, or so many requests."""
-        left = [requests]
+    async def run(self, requests: int) -> None:
+        """So many requests of three clients."""
+        left = iter(range(requests))
 
         async def client() -> None:
-            while (left[0] > 0) if requests else not until.is_set():
-                left[0] -= 1
+            for _ in left:
                 await self.serve(self.prompt())
                 await asyncio.sleep(0)
 
         async with anyio.create_task_group() as tasks:
-            for _ in range(clients):
+            for _ in range(3):
                 tasks.start_soon(client)
 
 

@@ -7,19 +7,16 @@ import asyncio
 import numpy as np
 import pytest
 
-import kvactors
-from kvactors.data_plane import local
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda import copies as cuda_copies
 from kvactors.data_plane.cuda import engine as cuda_executor
 from kvactors.data_plane.cuda.copies import BATCH_FROM, NEVER, PIECES, Timing, choose
 from kvactors.data_plane.cuda.device import CudaDevice
-from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
+from kvactors.data_plane.cuda.driver import ABANDONED, CudaDriver, CudaError
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.data_plane.cuda.host_pin import STAGING_BYTES
 from kvactors.device.arena import Arena
 from kvactors.layout import DSALayout, GQALayout, MLALayout
-from kvactors.settings import Config
 from tests.support import cuda
 from tests.support.cuda_stand import SMALL, Stand, standing, until
 
@@ -36,16 +33,6 @@ LAYOUTS = {
     "64 KiB": GQALayout(2, 8, 128, 32, "float16"),
     "2 MiB": GQALayout(1, 8, 128, 1024, "float16"),
 }
-EVERYTHING = cuda.EVERYTHING
-
-
-@pytest.fixture
-def fake():
-    fake = cuda.stand_in()
-    fake.reset()
-    yield fake
-    fake.reset()
-    assert {what: fake.live(what) for what in EVERYTHING} == dict.fromkeys(EVERYTHING, 0), "leaked"
 
 
 # -- bytes
@@ -308,7 +295,7 @@ async def test_every_call_at_start_may_fail(fake, call, nth):
     less often."""
     stand = Stand(fake, SMALL)
     fake.reset()
-    before = {what: fake.live(what) for what in EVERYTHING}
+    before = {what: fake.live(what) for what in cuda.EVERYTHING}
     fake.fail(call, 2, nth)
     caught = None
     try:
@@ -317,7 +304,7 @@ async def test_every_call_at_start_may_fail(fake, call, nth):
         caught = error
     if caught is not None:
         assert (caught.function, caught.name) == (call, "CUDA_ERROR_OUT_OF_MEMORY")
-        assert {what: fake.live(what) for what in EVERYTHING} == before
+        assert {what: fake.live(what) for what in cuda.EVERYTHING} == before
     else:
         without = stand.executor.statistics().staging_bytes < 2 * STAGING_BYTES
         assert without == (call == "cuMemAlloc" and nth == 3), "the buffer is not needed"
@@ -479,8 +466,7 @@ async def test_a_copy_that_never_ends_keeps_its_memory(fake):
     assert fake.live("device") > 0
     fake.gate(-1)  # the copies run now, into memory that is still there
     await until(lambda: not stand.executor._in_flight)
-    kept, device, _arena, _view = cuda_executor.ABANDONED[-4:]
-    del cuda_executor.ABANDONED[-4:]
+    kept, _arena, _view, device = ABANDONED.pop()
     with device.current():
         kept.close()
         for memory in device.tensors:
@@ -501,113 +487,6 @@ async def test_closing_waits_for_copies_in_flight(fake):
     await stand.executor.close()
     assert await running == ()
     stand.close()
-
-
-# -- a cache
-
-
-async def test_a_cache_on_gpu_memory_brings_the_right_bytes_back(fake, monkeypatch):
-    monkeypatch.setattr(
-        local, "make_engine", lambda device, arena, config, *, inline: CudaCopyEngine(device, arena)
-    )
-    layout = GQALayout(2, 2, 32, 16, "bfloat16")
-    device = CudaDevice.allocate(layout, 6, driver=CudaDriver(fake.path))
-    settings = {
-        "cache": {"block_size": 16},
-        "device": {"num_blocks": 6},
-        "host": {"slots": 16},
-        "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32, "dtype": "bfloat16"},
-    }
-    async with kvactors.open(Config.from_mapping(settings), device=device) as cache:
-        for seed in (1, 2, 3, 1, 2, 3):
-            async with await cache.acquire("r", [seed] * 49) as lease:
-                await lease.wait_ready()
-                cached, keys = lease.cached_tokens // 16, lease.hashes(0, 3)
-                assert device.check(lease.block_table[:cached], keys[: 32 * cached]) == []
-                device.fill(lease.block_table[cached:3], keys[32 * cached :])
-                await lease.commit(48)
-        await cache.wait_idle()
-        assert cache.statistics().host_hits >= 6
-        assert cache.check() == []
-    assert fake.live("pinned") == 0, "the arena is no longer pinned when it is unmapped"
-    device.close()
-
-
-class TorchLike:
-    """A stream as frameworks have it."""
-
-    def __init__(self, handle):
-        self.cuda_stream = handle
-
-
-@pytest.mark.parametrize(
-    ("form", "gathered"), [(int, False), (TorchLike, False), (TorchLike, True)]
-)
-async def test_an_engines_stream_waits_for_the_layers_of_a_lease(fake, monkeypatch, form, gathered):
-    """Each layer is a copy, or a copy and a kernel. The stream goes on after its layer, without the
-    loop."""
-    monkeypatch.setattr(cuda_executor, "GROUP", 1)
-    ways = {
-        "dma_min_bytes": 1 << 40 if gathered else 0,
-        "staging_min_bytes": 0,
-        "merge_min_blocks": 1 << 30,
-    }
-    layout = GQALayout(3, 2, 32, 16, "bfloat16")
-    device = CudaDevice.allocate(layout, 6, driver=CudaDriver(fake.path))
-    settings = {
-        "cache": {"block_size": 16, "default_deadline_s": 60.0},
-        "device": {"num_blocks": 6, "layerwise": True},
-        "host": {"slots": 16, **ways},
-        "layout": {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "bfloat16"},
-    }
-    driver = device.driver
-    async with kvactors.open(Config.from_mapping(settings), device=device) as cache:
-        found = cache.statistics().copies
-        assert (found.batch_from, found.stage_from, found.merge_from, found.timings) == (
-            1 << 40 if gathered else 0,
-            0,
-            1 << 30,
-            (),
-        ), "the settings of [host]"
-        with device.current():
-            engine, event = driver.read("cuStreamCreate", 1), driver.read("cuEventCreate", 2)
-        for seed in (1, 2):
-            async with await cache.acquire("r", [seed] * 81) as lease:
-                await lease.wait_ready()
-                device.fill(lease.block_table[:5], lease.hashes(0, 5))
-                await lease.commit(80)
-        await cache.wait_idle()
-        lease = await cache.acquire("again", [1] * 81)
-        assert lease.pending
-        fake.gate(0)
-        plane, blocks = cache.system.plane, lease.block_table[:5]
-        handle = form(engine)
-        while not plane.streams.make_stream_wait(engine, blocks, 0):
-            await asyncio.sleep(0.001)
-        assert not plane.streams.make_stream_wait(engine, [*blocks, lease.block_table[5]], 0)
-        assert await lease.wait_layer(1, stream=handle) == 80
-        with device.current():
-            driver.call("cuEventRecord", event, engine)
-        fake.gate(1)
-        await asyncio.sleep(0.01)
-        with device.current():
-            assert driver.status("cuEventQuery", event) == 600, "the second layer is not there"
-        fake.gate(-1)
-
-        def waited():
-            with device.current():
-                return driver.status("cuEventQuery", event) == 0
-
-        await until(waited)
-        await lease.wait_ready()
-        assert device.check(lease.block_table[:5], lease.hashes(0, 5)) == []
-        assert await lease.wait_layer(2, stream=handle) == 80, "all is there"
-        await lease.finish()
-        await cache.wait_idle()
-        with device.current():
-            driver.call("cuEventDestroy", event)
-            driver.call("cuStreamDestroy", engine)
-    device.close()
 
 
 # -- ways

@@ -23,16 +23,6 @@ TO_HOST, TO_DEVICE = Direction.TO_HOST, Direction.TO_DEVICE
 GATHERED = {"batch_from": 1 << 40, "stage_from": 0, "merge_from": 2}
 
 
-@pytest.fixture
-def fake():
-    fake = cuda.stand_in()
-    fake.reset()
-    yield fake
-    fake.reset()
-    left = {what: fake.live(what) for what in cuda.EVERYTHING}
-    assert left == dict.fromkeys(cuda.EVERYTHING, 0), "leaked"
-
-
 async def there_and_back(stand, ids, slots) -> None:
     """Every byte of blocks to the host and back, and no other byte is touched."""
     stand.device.fill(range(stand.blocks), stand.names)

@@ -29,16 +29,6 @@ HELD = 0.02
 """Seconds in which a call that does not wait would have returned."""
 
 
-@pytest.fixture
-def fake():
-    found = cuda.stand_in()
-    found.reset()
-    yield found
-    found.reset()
-    left = {what: found.live(what) for what in cuda.EVERYTHING}
-    assert left == dict.fromkeys(cuda.EVERYTHING, 0), f"leaked: {left}"
-
-
 class Stand:
     """A cache on a GPU with two streams of an engine."""
 
@@ -299,7 +289,6 @@ async def test_a_call_that_ends_before_its_event_changes_nothing(fake, how):
 async def test_no_event_is_used_after_the_copy_engine_has_closed(fake):
     async with standing(fake) as stand:
         event = stand.events.record(stand.stream)
-        await until(event.query)
     for call in (event.query, lambda: stand.events.record(stand.stream)):
         with pytest.raises(DeviceError, match="closed"):
             call()
@@ -349,6 +338,42 @@ async def test_a_stream_waits_for_all_layers_in_place_of_the_caller(fake, monkey
         assert await lease.commit(80, stream=stand.stream) == 5
         assert found == [stand.bytes_of(lease.block_table[:5])]
         assert stand.device.check(lease.block_table[:5], lease.hashes(0, 5)) == []
+        await lease.finish()
+        assert stand.cache.check() == []
+
+
+@pytest.mark.parametrize(
+    ("form", "gathered"), [("handle", False), ("object", False), ("object", True)]
+)
+async def test_a_stream_waits_for_one_layer_of_each_copy(fake, monkeypatch, form, gathered):
+    """Each layer is a copy, or a copy and a kernel. The stream goes on after its layer, without the
+    loop."""
+    monkeypatch.setattr(cuda_engine, "GROUP", 1)
+    async with standing(fake, gathered=gathered) as stand:
+        found = stand.cache.statistics().copies
+        limits = found.batch_from, found.stage_from, found.merge_from, found.timings
+        assert limits == (1 << 40 if gathered else 0, 0, 1 << 30, ()), "the settings of [host]"
+        for seed in (1, 2):
+            await stand.stored(seed)
+        lease = await stand.cache.acquire("again", [1] * 81)
+        assert lease.pending
+        fake.gate(0)
+        streams, blocks = stand.cache.system.plane.streams, lease.block_table[:5]
+        assert not streams.make_stream_wait(stand.stream, blocks, 0), "not begun"
+        await until(lambda: streams.make_stream_wait(stand.stream, blocks, 0))
+        assert not streams.make_stream_wait(stand.stream, [*blocks, lease.block_table[5]], 0)
+        given = stand.stream if form == "handle" else SimpleNamespace(cuda_stream=stand.stream)
+        assert await lease.wait_layer(1, stream=given) == 80
+        done: list[int] = []
+        stand.work(stand.stream, lambda: done.append(1))
+        fake.gate(1)
+        await asyncio.sleep(HELD)
+        assert done == [], "the second layer is not there"
+        fake.gate(-1)
+        await until(lambda: done)
+        await lease.wait_ready()
+        assert stand.device.check(blocks, lease.hashes(0, 5)) == []
+        assert await lease.wait_layer(2, stream=given) == 80, "all is there"
         await lease.finish()
         assert stand.cache.check() == []
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 import kvactors
-from kvactors.device.arena import Arena
-from kvactors.device.host import HostDevice
 from kvactors.errors import LayoutError
 from kvactors.layout import (
     DSALayout,
@@ -211,30 +208,6 @@ def test_settings_describe_every_kind():
     assert mtp.fingerprint == LAYOUTS["mtp"].fingerprint
     odd = of(kind=f"{__name__}:Odd", options={"width": 9})
     assert odd.block_bytes == 2 * (9 + 3 * BLOCK)
-
-
-@pytest.mark.parametrize("name", [*LAYOUTS, "odd"])
-@pytest.mark.parametrize("shuffled", [False, True])
-def test_bytes_go_to_host_slots_and_back(name, shuffled):
-    layout = LAYOUTS.get(name) or Odd(BLOCK)
-    blocks, rng = 6, np.random.default_rng(3)
-    device, arena = HostDevice(layout, blocks), Arena(blocks, layout.block_bytes)
-    data = [rng.integers(0, 256, (blocks, piece.nbytes), np.uint8) for piece in layout.pieces]
-    for piece, bytes_ in zip(layout.pieces, data, strict=True):
-        device.region(piece.layer, piece.role)[:blocks] = bytes_
-    ids = rng.permutation(blocks) if shuffled else np.arange(blocks)
-    slots = rng.permutation(blocks) if shuffled else np.arange(blocks)
-    device.copy_to_host(ids.tolist(), arena, slots.tolist())
-    for block, slot in zip(ids, slots, strict=True):
-        assert bytes(arena.view(int(slot))) == b"".join(
-            region[block].tobytes() for region in data
-        ), "all layers and roles in order"
-    for piece in layout.pieces:
-        device.region(piece.layer, piece.role)[:] = 0
-    device.copy_to_device(ids.tolist(), arena, slots.tolist())
-    for piece, bytes_ in zip(layout.pieces, data, strict=True):
-        assert np.array_equal(device.region(piece.layer, piece.role)[:blocks], bytes_)
-    arena.close()
 
 
 HEADS = {"num_kv_heads": 1, "head_dim": 5}

@@ -10,7 +10,6 @@ import anyio
 
 import kvactors
 from kvactors.device.host import HostDevice
-from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
 from kvactors.scenario.engine import ScenarioRequest
 from kvactors.settings import (
@@ -22,7 +21,6 @@ from kvactors.settings import (
     StorageConfig,
 )
 from kvactors.settings.ranks import RanksConfig
-from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.memory import MemoryBackend
 from kvactors.testing.sim import problems_at_rest
 from tests.support.rank_model import RankModel
@@ -76,21 +74,17 @@ class Rank(SimRank):
 
 
 @asynccontextmanager
-async def led(config: Config, sinks=()):
+async def led(config: Config):
     """The cache and its ranks."""
     ranks = [Rank(config, number) for number in range(config.ranks.count)]
     try:
         for rank in ranks:
             await rank.start()
-        async with kvactors.open(config, sinks=sinks, inline_copies=True) as cache:
+        async with kvactors.open(config, inline_copies=True) as cache:
             yield cache, ranks
     finally:
         for rank in ranks:
             await rank.close()
-
-
-def sink(name: str = "all", **options) -> MemorySink:
-    return MemorySink(MemorySinkConfig(name=name, **options), BLOCK)
 
 
 def prompt(family: int, blocks: int, more: int = 1) -> list[int]:
@@ -172,12 +166,11 @@ class Clients:
             cached = await lease.wait_layer(layer)
             self.layers += cached > 0
 
-    async def run(self, requests: int, clients: int = 3) -> None:
-        left = [requests]
+    async def run(self, requests: int) -> None:
+        left = iter(range(requests))
 
         async def client() -> None:
-            while left[0] > 0:
-                left[0] -= 1
+            for _ in left:
                 family, blocks = self.rng.randrange(8), self.rng.randrange(1, 6)
                 how = self.rng.choice(["finish", "finish", "preempt", "extend", "cancel"])
                 work = self.serve(prompt(family, blocks, self.rng.randrange(BLOCK)), how)
@@ -188,7 +181,7 @@ class Clients:
                     await work
 
         async with anyio.create_task_group() as tasks:
-            for _ in range(clients):
+            for _ in range(3):
                 tasks.start_soon(client)
 
 

@@ -110,12 +110,12 @@ async def test_a_rank_that_sends_an_unexpected_message_is_lost():
         assert await wires[0].receive() is None
         assert [rank.health for rank in group.statistics()] == ["away", "healthy"]
         assert [rank.violations for rank in group.statistics()] == [1, 0]
-        assert "unexpected message Welcome" in group.health()[0].reason
+        assert "unexpected message Welcome" in group.statistics()[0].reason
         assert await group.scatter(copy, outcomes=2) == [None, None]
         assert group.statistics()[1].operations == 0
         await come(0)
         assert group.healthy
-        assert group.health()[0].reason == ""
+        assert group.statistics()[0].reason == ""
 
 
 @simulated
@@ -212,7 +212,7 @@ async def test_an_answer_twice_or_to_nothing_costs_the_connection():
         first, _ = await asked
         wires[0].send(first)
         assert await wires[0].receive() is None
-        assert "not open" in group.health()[0].reason
+        assert "not open" in group.statistics()[0].reason
 
 
 @simulated
@@ -233,9 +233,14 @@ async def test_a_rank_that_violates_the_protocol_again_and_again_waits_longer_ea
 async def test_copies_count_where_every_rank_made_them():
     async with opened() as (group, _, wires):
         plane = RanksPlane(group, None, None, store_timeout=1.0)
-        for outcomes, failed in ((b"\0\1", (1,)), (b"\1\1", (0, 1)), (bytes(2), ())):
+        for first, second, failed in (
+            (b"\0\0", b"\0\1", (1,)),
+            (b"\0\1", b"\0\0", (1,)),
+            (b"\0\1", b"\1\0", (0, 1)),
+            (b"\0\0", b"\0\0", ()),
+        ):
             run = asyncio.ensure_future(plane.copy_pairs(Direction.TO_DEVICE, [1, 2], [3, 4]))
-            for wire, sent in zip(wires, (bytes(2), outcomes), strict=True):
+            for wire, sent in zip(wires, (first, second), strict=True):
                 wire.send(RankAnswer((await wire.receive()).op, sent))
             assert await run == failed
         assert group.healthy

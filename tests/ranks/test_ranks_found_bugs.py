@@ -9,8 +9,6 @@ import anyio
 import pytest
 
 import kvactors
-from kvactors.data_plane.ranks.connection import MemoryConnection
-from kvactors.data_plane.ranks.protocol import RankAnswer
 from kvactors.settings import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.settings.ranks import RanksConfig
 from kvactors.testing.loop import simulate
@@ -93,26 +91,6 @@ def test_a_lease_may_end_while_it_waits_for_more_blocks(end):
 
     for steps in range(14):
         simulate(lambda steps=steps: main(steps), 1)
-
-
-def test_blocks_that_are_being_loaded_need_no_further_blocks():
-    async def main() -> None:
-        async with kvactors.open(
-            settings(**ALONE, host=HostConfig(slots=16)), inline_copies=True
-        ) as cache:
-            for family in (0, 1):
-                await serve(cache, [], family, 6)
-            one = await cache.acquire("one", prompt(0, 6))
-            assert one.pending
-            two = await cache.acquire("two", prompt(0, 6))
-            assert one.block_table[:6] == two.block_table[:6]
-            for lease in (one, two):
-                await lease.wait_ready()
-                await lease.finish()
-            await cache.wait_idle()
-            assert cache.check() == []
-
-    simulate(main, 1)
 
 
 def test_blocks_computed_before_an_unseen_restart_of_a_rank_do_not_count():
@@ -202,15 +180,5 @@ def test_a_clear_that_did_not_reach_every_rank_is_repeated():
             await all_there(cache)
             await cache.wait_idle()
             assert [rank.store.keys() for rank in ranks] == [[], []]
-
-    simulate(main, 1)
-
-
-def test_messages_arrive_in_the_order_sent():
-    async def main() -> None:
-        one, two = MemoryConnection.pair()
-        for op in range(20):
-            one.send(RankAnswer(op))
-        assert [(await two.receive()).op for _ in range(20)] == list(range(20))
 
     simulate(main, 1)

@@ -1,13 +1,11 @@
-"""Ranks that fall silent, die, are cut off and come back, on the loop of virtual time: every seed
-is another interleaving."""
+"""Ranks that fall silent, die, are cut off and come back, on the loop of virtual time. Random
+faults of ranks are part of `tests/simulation`."""
 
 from __future__ import annotations
 
 import asyncio
-import random
 from types import SimpleNamespace
 
-import anyio
 import pytest
 
 import kvactors
@@ -28,97 +26,21 @@ from tests.ranks.simulated import (
     led,
     prompt,
     settings,
-    sink,
     stored,
     wrong,
 )
-from tests.support.sim_rank import hang_up
 
-FAULTS = ("kill", "hold", "cut", "hang up", "clear", "clear all", "prefetch", "pause")
-
-EXCLUSIVE = HostConfig(slots=16, transit_slots=16)
 INCLUSIVE = HostConfig(slots=16, transit_slots=16, mode="inclusive")
-TIERS = {
-    "exclusive": {"host": EXCLUSIVE},
-    "inclusive": {"host": INCLUSIVE},
-    "write_through": {"host": INCLUSIVE, "storage": stored(write_policy="write_through")},
-    "write_back": {
-        "host": HostConfig(slots=8, transit_slots=16),
-        "storage": stored(write_policy="write_back"),
-    },
-    "exclusive store": {
-        "host": EXCLUSIVE,
-        "storage": stored(write_policy="write_back", exclusive=True),
-    },
-    "layers": {
-        "host": EXCLUSIVE,
-        "device": DeviceConfig(num_blocks=12, layerwise=True),
-        "storage": stored(write_policy="write_through_selective"),
-    },
+WRITE_THROUGH = {"host": INCLUSIVE, "storage": stored(write_policy="write_through")}
+LAYERS = {
+    "device": DeviceConfig(num_blocks=12, layerwise=True),
+    "storage": stored(write_policy="write_through_selective"),
 }
-
-
-async def inject(cache, ranks, kind: str, rng: random.Random) -> None:
-    victim = rng.choice(ranks)
-    if kind == "kill":
-        await victim.stop()
-        await asyncio.sleep(rng.choice([0.0, 0.5]) * rng.random())
-        await victim.start()
-    elif kind == "hold":
-        victim.gate.close()
-        await asyncio.sleep(rng.random() * 0.8)
-        victim.gate.open()
-    elif kind == "cut":
-        victim.cut()
-    elif kind == "hang up":
-        hang_up(cache.system.ranks, victim.rank)
-    elif kind.startswith("clear"):
-        await cache.clear(storage="all" in kind)
-    elif kind == "prefetch":
-        await cache.prefetch(prompt(rng.randrange(8), 5))
-    else:
-        with anyio.move_on_after(0.5):
-            await cache.pause()
-        await cache.resume()
-
-
-async def weather(seed: int, tiers: dict) -> Clients:
-    rng, mirror = random.Random(seed), sink()
-    async with led(settings(rng.choice([2, 2, 3]), **tiers), [mirror]) as (cache, ranks):
-        for rank in ranks:
-            rank.latency = lambda: rng.random() * 0.005
-        engine, kinds = Clients(cache, ranks, seed), rng.sample(FAULTS, 4)
-
-        async def faults() -> None:
-            for _ in range(12):
-                await asyncio.sleep(rng.random() * 0.2)
-                await inject(cache, ranks, rng.choice(kinds), rng)
-                if rng.random() < 0.5:
-                    await all_there(cache)
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(faults)
-            tasks.start_soon(engine.run, 50)
-        await all_there(cache)
-        await engine.run(10)
-        await at_rest(cache)
-        await cache.wait_flushed(60.0)
-        assert cache.count_divergent_blocks() == 0, kinds
-        assert engine.bad == [], kinds
-        assert cache.statistics().supervisor.failures == 0
-        return engine
-
-
-@pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("tiers", TIERS.values(), ids=TIERS)
-def test_no_wrong_byte_no_leak_no_divergence(tiers, seed):
-    engine = simulate(lambda: weather(seed, tiers), seed)
-    assert engine.served
 
 
 def test_layers_are_reported_by_ranks():
     async def main() -> None:
-        async with led(settings(**TIERS["layers"])) as (cache, ranks):
+        async with led(settings(**LAYERS)) as (cache, ranks):
             engine = Clients(cache, ranks, 3)
             await engine.run(60)
             assert engine.layers
@@ -228,7 +150,7 @@ def test_a_rank_that_connects_and_fails_before_the_others_connect():
 
 def test_a_restarted_leader_finds_the_blocks_that_all_ranks_kept():
     async def main() -> None:
-        config = settings(storage=stored(write_policy="write_through"), host=INCLUSIVE)
+        config = settings(**WRITE_THROUGH)
         ranks = [Rank(config, number) for number in range(2)]
         for rank in ranks:
             await rank.start()
@@ -279,7 +201,7 @@ def test_a_chunk_begins_after_the_blocks_that_all_ranks_have_stored(lost):
     """The leader has the names that all ranks hold, so later chunks take no blocks ahead."""
 
     async def main() -> None:
-        async with led(settings(**TIERS["write_through"])) as (cache, ranks):
+        async with led(settings(**WRITE_THROUGH)) as (cache, ranks):
             tokens = prompt(1, 9)
             async with await cache.acquire("first", tokens[: 5 * BLOCK + 1]) as lease:
                 await lease.wait_ready()

@@ -48,6 +48,17 @@ def stand_in() -> FakeCuda:
     return fake
 
 
+@pytest.fixture
+def fake() -> Iterator[FakeCuda]:
+    """The stand-in driver, on which a test leaves nothing over."""
+    found = stand_in()
+    found.reset()
+    yield found
+    found.reset()
+    left = {what: found.live(what) for what in EVERYTHING}
+    assert left == dict.fromkeys(EVERYTHING, 0), f"leaked: {left}"
+
+
 @contextmanager
 def context_again(driver: CudaDriver) -> Iterator[None]:
     """The GPU's context, retained once more: for what a device that has closed left behind."""
