@@ -117,47 +117,33 @@ async def test_every_byte_survives_the_copy_to_the_host_and_back(fake, name, way
 
 async def test_pieces_of_a_block_may_go_by_different_ways(fake):
     async with standing(fake, LAYOUTS["fp8"], batch_from=2048) as stand:
-        stand.device.fill(range(8), stand.names)
-        assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
-        stand.device.fill(range(8), bytes(32 * 8))
-        assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
-        assert stand.wrong(range(8)) == []
+        await stand.there_and_back(range(8), range(8))
         found = stand.executor.statistics()
         assert found.launches > 0
         assert found.batches > 0
+        before = fake.calls("pageable")
+        await stand.executor.run(TO_HOST, range(8), range(8))
+        await stand.executor.run(TO_DEVICE, range(8), range(8))
+        assert fake.calls("pageable") == before, "our copies are of pinned memory only"
 
 
 async def test_an_operation_takes_several_batched_calls(fake, monkeypatch):
     monkeypatch.setattr(cuda_copies, "BATCH", 5)
     async with standing(fake, batch_from=0) as stand:
-        stand.device.fill(range(8), stand.names)
-        assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
-        assert stand.executor.statistics().batches == -(-8 * 6 // 5)
-        stand.device.fill(range(8), bytes(32 * 8))
-        assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
-        assert stand.wrong(range(8)) == []
-
-
-async def test_our_copies_are_of_pinned_memory_only(fake):
-    async with standing(fake, batch_from=2048) as stand:
-        await stand.executor.run(TO_HOST, range(8), range(8))
-        await stand.executor.run(TO_DEVICE, range(8), range(8))
-        assert fake.calls("pageable") == 0
+        await stand.there_and_back(range(8), range(8))
+        assert stand.executor.statistics().batches == 2 * -(-8 * 6 // 5)
 
 
 async def test_more_pairs_than_fit_into_the_first_scratch_memory(fake):
     layout = GQALayout(1, 1, 4, 1, "uint8")
     async with standing(fake, layout, blocks=3000, slots=3000, batch_from=1 << 40) as stand:
         ids = np.random.default_rng(1).permutation(3000).tolist()
-        stand.device.fill(ids, stand.name(ids))
-        assert await stand.executor.run(TO_HOST, ids, range(3000)) == ()
-        stand.device.fill(ids, bytes(32 * 3000))
-        assert await stand.executor.run(TO_DEVICE, ids, range(3000)) == ()
-        assert stand.wrong(ids) == []
+        await stand.there_and_back(ids, range(3000))
 
 
-async def test_many_operations_at_once_in_both_directions(fake):
-    async with standing(fake, blocks=64, slots=64, batch_from=1 << 40) as stand:
+@pytest.mark.parametrize("options", [{}, {"stage_from": 0, "staging_bytes": 16 << 10}])
+async def test_many_operations_at_once_in_both_directions(fake, options):
+    async with standing(fake, blocks=64, slots=64, batch_from=1 << 40, **options) as stand:
         stand.device.fill(range(64), stand.names)
         fake.set("delay_us", 300)
         await stand.executor.run(TO_HOST, range(32), range(32))
@@ -411,10 +397,17 @@ async def test_a_context_that_breaks_fails_everything_and_hangs_nothing(fake):
         fake.sticky(0)  # otherwise the leak check would prove nothing
 
 
-async def test_a_cancelled_run_returns_when_nothing_runs(fake):
-    async with standing(fake, batch_from=0) as stand:
+@pytest.mark.parametrize(
+    ("gate", "options"),
+    [
+        (0, {"batch_from": 0}),
+        (2, {"batch_from": 1 << 40, "stage_from": 0, "staging_bytes": 16 << 10}),
+    ],
+)
+async def test_a_cancelled_run_returns_when_nothing_runs(fake, gate, options):
+    async with standing(fake, **options) as stand:
         stand.device.fill(range(8), stand.names)
-        fake.gate(0)
+        fake.gate(gate)
         running = asyncio.ensure_future(stand.executor.run(TO_HOST, range(8), range(8)))
         await until(lambda: fake.live("running") > 0)
         for _ in range(3):
@@ -427,17 +420,6 @@ async def test_a_cancelled_run_returns_when_nothing_runs(fake):
         assert fake.live("running") == 0
         assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
         assert stand.wrong(range(8)) == []
-
-
-async def test_a_stream_that_hangs_is_waited_for(fake):
-    async with standing(fake) as stand:
-        stand.device.fill(range(8), stand.names)
-        fake.gate(0)
-        running = asyncio.ensure_future(stand.executor.run(TO_HOST, range(8), range(8)))
-        await asyncio.sleep(0.05)
-        assert not running.done()
-        fake.gate(-1)
-        assert await running == ()
 
 
 async def test_nothing_is_asked_while_nothing_runs(fake):
@@ -492,43 +474,26 @@ async def test_closing_waits_for_copies_in_flight(fake):
 # -- ways
 
 
-@pytest.mark.parametrize("code", [209, 218, 222, 801])
-async def test_a_driver_that_cannot_make_the_kernels_copies_without(fake, code):
-    fake.fail("cuModuleLoadData", code, -1)
-    async with standing(fake) as stand:
-        stand.device.fill(range(8), stand.names)
-        assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
-        stand.device.fill(range(8), bytes(32 * 8))
-        assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
-        assert stand.wrong(range(8)) == []
-        found = stand.executor.statistics()
-        assert (found.has_kernel, found.launches, found.batch_from) == (False, 0, 0)
+LACKING = {
+    **{f"no kernels, {code}": {"cuModuleLoadData": code} for code in (209, 218, 222, 801)},
+    "no batches": {"cuMemcpyBatchAsync": 801},
+    "neither": {"cuModuleLoadData": 801, "cuMemcpyBatchAsync": 801},
+}
 
 
-async def test_a_driver_whose_batches_are_not_supported_copies_without(fake):
-    fake.fail("cuMemcpyBatchAsync", 801, -1)
+@pytest.mark.parametrize("lacking", LACKING.values(), ids=LACKING)
+async def test_a_driver_without_kernels_or_batches_copies_without(fake, lacking):
+    for call, code in lacking.items():
+        fake.fail(call, code, -1)
     async with standing(fake, LAYOUTS["64 KiB"]) as stand:
-        stand.device.fill(range(8), stand.names)
-        assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
+        await stand.there_and_back(range(8), range(8))
         found = stand.executor.statistics()
-        assert (found.has_batch, found.batches, found.timings, found.batch_from) == (
-            False,
-            0,
-            (),
-            BATCH_FROM,
-        )
-        assert found.singles > 0
-
-
-async def test_neither_kernels_nor_batches(fake):
-    fake.set("no cuMemcpyBatchAsync", 1)
-    fake.fail("cuModuleLoadData", 801, -1)
-    async with standing(fake) as stand:
-        stand.device.fill(range(8), stand.names)
-        assert await stand.executor.run(TO_HOST, range(8), range(8)) == ()
-        stand.device.fill(range(8), bytes(32 * 8))
-        assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
-        assert stand.wrong(range(8)) == []
+        assert found.has_kernel is ("cuModuleLoadData" not in lacking)
+        assert found.has_batch is ("cuMemcpyBatchAsync" not in lacking)
+        assert found.batch_from == (BATCH_FROM if found.has_kernel else 0)
+        assert (found.launches, bool(found.batches)) == (0, found.has_batch)
+        assert bool(found.singles) is not found.has_batch
+        assert found.timings == ()
 
 
 async def test_statistics_show_the_calibration(fake):

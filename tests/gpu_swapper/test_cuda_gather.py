@@ -23,28 +23,14 @@ TO_HOST, TO_DEVICE = Direction.TO_HOST, Direction.TO_DEVICE
 GATHERED = {"batch_from": 1 << 40, "stage_from": 0, "merge_from": 2}
 
 
-async def there_and_back(stand, ids, slots) -> None:
-    """Every byte of blocks to the host and back, and no other byte is touched."""
-    stand.device.fill(range(stand.blocks), stand.names)
-    before = bytes(stand.arena._map)
-    assert await stand.executor.run(TO_HOST, ids, slots) == ()
-    after = bytes(stand.arena._map)
-    for slot in set(range(stand.arena.num_slots)) - set(slots):
-        row = slice(slot * stand.arena.stride, (slot + 1) * stand.arena.stride)
-        assert before[row] == after[row], "slots of others are left alone"
-    stand.device.fill(ids, bytes(32 * len(ids)))
-    assert await stand.executor.run(TO_DEVICE, ids, slots) == ()
-    assert stand.wrong(range(stand.blocks)) == []
-
-
 @pytest.mark.parametrize("rows", [1, 2, 3, 7])
 async def test_a_batch_takes_the_halves_of_a_buffer_in_turn(fake, rows):
     """Blocks of 6 KiB, and halves for `rows` of them, each filled when its copy has ended."""
     nbytes = 2 * max(4096, rows * 6144)
     async with standing(fake, blocks=20, slots=20, staging_bytes=nbytes, **GATHERED) as stand:
         rng = np.random.default_rng(rows)
-        await there_and_back(
-            stand, rng.permutation(20)[:17].tolist(), rng.permutation(20)[:17].tolist()
+        await stand.there_and_back(
+            rng.permutation(20)[:17].tolist(), rng.permutation(20)[:17].tolist()
         )
         found = stand.executor.statistics()
         assert found.staging_bytes == 2 * nbytes
@@ -69,7 +55,7 @@ async def test_large_pieces_between_small_ones_go_by_themselves(fake):
     options = {**GATHERED, "batch_from": 16 << 10, "merge_from": 3}
     layout = DSALayout(3, 64)
     async with standing(fake, layout, blocks=10, slots=10, **options) as stand:
-        await there_and_back(stand, [3, 4, 5, 6, 1, 9], [2, 3, 4, 5, 0, 7])
+        await stand.there_and_back([3, 4, 5, 6, 1, 9], [2, 3, 4, 5, 0, 7])
         found = stand.executor.statistics()
         assert found.staged == 2
         assert found.rectangles == 2 * (3 + 3), "3 keys on the device, 3 indexers in the buffer"
@@ -78,10 +64,10 @@ async def test_large_pieces_between_small_ones_go_by_themselves(fake):
 async def test_few_bytes_are_not_gathered(fake):
     options = {**GATHERED, "stage_from": 3 * SMALL.block_bytes}
     async with standing(fake, **options) as stand:
-        await there_and_back(stand, [1, 4], [2, 0])
+        await stand.there_and_back([1, 4], [2, 0])
         assert stand.executor.statistics().staged == 0
         assert stand.executor.statistics().launches == 2
-        await there_and_back(stand, [1, 4, 5], [2, 0, 3])
+        await stand.there_and_back([1, 4, 5], [2, 0, 3])
         assert stand.executor.statistics().staged == 2
         assert stand.executor.statistics().launches == 2
 
@@ -89,18 +75,18 @@ async def test_few_bytes_are_not_gathered(fake):
 async def test_a_piece_larger_than_half_of_the_buffer_goes_directly(fake):
     layout = GQALayout(2, 1, 64, 160, "uint8")  # pieces of 10 KiB
     async with standing(fake, layout, staging_bytes=16 << 10, **GATHERED) as stand:
-        await there_and_back(stand, [1, 4, 5], [2, 0, 3])
+        await stand.there_and_back([1, 4, 5], [2, 0, 3])
         assert (stand.executor.statistics().staged, stand.executor.statistics().launches) == (0, 8)
     layout = GQALayout(4, 1, 64, 60, "uint8")  # of 3.75 KiB: a block does not fit, two pieces do
     async with standing(fake, layout, staging_bytes=16 << 10, **GATHERED) as stand:
-        await there_and_back(stand, [1, 4], [2, 0])
+        await stand.there_and_back([1, 4], [2, 0])
         assert (stand.executor.statistics().staged, stand.executor.statistics().launches) == (16, 0)
 
 
 @pytest.mark.parametrize("nbytes", [0, 8191])
 async def test_without_a_buffer_kernels_reach_the_host_themselves(fake, nbytes):
     async with standing(fake, staging_bytes=nbytes, **GATHERED) as stand:
-        await there_and_back(stand, [1, 4], [2, 0])
+        await stand.there_and_back([1, 4], [2, 0])
         found = stand.executor.statistics()
         assert (found.staged, found.launches, found.staging_bytes) == (0, 2, 0)
         assert fake.live("streams") == 3, "no streams for kernels"
@@ -109,20 +95,8 @@ async def test_without_a_buffer_kernels_reach_the_host_themselves(fake, nbytes):
 async def test_pairs_beyond_the_row_numbers_take_another_half(fake, monkeypatch):
     monkeypatch.setattr(cuda_copies, "ROWS", 5)
     async with standing(fake, blocks=20, slots=20, **GATHERED) as stand:
-        await there_and_back(stand, list(range(17)), list(range(3, 20)))
+        await stand.there_and_back(list(range(17)), list(range(3, 20)))
         assert stand.executor.statistics().staged == 2 * 4
-
-
-async def test_operations_in_both_directions_share_no_buffer(fake):
-    options = {**GATHERED, "staging_bytes": 16 << 10}
-    async with standing(fake, blocks=64, slots=64, **options) as stand:
-        stand.device.fill(range(64), stand.names)
-        await stand.executor.run(TO_HOST, range(32), range(32))
-        fake.set("delay_us", 100)
-        down = [stand.executor.run(TO_HOST, [32 + i, 40 + i], [32 + i, 40 + i]) for i in range(8)]
-        up = [stand.executor.run(TO_DEVICE, [48 + i], [i]) for i in range(16)]
-        assert set(await asyncio.gather(*down, *up)) == {()}
-        assert stand.device.check(range(48, 64), stand.name(range(16))) == []
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["gathered", "some directly"])
@@ -164,24 +138,6 @@ async def test_a_layers_event_comes_after_its_kernel(fake, monkeypatch):
         assert await running == ()
         assert seen[-1] == 2
         assert stand.wrong([0]) == []
-
-
-async def test_a_cancelled_batch_ends_before_its_blocks_are_free(fake):
-    options = {**GATHERED, "staging_bytes": 16 << 10}
-    async with standing(fake, **options) as stand:
-        stand.device.fill(range(8), stand.names)
-        fake.gate(2)
-        running = asyncio.ensure_future(stand.executor.run(TO_HOST, range(8), range(8)))
-        await until(lambda: fake.live("running") > 0)
-        running.cancel()
-        await asyncio.sleep(0.005)
-        assert not running.done()
-        fake.gate(-1)
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert fake.live("running") == 0
-        assert await stand.executor.run(TO_DEVICE, range(8), range(8)) == ()
-        assert stand.wrong(range(8)) == []
 
 
 @pytest.mark.parametrize("call", ["cuMemcpyBatchAsync", "cuEventRecord"])

@@ -364,13 +364,12 @@ async def test_a_stream_waits_for_one_layer_of_each_copy(fake, monkeypatch, form
         assert not streams.make_stream_wait(stand.stream, [*blocks, lease.block_table[5]], 0)
         given = stand.stream if form == "handle" else SimpleNamespace(cuda_stream=stand.stream)
         assert await lease.wait_layer(1, stream=given) == 80
-        done: list[int] = []
-        stand.work(stand.stream, lambda: done.append(1))
+        event = streams.record_event(stand.stream)
         fake.gate(1)
         await asyncio.sleep(HELD)
-        assert done == [], "the second layer is not there"
+        assert not event.query(), "the second layer is not there"
         fake.gate(-1)
-        await until(lambda: done)
+        await until(event.query)
         await lease.wait_ready()
         assert stand.device.check(blocks, lease.hashes(0, 5)) == []
         assert await lease.wait_layer(2, stream=given) == 80, "all is there"

@@ -11,21 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvactors.data_plane.ranks.connection import MemoryConnection, _encoder
+from kvactors.data_plane.ranks.connection import MemoryConnection
 from kvactors.data_plane.ranks.leader import Link, RankGroup, Violation
-from kvactors.data_plane.ranks.names import NameSet, RankNames, in_slices, pages
+from kvactors.data_plane.ranks.names import RankNames, in_slices, pages
 from kvactors.data_plane.ranks.plane import RankStore
-from kvactors.data_plane.ranks.protocol import (
-    FROM_RANK_BYTES,
-    MOST_NAMES,
-    PAGE_NAMES,
-    WINDOW,
-    Names,
-    SendNames,
-    Welcome,
-)
+from kvactors.data_plane.ranks.protocol import PAGE_NAMES, WINDOW, Names, SendNames, Welcome
 from kvactors.storage.memory import MemoryBackend
-from kvactors.tables import SHARDS
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import SCOPE, authenticated, come, group_at, identity, settle
 
@@ -79,11 +70,6 @@ def test_a_million_names_join_a_small_set_in_slices():
     assert lost == set(held[100:])
 
 
-def test_a_page_fits_a_message_and_all_names_fit_the_limit():
-    assert len(_encoder.encode(Names(b"x" * 32 * PAGE_NAMES, last=True))) < FROM_RANK_BYTES
-    assert MOST_NAMES > MILLIONS
-
-
 def test_slices_give_the_loop_back_after_so_many_names():
     async def main() -> None:
         turns = [0]
@@ -99,10 +85,6 @@ def test_slices_give_the_loop_back_after_so_many_names():
         beside.cancel()
 
     simulate(main)
-
-
-def test_a_shard_of_ten_million_names_is_a_slice():
-    assert MILLIONS / SHARDS < 5 * PAGE_NAMES
 
 
 @given(
@@ -147,18 +129,6 @@ def test_names_against_a_model(steps):
         lost |= set(page)
     assert lost >= {name(one) for one in told if model is None or one not in model}
     assert not lost & set(names.held)
-
-
-def test_a_set_of_names():
-    names = NameSet([name(1), name(2)])
-    names.add(name(1))
-    assert len(names) == 2
-    assert name(1) in names
-    assert names.discard(name(1))
-    assert not names.discard(name(1))
-    assert list(names) == [name(2)]
-    assert sum(names.empty()) == 1
-    assert not names
 
 
 # -- a rank that joins

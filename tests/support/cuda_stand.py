@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda.copies import NEVER
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
@@ -43,6 +44,19 @@ class Stand:
 
     def wrong(self, ids: Sequence[int]) -> list[int]:
         return self.device.check(ids, self.name(ids))
+
+    async def there_and_back(self, ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Every byte of blocks goes to the host and back, and no other byte is touched."""
+        self.device.fill(range(self.blocks), self.names)
+        before = bytes(self.arena._map)
+        assert await self.executor.run(Direction.TO_HOST, ids, slots) == ()
+        after = bytes(self.arena._map)
+        for slot in set(range(self.arena.num_slots)) - set(slots):
+            row = slice(slot * self.arena.stride, (slot + 1) * self.arena.stride)
+            assert before[row] == after[row], "slots of others are left alone"
+        self.device.fill(ids, bytes(32 * len(ids)))
+        assert await self.executor.run(Direction.TO_DEVICE, ids, slots) == ()
+        assert self.wrong(range(self.blocks)) == []
 
 
 @asynccontextmanager
