@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -17,13 +17,12 @@ from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda.copies import NEVER
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
-from kvactors.data_plane.cuda.engine import CudaCopyEngine
-from kvactors.device.arena import Arena
 from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout, make_layout
 from kvactors.settings import Config
 from kvactors.tier_cache import CopyWorker, SlotMemory
-from tests.gpu.common import LIMIT, ensure, settings
+from tests.gpu.common import LIMIT, Wrong, ensure, settings
 from tests.gpu.streams import loads_under_a_stream, ordered_calls
+from tests.support.cuda_stand import Stand, opened
 
 BLOCKS = 16
 LAYOUTS: dict[str, Layout] = {
@@ -47,57 +46,21 @@ WAYS: dict[str, dict[str, int]] = {
 }
 
 
-class Bench:
-    """A device, an arena and an engine.
-
-    Attributes:
-        keys: 32 bytes a block, from which its content follows.
-    """
-
-    def __init__(self, driver: CudaDriver, layout: Layout, **options: int) -> None:
-        self.device = CudaDevice.allocate(layout, BLOCKS, driver=driver)
-        self.arena = Arena(BLOCKS, layout.block_bytes)
-        self.executor = CudaCopyEngine(self.device, self.arena, **options)
-        self.keys = np.random.default_rng(3).bytes(32 * BLOCKS)
-
-    def key(self, ids: Sequence[int]) -> bytes:
-        """Keys of some blocks."""
-        return b"".join(self.keys[32 * i : 32 * i + 32] for i in ids)
-
-    async def copy(self, direction: Direction, ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy. Wrong unless everything arrives."""
-        failed = await self.executor.run(direction, ids, slots)
-        ensure(not failed, f"copies {direction.value} failed: {self.executor.trouble or failed}")
-
-
-@asynccontextmanager
-async def opened(driver: CudaDriver, layout: Layout, **options: int) -> AsyncIterator[Bench]:
-    """A bench while the block runs."""
-    bench = Bench(driver, layout, **options)
-    try:
-        await bench.executor.open()
-        yield bench
-    finally:
-        await bench.executor.close()
-        bench.device.close()
-        bench.arena.close()
-
-
 async def copies(driver: CudaDriver) -> str:
     """Every layout by every way, blocks in order and shuffled, there and back."""
     rng = np.random.default_rng(7)
     for name, layout in LAYOUTS.items():
         for way, options in WAYS.items():
-            async with opened(driver, layout, **options) as bench:
+            async with opened(
+                Stand(driver, layout, blocks=BLOCKS, slots=BLOCKS, **options)
+            ) as bench:
                 for shuffled in (False, True):
                     ids = rng.permutation(BLOCKS)[:9].tolist() if shuffled else list(range(3, 12))
                     slots = rng.permutation(BLOCKS)[:9].tolist() if shuffled else list(range(9))
-                    bench.device.fill(range(BLOCKS), bench.keys)
-                    await bench.copy(Direction.TO_HOST, ids, slots)
-                    bench.device.fill(ids, bytes(32 * len(ids)))
-                    await bench.copy(Direction.TO_DEVICE, ids, slots)
-                    wrong = bench.device.check(range(BLOCKS), bench.keys)
-                    ensure(not wrong, f"{name}, {way}: blocks {wrong} have other bytes")
+                    try:
+                        await bench.there_and_back(ids, slots)
+                    except Wrong as error:
+                        raise Wrong(f"{name}, {way}: {error}") from None
     return f"{len(LAYOUTS)} layouts, {len(WAYS)} ways"
 
 
@@ -105,9 +68,9 @@ async def events(driver: CudaDriver) -> str:
     """An engine's stream waits for each layer of a load, and finds its bytes."""
     layout = LAYOUTS["1 KiB"]
     for way in ("copy engines", "gathered"):
-        async with opened(driver, layout, **WAYS[way]) as bench:
+        async with opened(Stand(driver, layout, blocks=BLOCKS, slots=BLOCKS, **WAYS[way])) as bench:
             device, size = bench.device, int(bench.device.piece_bytes[0])
-            bench.device.fill(range(BLOCKS), bench.keys)
+            bench.device.fill(range(BLOCKS), bench.names)
             await bench.copy(Direction.TO_HOST, range(BLOCKS), range(BLOCKS))
             expected = ctypes.string_at(bench.arena.address, size)
             bench.device.fill(range(BLOCKS), bytes(32 * BLOCKS))
@@ -139,9 +102,11 @@ async def cancelled(driver: CudaDriver) -> str:
     """A cancelled batch ends before it returns, and later batches are right."""
     count = 0
     for way in ("copy engines", "gathered"):
-        async with opened(driver, LAYOUTS["64 KiB"], **WAYS[way]) as bench:
+        async with opened(
+            Stand(driver, LAYOUTS["64 KiB"], blocks=BLOCKS, slots=BLOCKS, **WAYS[way])
+        ) as bench:
             numbers = list(range(BLOCKS))
-            bench.device.fill(numbers, bench.keys)
+            bench.device.fill(numbers, bench.names)
             for _ in range(20):
                 running = asyncio.ensure_future(
                     bench.executor.run(Direction.TO_HOST, numbers, numbers)
@@ -155,7 +120,7 @@ async def cancelled(driver: CudaDriver) -> str:
             await bench.copy(Direction.TO_HOST, numbers, numbers)
             bench.device.fill(numbers, bytes(32 * BLOCKS))
             await bench.copy(Direction.TO_DEVICE, numbers, numbers)
-            ensure(not bench.device.check(numbers, bench.keys), f"{way}: other bytes")
+            ensure(not bench.device.check(numbers, bench.names), f"{way}: other bytes")
     return f"{count} of 40 cancelled"
 
 

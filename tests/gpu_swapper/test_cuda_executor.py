@@ -18,7 +18,7 @@ from kvactors.data_plane.cuda.host_pin import STAGING_BYTES
 from kvactors.device.arena import Arena
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 from tests.support import cuda
-from tests.support.cuda_stand import SMALL, Stand, standing, until
+from tests.support.cuda_stand import SMALL, made, standing, until
 
 TO_HOST, TO_DEVICE = Direction.TO_HOST, Direction.TO_DEVICE
 LAYOUTS = {
@@ -242,7 +242,7 @@ async def test_a_tensor_that_moved_fails_the_copy(fake):
 
 
 async def test_before_open_and_after_close_everything_fails(fake):
-    stand = Stand(fake, SMALL)
+    stand = made(fake, SMALL)
     assert await stand.executor.run(TO_HOST, [0, 1], [0, 1]) == (0, 1)
     await stand.executor.close()
     await stand.executor.open()
@@ -279,7 +279,7 @@ STARTING = [
 async def test_every_call_at_start_may_fail(fake, call, nth):
     """An error with the call's name that leaves nothing behind, or no error where the call is made
     less often."""
-    stand = Stand(fake, SMALL)
+    stand = made(fake, SMALL)
     fake.reset()
     before = {what: fake.live(what) for what in cuda.EVERYTHING}
     fake.fail(call, 2, nth)
@@ -433,7 +433,7 @@ async def test_nothing_is_asked_while_nothing_runs(fake):
 
 async def test_a_copy_that_never_ends_keeps_its_memory(fake):
     """After a release the operation is over. Closing keeps memory that a copy may still use."""
-    stand = Stand(fake, SMALL, limit=0.05)
+    stand = made(fake, SMALL, limit=0.05)
     await stand.executor.open()
     stand.device.fill(range(8), stand.names)
     fake.gate(0)
@@ -460,7 +460,7 @@ async def test_a_copy_that_never_ends_keeps_its_memory(fake):
 
 
 async def test_closing_waits_for_copies_in_flight(fake):
-    stand = Stand(fake, SMALL)
+    stand = made(fake, SMALL)
     await stand.executor.open()
     stand.device.fill(range(8), stand.names)
     fake.set("delay_us", 5000)
@@ -526,7 +526,7 @@ def test_the_size_is_the_smallest_from_which_batches_are_never_slower(batch, ker
 
 
 async def test_a_copy_within_the_gpu_arrives_or_breaks_the_engine(fake):
-    stand = Stand(fake, SMALL)
+    stand = made(fake, SMALL)
     await stand.executor.open()
     stand.device.fill([0, 1], stand.names[:64])
     assert await stand.executor.run(Direction.WITHIN, (0, 1), (5, 4)) == ()

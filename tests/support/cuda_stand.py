@@ -16,6 +16,7 @@ from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.device.arena import Arena
 from kvactors.layout import GQALayout
+from tests.gpu.common import ensure
 from tests.support.fake_cuda import FakeCuda
 
 SMALL = GQALayout(3, 2, 16, 16, "float16")
@@ -23,14 +24,22 @@ SMALL = GQALayout(3, 2, 16, 16, "float16")
 
 
 class Stand:
-    """A device, an arena and an executor."""
+    """A device, an arena and a copy engine.
+
+    Attributes:
+        names: 32 bytes a block, from which its content follows.
+    """
 
     def __init__(
-        self, fake: FakeCuda, layout: Any, blocks: int = 8, slots: int = 8, **options: Any
+        self,
+        driver: CudaDriver,
+        layout: Any = SMALL,
+        blocks: int = 8,
+        slots: int = 8,
+        **options: Any,
     ) -> None:
-        options = {"merge_from": NEVER, "stage_from": NEVER, **options}
-        self.fake, self.layout, self.blocks = fake, layout, blocks
-        self.device = CudaDevice.allocate(layout, blocks, driver=CudaDriver(fake.path))
+        self.blocks = blocks
+        self.device = CudaDevice.allocate(layout, blocks, driver=driver)
         self.arena = Arena(slots, layout.block_bytes)
         self.executor = CudaCopyEngine(self.device, self.arena, **options)
         self.names = np.random.default_rng(3).bytes(32 * blocks)
@@ -46,29 +55,50 @@ class Stand:
         return self.device.check(ids, self.name(ids))
 
     async def there_and_back(self, ids: Sequence[int], slots: Sequence[int]) -> None:
-        """Every byte of blocks goes to the host and back, and no other byte is touched."""
+        """Every byte of blocks goes to the host and back, and no other byte is touched. Wrong if
+        not."""
         self.device.fill(range(self.blocks), self.names)
         before = bytes(self.arena._map)
-        assert await self.executor.run(Direction.TO_HOST, ids, slots) == ()
+        await self.copy(Direction.TO_HOST, ids, slots)
         after = bytes(self.arena._map)
         for slot in set(range(self.arena.num_slots)) - set(slots):
             row = slice(slot * self.arena.stride, (slot + 1) * self.arena.stride)
-            assert before[row] == after[row], "slots of others are left alone"
+            ensure(before[row] == after[row], f"slot {slot} of others has other bytes")
         self.device.fill(ids, bytes(32 * len(ids)))
-        assert await self.executor.run(Direction.TO_DEVICE, ids, slots) == ()
-        assert self.wrong(range(self.blocks)) == []
+        await self.copy(Direction.TO_DEVICE, ids, slots)
+        wrong = self.wrong(range(self.blocks))
+        ensure(not wrong, f"blocks {wrong} have other bytes")
+
+    async def copy(self, direction: Direction, ids: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy. Wrong unless everything arrives."""
+        failed = await self.executor.run(direction, ids, slots)
+        ensure(not failed, f"copies {direction.value} failed: {self.executor.trouble or failed}")
 
 
 @asynccontextmanager
-async def standing(fake: FakeCuda, layout: Any = SMALL, **options: Any) -> AsyncIterator[Stand]:
-    stand = Stand(fake, layout, **options)
+async def opened(stand: Stand) -> AsyncIterator[Stand]:
+    """A stand while the block runs."""
     try:
         await stand.executor.open()
         yield stand
     finally:
-        fake.gate(-1)
         await stand.executor.close()
         stand.close()
+
+
+def made(fake: FakeCuda, layout: Any = SMALL, **options: Any) -> Stand:
+    """A stand on the stand-in driver, without gathered pieces and rectangles unless asked for."""
+    options = {"merge_from": NEVER, "stage_from": NEVER, **options}
+    return Stand(CudaDriver(fake.path), layout, **options)
+
+
+@asynccontextmanager
+async def standing(fake: FakeCuda, layout: Any = SMALL, **options: Any) -> AsyncIterator[Stand]:
+    async with opened(made(fake, layout, **options)) as stand:
+        try:
+            yield stand
+        finally:
+            fake.gate(-1)
 
 
 async def until(condition: Callable[[], object]) -> None:
