@@ -90,7 +90,7 @@ class Device(DeviceBlocks, ABC):
         Raises:
             ValueError: a number is out of range, or the lengths differ.
         """
-        check_pairs(self, sources, targets)
+        checked_numbers(source=(sources, self.num_blocks), target=(targets, self.num_blocks))
         arena = Arena(1, self.layout.block_bytes)
         try:
             for source, target in zip(sources, targets, strict=True):
@@ -108,13 +108,21 @@ class Device(DeviceBlocks, ABC):
         return pieces, int(self.piece_bytes[: pieces.start].sum())
 
 
-def check_pairs(device: Device, sources: Sequence[int], targets: Sequence[int]) -> None:
-    """ValueError unless there is a target for every source and all are blocks of the device."""
-    if len(sources) != len(targets):
-        raise ValueError(f"{len(sources)} sources and {len(targets)} targets")
-    for block in (*sources, *targets):
-        if not 0 <= block < device.num_blocks:
-            raise ValueError(f"block {block} is out of range: there are {device.num_blocks}")
+def checked_numbers(
+    **numbers: tuple[Sequence[int] | NDArray[np.int64], int],
+) -> list[NDArray[np.int64]]:
+    """Numbers as int64 arrays. ValueError for one out of range, or for kinds that differ in length.
+
+    Args:
+        numbers: by the name of their kind, with how many of the kind there are.
+    """
+    arrays = [np.asarray(some, np.int64) for some, _ in numbers.values()]
+    if len({array.shape for array in arrays}) > 1:
+        raise ValueError(f"{' and '.join(f'{name}s' for name in numbers)} differ in length")
+    for (name, (_, limit)), array in zip(numbers.items(), arrays, strict=True):
+        if array.size and not (array.min() >= 0 and array.max() < limit):
+            raise ValueError(f"{name} id out of range: there are {limit}")
+    return arrays
 
 
 class AddressedDevice(Device):
@@ -145,7 +153,7 @@ class AddressedDevice(Device):
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         self.ensure_in_place()
-        check_pairs(self, sources, targets)
+        checked_numbers(source=(sources, self.num_blocks), target=(targets, self.num_blocks))
         pieces = list(zip(self.regions.tolist(), self.piece_bytes.tolist(), strict=True))
         for source, target in zip(sources, targets, strict=True):
             for address, size in pieces:

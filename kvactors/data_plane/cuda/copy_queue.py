@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,6 +25,7 @@ from kvactors.data_plane.cuda.copies import Copies, GpuStream, Transfer, calibra
 from kvactors.data_plane.cuda.device import CudaTensors
 from kvactors.data_plane.cuda.driver import FATAL, NOT_READY, UNTIMED, CudaDriver, CudaError
 from kvactors.data_plane.cuda.host_pin import STAGING_BYTES, HostPin
+from kvactors.device.base import checked_numbers
 from kvactors.device.tensors import Rows
 from kvactors.errors import CacheClosed, DeviceError
 from kvactors.threads import Workers
@@ -57,15 +58,6 @@ class HostSlotPlan(NamedTuple):
     def step(self, block_bytes: int) -> int:
         """Bytes from a slot to its neighbour."""
         return block_bytes if self.slots_per_row > 1 else self.row_stride
-
-
-def check_numbers(numbers: Mapping[str, NDArray[np.int64]], limits: Mapping[str, int]) -> None:
-    """ValueError for numbers out of range, or for kinds that differ in length."""
-    if len({len(one) for one in numbers.values()}) > 1:
-        raise ValueError(f"{' and '.join(f'{name}s' for name in numbers)} differ in length")
-    for name, one in numbers.items():
-        if one.size and not (one.min() >= 0 and one.max() < limits[name]):
-            raise ValueError(f"{name} id out of range: there are {limits[name]}")
 
 
 @dataclass(eq=False)
@@ -154,8 +146,9 @@ class CudaCopyQueue:
             raise CacheClosed(
                 "the copy queue was made before a fork: make another one in the child"
             )
-        limits = {"block": self._device.num_blocks, "slot": self._plan.num_slots}
-        check_numbers({"block": blocks, "slot": slots}, limits)
+        blocks, slots = checked_numbers(
+            block=(blocks, self._device.num_blocks), slot=(slots, self._plan.num_slots)
+        )
         if self._broken:
             raise DeviceError(f"no more copies of this GPU's memory: {self._broken}")
         job = CudaJob(self._last + 1, to_host, len(blocks))

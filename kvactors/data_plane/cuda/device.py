@@ -22,7 +22,7 @@ from kvactors.data_plane.cuda.driver import (
     verify_memory,
 )
 from kvactors.device.arena import Arena
-from kvactors.device.base import Device, check_pairs
+from kvactors.device.base import Device, checked_numbers
 from kvactors.device.host import HostDevice
 from kvactors.device.tensors import TYPESTRS, Region, Rows, TensorDevice, ensure_in_place, region_of
 from kvactors.errors import DeviceError, LayoutError
@@ -66,12 +66,7 @@ def checked_ids(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Ids as int64 arrays. ValueError for ids out of range, unequal lengths, or an arena whose
     slots are too small."""
-    ids, places = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-    if ids.ndim != 1 or ids.shape != places.shape:
-        raise ValueError(f"{ids.size} blocks and {places.size} slots")
-    for name, some, limit in (("block", ids, device.num_blocks), ("slot", places, arena.num_slots)):
-        if some.size and not (some.min() >= 0 and some.max() < limit):
-            raise ValueError(f"a {name} is out of range: there are {limit}")
+    ids, places = checked_numbers(block=(blocks, device.num_blocks), slot=(slots, arena.num_slots))
     if arena.stride < device.piece_bytes.sum():
         raise ValueError(
             f"slots of {arena.stride} bytes are too small for blocks of {device.piece_bytes.sum()}"
@@ -168,7 +163,7 @@ class CudaDevice(CudaContext, Device):
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `Device`; one driver call per piece. CudaError."""
         self.ensure_in_place()
-        check_pairs(self, sources, targets)
+        checked_numbers(source=(sources, self.num_blocks), target=(targets, self.num_blocks))
         pieces = list(zip(self.regions.tolist(), self.piece_bytes.tolist(), strict=True))
         with self._settled():
             for source, target in zip(sources, targets, strict=True):
