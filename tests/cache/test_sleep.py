@@ -160,7 +160,7 @@ async def test_a_wake_without_memory_leaves_the_cache_asleep(monkeypatch, tmp_pa
             def fail():
                 raise MemoryError
 
-            patched.setattr(cache.system.arena, "touch", fail)
+            patched.setattr(cache.system.arena.fresh, "touch", fail)
             with pytest.raises(MemoryError):
                 await cache.wake()
         with pytest.raises(CacheAsleep):
