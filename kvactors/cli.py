@@ -37,7 +37,7 @@ from kvactors.scenario.trace import read_trace
 from kvactors.settings import check, read_toml
 from kvactors.settings_report import config as config_app
 from kvactors.settings_report import size
-from kvactors.signals import GONE, escape_characters, flush_stdout, run_terminable, sigterm_ends
+from kvactors.signals import GONE, flush_stdout, run_terminable, sigterm_ends, usable_streams
 from kvactors.top import top
 
 
@@ -355,7 +355,7 @@ def show_lines(lines: Iterable[str], data: Any, json: Path | None) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point. Invalid input gives exit status 2 and one line on standard error."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    escape_characters()
+    usable_streams()
     try:
         status = carry_out(words)
         flush_stdout()

@@ -103,18 +103,26 @@ def signals_noted(arrived: list[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-# -- standard streams: a reader that has gone, locales without the characters
+# -- standard streams: closed ones, a reader that has gone, locales without the characters
 
 
 GONE = 128 + 13
 """Exit status of a command whose output nothing reads any more, as a shell gives it (SIGPIPE)."""
 
 
-def escape_characters() -> None:
+def usable_streams() -> None:
     """Make standard output and error take any text: characters that the locale lacks are written
-    as escapes."""
-    for stream in (sys.stdout, sys.stderr):
-        if (reconfigure := getattr(stream, "reconfigure", None)) is not None:
+    as escapes. The number of a closed stream is taken, so that no file of the command gets it, and
+    the messages of libraries with it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115, PTH123
+        if (reconfigure := getattr(getattr(sys, name), "reconfigure", None)) is not None:
             reconfigure(errors="backslashreplace")
 
 

@@ -176,15 +176,39 @@ def human(size: float) -> str:
     return f"{size:.0f} B"
 
 
-# -- files of settings
+# -- files of settings: their size and their nesting are bounded
+
+SETTINGS_BYTES = 16 << 20  # bytes of a file of settings at most
+MAX_NESTING = 32  # tables and lists inside one another in a file, at most
+
+
+def read_settings(path: str | Path) -> bytes:
+    """The contents of a file of settings, or of a device or a pipe in its place."""
+    with Path(path).open("rb") as file:
+        data = file.read(SETTINGS_BYTES + 1)
+    if len(data) > SETTINGS_BYTES:
+        raise ConfigError(f"{path} has more than {SETTINGS_BYTES >> 20} MiB: it holds no settings")
+    return data
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file as a mapping."""
+    raw = read_settings(path)
     try:
-        return tomllib.loads(Path(path).read_text("utf-8"))
+        data = tomllib.loads(raw.decode())
     except (ValueError, RecursionError) as error:  # ValueError: also an integer of 5,000 digits
         raise ConfigError(f"{path}: {error}") from error
+    level: list[Any] = [data]
+    for _ in range(MAX_NESTING):
+        level = [
+            inner
+            for one in level
+            for inner in (one.values() if isinstance(one, dict) else one)
+            if isinstance(inner, dict | list)
+        ]
+    if level:
+        raise ConfigError(f"{path}: more than {MAX_NESTING} tables inside one another")
+    return data
 
 
 # -- the walk

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvactors.errors import ConfigError
-from kvactors.settings.check import convert, located
+from kvactors.settings.check import convert, located, read_settings
 from kvactors.settings.tables import LayoutConfig
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
@@ -47,7 +47,7 @@ def read_model(
     """The layout of the model of a config.json. dtype: of the cache, None for the model's."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        data = msgspec.json.decode(file.read_bytes())
+        data = msgspec.json.decode(read_settings(file))
     except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is no JSON: {error}") from error
     if not isinstance(data, dict):

@@ -4,7 +4,6 @@ from MOONCAKE_* variables, in this order of precedence. The addresses of a pool'
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -19,6 +18,7 @@ from kvactors.settings.check import (
     convert,
     in_bytes,
     logger,
+    read_settings,
     settings_of,
 )
 
@@ -125,7 +125,7 @@ def _from_file(path: str) -> dict[str, Any]:
     if not path:
         return {}
     try:
-        data = msgspec.json.decode(Path(path).read_bytes())
+        data = msgspec.json.decode(read_settings(path))
     except (OSError, ConfigError, msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(f"MOONCAKE_CONFIG_PATH: {path}: {error}") from error
     if not isinstance(data, dict):

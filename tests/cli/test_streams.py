@@ -47,6 +47,12 @@ def test_a_reader_that_has_gone_ends_a_command_in_silence(arguments, trace):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+def test_closed_streams_get_nothing_and_the_error_goes_to_no_other_stream(trace, tmp_path):
+    assert shell('"$@" >&-', "sweep", trace).returncode == 0
+    done = shell('"$@" 2>&-', "sweep", tmp_path / "none")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
 def test_a_full_standard_output_is_named(trace):
     done = shell('"$@" >/dev/full', "config", "show")
     assert done.returncode == 2
