@@ -152,12 +152,12 @@ CHILD = """
         "host": {{"slots": 4000}},
     }})
     touched = threading.Event()
-    from kvactors.device.arena import Arena
-    touch = Arena.touch
+    from kvactors.device.arena import FreshMemory
+    touch = FreshMemory.touch
     def patched(self):
         touched.set()
         touch(self)
-    Arena.touch = patched
+    FreshMemory.touch = patched
 
     async def main():
         def interrupt():

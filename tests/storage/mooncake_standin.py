@@ -143,3 +143,7 @@ class StandIn:
     def remove(self, key: str, force: bool = False) -> int:
         self._call("remove")
         return OK if self.objects.pop(key, None) is not None else NOT_FOUND
+
+    def batch_remove(self, keys: Any, force: bool = False) -> list[int]:
+        self._call("batch_remove")
+        return [OK if self.objects.pop(key, None) is not None else NOT_FOUND for key in keys]
