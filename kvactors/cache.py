@@ -1041,8 +1041,8 @@ def open_cache(
             mode).
         inline_copies: copy in the loop's thread, for loops of virtual time.
         clock: seconds that the ages of blocks are measured in, for a replay of past requests. A pin
-            with a time to live ends when that is over on the loop's clock as well. None: the loop's
-            clock.
+            with a time to live ends when that is over on the loop's clock as well. Time stands
+            still while a reading raises or is no finite number. None: the loop's clock.
 
     Returns:
         A context manager. The cache is open inside its block.
@@ -1073,10 +1073,9 @@ def open_cache(
     for position, sink in enumerate(sinks):
         if not isinstance(sink, Sink):
             raise TypeError(f"sinks[{position}] must be a Sink, not {kind(sink)}")
-    if clock is not None:
-        check_clock(clock)
+    given = None if clock is None else SafeClock(clock)
     return _opened(
-        config, device, tuple(sinks), backend, check_flag("inline_copies", inline_copies), clock
+        config, device, tuple(sinks), backend, check_flag("inline_copies", inline_copies), given
     )
 
 
@@ -1120,16 +1119,39 @@ async def _opened(
         cache._context.stop()
 
 
-def check_clock(clock: Callable[[], float]) -> None:
-    """TypeError for a clock that is no function, or returns no number. ValueError for one that
-    returns none that is finite."""
-    if not callable(clock):
-        raise TypeError(f"clock must be a function that returns seconds, not {kind(clock)}")
-    seconds: Any = clock()
-    if isinstance(seconds, bool | np.bool_) or not isinstance(seconds, Real):
-        raise TypeError(f"clock must return a number of seconds, not {kind(seconds)}")
-    if not math.isfinite(seconds):
-        raise ValueError(f"clock must return a finite number of seconds, not {seconds}")
+class SafeClock:
+    """Reads a clock of the caller. The time of a reading that fails is that of the reading before,
+    and the first such reading is logged: ages stand still, and requests are served.
+
+    Raises:
+        TypeError: it is no function, or its first reading is no number.
+        ValueError: the first reading is not finite.
+    """
+
+    __slots__ = ("_clock", "_failed", "_last")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        if not callable(clock):
+            raise TypeError(f"clock must be a function that returns seconds, not {kind(clock)}")
+        self._clock, self._failed = clock, False
+        self._last = self._read()
+
+    def __call__(self) -> float:
+        try:
+            self._last = self._read()
+        except Exception as error:
+            if not self._failed:
+                log.warning("clock failed", error=repr(error))
+            self._failed = True
+        return self._last
+
+    def _read(self) -> float:
+        seconds: Any = self._clock()
+        if isinstance(seconds, bool | np.bool_) or not isinstance(seconds, Real):
+            raise TypeError(f"clock must return a number of seconds, not {kind(seconds)}")
+        if not math.isfinite(seconds):
+            raise ValueError(f"clock must return a finite number of seconds, not {seconds}")
+        return float(seconds)
 
 
 class FromThread(LoopCaller):

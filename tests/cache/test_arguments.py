@@ -11,6 +11,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import structlog
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -329,6 +330,35 @@ def test_open_refuses_wrong_arguments_before_it_is_entered(wrong, named):
 def test_open_refuses_a_clock_that_is_not_finite(reading):
     with pytest.raises(ValueError, match="clock must return a finite number"):
         kvactors.open(clock=lambda: reading)
+
+
+@pytest.mark.parametrize("reading", [None, "now", nan, inf, 10**400, OSError("no time")])
+async def test_a_clock_that_fails_later_stands_still(reading):
+    """The cache serves on, with the same bytes and hits, and the first failure is logged."""
+    found = [1.0]
+
+    def clock():
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    config = settings(device=4, host={"slots": 4, "transit_slots": 4})
+    opened = kvactors.open(config, clock=clock, inline_copies=True)
+    with structlog.testing.capture_logs() as logs:
+        async with opened as cache:
+            await serve_sixty(cache, found, reading)
+    assert [line["event"] for line in logs].count("clock failed") == 1
+
+
+async def serve_sixty(cache, found, reading):
+    """Serve requests while two readings of three fail."""
+    for number in range(60):
+        found[0] = reading if number % 3 else 1.0 + number
+        async with await cache.acquire("r", prompt(number % 3, 2)) as lease:
+            await lease.wait_ready()
+            await lease.finish(2 * BLOCK, hints=kvactors.Hints(ttl=5.0))
+    assert cache.statistics().prefix.device_hits > 0
+    assert cache.check() == []
 
 
 async def test_a_buffer_is_copied_before_the_call_returns_to_the_loop():
