@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from typing import Any, NoReturn, cast
 
 import structlog
@@ -30,6 +31,8 @@ MOST_EVENTS = 1024
 
 PARTS = ("actor", "component", "part", "rank", "sink", "source", "store", "call", "variable")
 """Fields that name the part an event is about. Each part has its own limit."""
+
+TEXT = structlog.processors.KeyValueRenderer()
 
 STANDARD = logging.getLogger("kvactors")
 STANDARD.addHandler(logging.NullHandler())
@@ -81,11 +84,11 @@ def _emit(method: str, level: int, event: str, fields: EventDict) -> None:
         if over_standard:
             return
     if STANDARD.isEnabledFor(level):
-        text = " ".join(f"{name}={value!r}" for name, value in fields.items())
+        text = f"{event} {TEXT(None, method, fields)}".rstrip()
         STANDARD.log(
             level,
             "%s",
-            f"{event} {text}".rstrip(),
+            text,
             extra={"kvactors_event": event, "kvactors_fields": fields},
         )
 
@@ -110,20 +113,21 @@ def get_logger(**context: Any) -> structlog.BoundLogger:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (Unix seconds), level, logger, event and the event's fields."""
+    """One JSON object a line: time (ISO 8601, UTC), level, event, logger and the event's fields."""
+
+    render = structlog.processors.JSONRenderer(default=str)
 
     def format(self, record: logging.LogRecord) -> str:
-        import json
-
-        fields = getattr(record, "kvactors_fields", {})
+        time_utc = datetime.fromtimestamp(record.created, UTC)
         line = {
-            **fields,
-            "time": record.created,
+            "time": time_utc.isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
-            "logger": record.name,
             "event": getattr(record, "kvactors_event", None) or record.getMessage(),
+            "logger": record.name,
         }
-        return json.dumps(line, default=str)
+        # The named ones come first, and a field of the same name does not replace them.
+        fields = getattr(record, "kvactors_fields", {})
+        return str(self.render(None, "", {**line, **fields, **line}))
 
 
 @contextmanager

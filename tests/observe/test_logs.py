@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
-import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -94,7 +94,9 @@ def test_lines_of_json():
     opened = next(line for line in lines if line["event"] == "cache opened")
     assert opened["level"] == "info"
     assert opened["device_bytes"] == 8 * opened["block_bytes"] == 8 * 16 * 2 * 8 * 2
-    assert abs(opened["time"] - time.time()) < 300
+    assert list(opened)[:3] == ["time", "level", "event"]
+    moment = datetime.fromisoformat(opened["time"])
+    assert abs(moment - datetime.now(UTC)) < timedelta(seconds=300)
 
 
 def test_structlogs_settings_are_honoured_and_local_variables_are_not_logged():
