@@ -68,15 +68,9 @@ void append_buffer(nb::handle tokens, Raw<u32>& out) {
 
 // Leading plain ints of a list or tuple. To read them runs no code of Python that could change it.
 std::size_t append_ints(PyObject* tokens, std::size_t count, u32* out) {
-#ifdef Py_LIMITED_API
-    const bool list = PyList_CheckExact(tokens);
-    const auto at = [&](std::size_t i) { return list ? PyList_GetItem(tokens, Py_ssize_t(i)) : PyTuple_GetItem(tokens, Py_ssize_t(i)); };
-#else
     PyObject** const items = PySequence_Fast_ITEMS(tokens);
-    const auto at = [&](std::size_t i) { return items[i]; };
-#endif
     for (std::size_t i = 0; i < count; ++i) {
-        PyObject* const item = at(i);
+        PyObject* const item = items[i];
         if (!PyLong_CheckExact(item)) return i;
         const unsigned long value = PyLong_AsUnsignedLong(item);
         if (value > 0xffffffff) {

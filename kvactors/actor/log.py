@@ -85,12 +85,7 @@ def _emit(method: str, level: int, event: str, fields: EventDict) -> None:
             return
     if STANDARD.isEnabledFor(level):
         text = f"{event} {TEXT(None, method, fields)}".rstrip()
-        STANDARD.log(
-            level,
-            "%s",
-            text,
-            extra={"kvactors_event": event, "kvactors_fields": fields},
-        )
+        STANDARD.log(level, "%s", text, extra={"kvactors_event": event, "kvactors_fields": fields})
 
 
 def _write(_: object, method: str, fields: EventDict) -> NoReturn:

@@ -1,9 +1,9 @@
 """Builds sdist and wheels, and tests each by installing it in clean environments: `python -m
 tests.packaging.wheels [DIR]`.
 
-The sdist is built from the clone, and every wheel from the sdist: one for CPython 3.11, and one of the
-stable ABI for 3.12 and later. auditwheel gives them a manylinux tag. For each interpreter that is at
-hand a new environment gets the wheel and its dependencies, and runs kvactors from another folder.
+The sdist is built from the clone, and from the sdist a wheel for the oldest and the newest interpreter
+that are at hand. auditwheel gives them a manylinux tag. A new environment of each interpreter gets the
+wheel and its dependencies, and runs kvactors from another folder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
-"""Versions of CPython that wheels are tested with, if they are at hand."""
+"""Versions of CPython that kvactors supports."""
 
 LIMIT = 600.0
 """Seconds that one command may take."""
@@ -49,7 +49,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 
 
 def interpreters() -> dict[str, Path]:
-    """The interpreters at hand, by version: those on the path, and those of pyenv."""
+    """The oldest and the newest interpreter at hand, by version: on the path, or of pyenv."""
     found: dict[str, Path] = {}
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     for version in VERSIONS:
@@ -61,20 +61,13 @@ def interpreters() -> dict[str, Path]:
             if done.returncode == 0:  # a shim of a version that is not installed fails
                 found[version] = candidate
                 break
-    return found
+    return {version: found[version] for version in (min(found), max(found))}
 
 
 def wheel_for(wheels: Iterable[Path], version: str) -> Path | None:
-    """The wheel for a version: its own, or that of the stable ABI."""
-    tag, wheels = "cp" + version.replace(".", ""), list(wheels)
-    abi3 = [w for w in wheels if "-abi3-" in w.name and _abi3_from(w) <= int(tag[3:])]
-    return next((w for w in wheels if f"-{tag}-{tag}-" in w.name), abi3[0] if abi3 else None)
-
-
-def _abi3_from(wheel: Path) -> int:
-    match = re.search(r"-cp3(\d+)-abi3-", wheel.name)
-    assert match is not None
-    return int(match[1])
+    """The wheel for a version of CPython."""
+    tag = "cp" + version.replace(".", "")
+    return next((wheel for wheel in wheels if f"-{tag}-{tag}-" in wheel.name), None)
 
 
 def missing(names: Iterable[str], wanted: Sequence[str]) -> list[str]:
@@ -128,9 +121,7 @@ def build(folder: Path, pythons: dict[str, Path]) -> list[Path]:
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     _check(sdist, missing(names, IN_SDIST), unwanted(names))
-    for version, python in list(pythons.items())[:2]:  # 3.11, and the stable ABI
-        if wheel_for((folder / "wheels").glob("*.whl"), version) is not None:
-            continue
+    for version, python in pythons.items():
         bin_ = environment(folder / f"build-{version}", python)
         run(bin_ / "pip", "wheel", "-q", "--no-deps", "-w", folder / "raw", sdist)
     for raw in (folder / "raw").glob("*.whl"):
@@ -166,7 +157,7 @@ def try_out(folder: Path, python: Path, wheel: Path) -> None:
 def main() -> None:
     """Build and test. The exit status is 1 if anything fails."""
     pythons = interpreters()
-    print("interpreters:", ", ".join(pythons), "not at hand:", *(set(VERSIONS) - set(pythons)))
+    print("interpreters:", ", ".join(pythons), "of", *VERSIONS)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvactors-wheels-") as temporary:
         folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(temporary)
