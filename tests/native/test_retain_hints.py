@@ -14,16 +14,14 @@ from kvactors.scenario.sweep import DeviceTier
 PROMPT = 20
 
 
-def chats(requests, *, honest, hinted=True, size=600):
-    """Half of all prompts return once, after 30 s. Returns the hits, and those of LRU."""
-    rng, device, waiting, made, hits, now = (
-        random.Random(3),
-        DeviceTier(size, LifeTables()),
-        [],
-        0,
-        0,
-        0,
-    )
+def chats(requests, *, honest=True, feature="", pause=30.0, size=600):
+    """Half of all prompts return once, after a pause. Returns the hits, and those of LRU.
+
+    feature: what tells a prompt that returns from others: "hints", "outputs" of another length, or
+    nothing. honest: whether hints are true.
+    """
+    rng, device = random.Random(3), DeviceTier(size, LifeTables())
+    waiting, made, hits, now = [], 0, 0, 0.0
     for _ in range(requests):
         now += 0.5
         if waiting and waiting[0][0] <= now:
@@ -31,27 +29,35 @@ def chats(requests, *, honest, hinted=True, size=600):
         else:
             ids, stays = np.arange(made, made + PROMPT, dtype=np.uint32), rng.random() < 0.5
             made += PROMPT
-        hints = {"ends": stays != honest} if hinted else {}
-        if hinted and not hints["ends"]:
-            hints["returns_in"] = 30.0
-        hits += device.request(ids, now, **hints)
+        hints = {"ends": True} if stays != honest else {"returns_in": 30.0}
+        hints = hints if feature == "hints" else {}
+        output = (2000 if stays else 10) if feature == "outputs" else -1
+        hits += device.request(ids, now, output, **hints)
         if stays:
-            waiting.append((now + 30.0, ids))
+            waiting.append((now + pause, ids))
     device.tree.check()
     return hits, device.tree.retention()["shadow_hits"]
 
 
+def test_times_and_the_lengths_of_outputs_are_learned_from():
+    """No prompt returns while LRU keeps it."""
+    plain, lru = chats(3000, pause=60.0)
+    assert lru == 0
+    assert plain > 4000
+    assert chats(3000, feature="outputs", pause=60.0)[0] > 8000
+
+
 def test_true_hints_help():
-    without, lru = chats(3000, honest=True, hinted=False)
-    hits, _ = chats(3000, honest=True)
+    without, lru = chats(3000)
+    hits, _ = chats(3000, feature="hints")
     assert hits > 1.2 * without
     assert hits > 1.2 * lru
 
 
 def test_false_hints_are_learned_away():
     """A session with the hint that it ends returns, and the other way round: the opposite is learned."""
-    true, _ = chats(3000, honest=True)
-    false, lru = chats(3000, honest=False)
+    true, _ = chats(3000, feature="hints")
+    false, lru = chats(3000, honest=False, feature="hints")
     assert false > 0.9 * true
     assert false > lru
 
