@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,18 +15,13 @@ from kvactors.flush_notifier.messages import PathCached
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.identity import PLAIN, CacheScope
 from kvactors.integrations.fastdeploy.lower_tiers import LowerTiers
-from kvactors.integrations.fastdeploy.requests import (
-    EngineBlockIndex,
-    EngineBlocks,
-    IndexedBlock,
-    RequestRecord,
-    whole,
-)
+from kvactors.integrations.fastdeploy.requests import EngineBlocks, RequestRecord, whole
+from kvactors.native import BlockTree
 from kvactors.storage.device_store import DeviceStore
 from kvactors.tier_cache.copies import LoopThread
 from kvactors.tier_cache.paths import DescribedPath, SinkFeed
 from kvactors.tier_cache.sink_service import SinkService
-from kvactors.types import Reason, Tier
+from kvactors.types import HASH_BYTES, Reason, Tier
 
 log = get_logger()
 
@@ -52,45 +47,49 @@ class IndexReports:
 
     def added(self, record: RequestRecord, count: int) -> None:
         """The last `count` blocks of a request are on the device."""
-        start, stop = len(record.nodes) - count, len(record.nodes)
+        path, start, stop = record.path, record.num_cached - count, record.num_cached
         self._announce(record, start, Reason.COMMIT)  # before they are described: not finished yet
-        keys = [node.hash for node in record.nodes[start:]]
+        keys = names_of(path.hashes(start, stop))
         self.feed.describe(
             DescribedPath(
                 keys,
-                record.path.tokens(start, stop),
-                record.nodes[start - 1].hash if start else None,
+                path.tokens(start, stop),
+                path.hashes(start - 1, start) if start else None,
                 None,
                 None,
-                {i - start: extra for i, extra in record.path.extra_keys(start, stop)},
+                {i - start: extra for i, extra in path.extra_keys(start, stop)},
             )
         )
         self.feed.record(Tier.DEVICE, True, keys, Reason.COMMIT)
 
     def finished(self, record: RequestRecord) -> None:
-        if record.nodes:
+        if record.num_cached:
             self._announce(record, 0, Reason.REQUEST_FINISH)
 
     def _announce(self, record: RequestRecord, start: int, reason: Reason) -> None:
-        stop = len(record.nodes)
+        path, stop = record.path, record.num_cached
         self.feed.put(
             PathCached(
-                root=record.root,
-                tokens=record.path.tokens(start, stop),
-                hashes=record.path.hashes(start, stop),
+                root=path.root,
+                tokens=path.tokens(start, stop),
+                hashes=path.hashes(start, stop),
                 start=start,
                 count=stop - start,
                 tier=Tier.DEVICE,
                 reason=reason,
-                parent=record.nodes[start - 1].hash if start else record.root,
+                parent=path.hashes(start - 1, start) if start else path.root,
                 scope=PLAIN,
-                extra_keys=record.path.extra_keys(start, stop),
+                extra_keys=path.extra_keys(start, stop),
             )
         )
 
-    def removed(self, blocks: Sequence[IndexedBlock], reason: Reason) -> None:
-        """Blocks have left the device, children before parents."""
-        self.feed.record(Tier.DEVICE, False, [block.hash for block in blocks], reason)
+    def removed(self, hashes: bytes, reason: Reason) -> None:
+        self.feed.record(Tier.DEVICE, False, names_of(hashes), reason)
+
+
+def names_of(hashes: bytes) -> list[bytes]:
+    """Block hashes that were one after another."""
+    return [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
 
 
 MARGIN = 5.0  # of a call beyond its limit: it ends itself before
@@ -231,19 +230,23 @@ class PrefixMatch:
 
 
 class DeviceCache:
-    """The cached blocks of one engine, and the requests that hold them."""
+    """The cached blocks of one engine: a block tree, and the requests that hold its blocks."""
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int, block_size: int) -> None:
         self.blocks = EngineBlocks(total)
-        self.index = EngineBlockIndex()
         self.requests: dict[str, RequestRecord] = {}
         self.lower: LowerTiers | None = None
         self.direct: DirectStorage | None = None
         self.reports: IndexReports | None = None
         self.interrupted: Callable[[], bool] = lambda: False
+        self._block_size = block_size
+        self._plant()
         self._leaving: list[RequestRecord] = []  # released, with writes to storage in flight
         self._forgotten: set[str] = set()  # by a reset, and not released since
-        self._late: list[tuple[Callable[[], bool], list[int]]] = []  # blocks that calls access
+        self._late: list[tuple[Future[int], list[int]]] = []  # lost blocks of calls
+
+    def _plant(self) -> None:
+        self.tree = BlockTree(self._block_size, self.blocks.total, touch=False)
 
     # -- writes to storage: any thread
 
@@ -277,8 +280,8 @@ class DeviceCache:
         return found
 
     def uncommitted(self, record: RequestRecord, table: Sequence[int], full: int) -> list[int]:
-        """The blocks of a request's table that are not indexed, of the `full` first ones."""
-        start = len(record.nodes)
+        """The blocks of a request's table that are not cached, of the `full` first ones."""
+        start = record.num_cached
         if full <= start:
             return []
         if len(table) < full:
@@ -291,26 +294,12 @@ class DeviceCache:
         return own
 
     def commit(self, record: RequestRecord, own: Sequence[int]) -> None:
-        """Index the next blocks of a request, which has their tokens."""
-        self.index.tick()
-        self._add(record, own)
+        """Cache the next blocks of a request, which has their tokens."""
+        self.blocks.enter(own)
+        self._enter(record, own)
 
-    def _add(self, record: RequestRecord, blocks: Sequence[int]) -> None:
-        """Index the next blocks of a path, held by its request. A block whose hash is indexed
-        already stays the request's own until its release: the engine reads it."""
-        start, added = len(record.nodes), 0
-        hashes = record.hashes(start, start + len(blocks)) if blocks else []
-        for block_hash, block in zip(hashes, blocks, strict=True):
-            node = self.index.blocks.get(block_hash)
-            if node is not None:
-                self.index.hold([node])
-                record.spares.append(block)
-            else:
-                parent = record.nodes[-1] if record.nodes else None
-                self.blocks.index(block)
-                node = self.index.add(block_hash, parent, block)
-                added += 1
-            record.nodes.append(node)
+    def _enter(self, record: RequestRecord, blocks: Sequence[int]) -> None:
+        added = record.enter(blocks)
         if added and self.reports is not None:
             self.reports.added(record, added)
 
@@ -326,47 +315,38 @@ class DeviceCache:
         """A call of the engine begins: free what ended writes and late calls have held."""
         for record in [one for one in self._leaving if not one.writers]:
             self._leaving.remove(record)
-            self.index.release(record.nodes)
-            self.blocks.give(record.spares, record.request)
-            if self.reports is not None and record.finished:
+            if self.reports is not None and record.finished and not record.tree.retired:
                 self.reports.finished(record)
-        late, self._late = self._late, []
-        for ended, blocks in late:
-            if ended():
-                self.blocks.regain(blocks)
-            else:
-                self._late.append((ended, blocks))
+            self.blocks.push(record.tree.release(record.path))
+        for late in [one for one in self._late if one[0].done()]:
+            self._late.remove(late)
+            self.blocks.lost.difference_update(late[1])
+            self.blocks.push(late[1])
 
     # -- matches: they bring the blocks of the tiers below to the device
 
     def match(self, record: RequestRecord) -> PrefixMatch:
-        """Let a request hold the leading blocks of its path that are cached, `record.nodes`. Loads
-        have ended when this returns. After an error nothing is held: NoRoom if blocks in host
-        memory do not fit, DeviceError if a copy does not end, whose blocks are lost."""
-        self.index.tick()
-        hashes = record.hashes(0, record.path.num_full_blocks)
-        record.nodes = self.index.match(hashes)
-        self.index.hold(record.nodes)
-        found = PrefixMatch()
-        found.gpu = [node.block for node in record.nodes]
+        """Let a request hold the leading blocks of its path that are cached. Loads have ended when
+        this returns. After an error nothing is held: NoRoom if blocks in host memory do not fit,
+        DeviceError if a copy does not end, whose blocks are lost."""
+        self.tree.pin(record.path)
+        found = PrefixMatch(gpu=record.blocks)
         try:
             if self.lower is not None:
-                self._load(self.lower, record, hashes, found)
-            self._fetch(record, len(hashes), found)
+                self._load(self.lower, record, found)
+            self._fetch(record, found)
         except BaseException:
-            self.index.release(record.nodes)
-            record.nodes = []
+            self.blocks.push(self.tree.release(record.path))
             raise
         finally:
             self.report_moves()
         return found
 
-    def _load(
-        self, lower: LowerTiers, record: RequestRecord, hashes: Sequence[bytes], found: PrefixMatch
-    ) -> None:
+    def _load(self, lower: LowerTiers, record: RequestRecord, found: PrefixMatch) -> None:
         lower.enter()
+        hashes = names_of(record.path.hashes(0, record.path.num_full_blocks))
         try:
-            while left := hashes[len(record.nodes) :]:
+            while left := hashes[record.num_cached :]:
                 if not self._load_some(lower, record, left, found):
                     break
                 lower.tiers.end_step()
@@ -390,64 +370,69 @@ class DeviceCache:
         slots = lower.tiers.prepare_load(keys)
         try:
             self.make_room(count)
-            blocks = self.blocks.take(count, record.request)
+            blocks = self.blocks.pop(count)
         except BaseException:
             lower.tiers.complete_load(keys)
             raise
         try:
             loaded = lower.load(keys, slots, blocks)
         except BaseException:
-            self.lose(blocks)
+            self.blocks.lost.update(blocks)
             raise
         if not loaded:
-            self.blocks.give(blocks, record.request)
+            self.blocks.push(blocks)
             return False
         seconds = time.monotonic() - begun
         if Tier.STORAGE in sources[:count]:
             found.storage_seconds += seconds
         else:
             found.cpu_seconds += seconds
-        self._add(record, blocks)
+        self._enter(record, blocks)
         for source, block in zip(sources, blocks, strict=False):
             (found.storage if source is Tier.STORAGE else found.cpu).append(block)
         return count == len(sources)
 
-    def _fetch(self, record: RequestRecord, full: int, found: PrefixMatch) -> None:
+    def _fetch(self, record: RequestRecord, found: PrefixMatch) -> None:
         """Read blocks from AttentionStore, which finds them by tokens: not those with media."""
-        direct, start = self.direct, len(record.nodes)
-        count = min(full - start, self.available)
+        direct, start = self.direct, record.num_cached
+        count = min(record.path.num_full_blocks - start, self.available)
         if direct is None or record.has_media or count < 1 or self.interrupted():
             return
         self.make_room(count)
-        blocks = self.blocks.take(count, record.request)
+        blocks = self.blocks.pop(count)
         begun = time.monotonic()
         try:
             tokens = record.path.tokens(0, start + count)
             got = direct.fetch(tokens, start, blocks, self.interrupted)
         except CallInFlight as late:
             log.error("AttentionStore does not answer: blocks not used", blocks=count)
-            self.lose(blocks, late.answer.done)  # the SDK may write them before it returns
+            self.blocks.lost.update(blocks)  # the SDK may write them before it returns
+            self._late.append((late.answer, blocks))
             return
         except KVActorsError as error:
             log.error("AttentionStore not read", error=str(error))
             got = 0
         found.storage_seconds += time.monotonic() - begun
-        self.blocks.give(blocks[got:], record.request)
+        self.blocks.push(blocks[got:])
         found.storage = blocks[:got]
-        self._add(record, blocks[:got])
+        self._enter(record, found.storage)
 
     # -- room
 
     @property
+    def evictable(self) -> int:
+        return self.tree.statistics()["evictable"]
+
+    @property
     def available(self) -> int:
-        return self.blocks.free + self.index.unreferenced
+        return len(self.blocks.free) + self.evictable
 
     def make_room(self, count: int) -> bool:
         """Evict until `count` blocks are free. Nothing is evicted if that is not possible."""
-        lacking = count - self.blocks.free
+        lacking = count - len(self.blocks.free)
         if lacking <= 0:
             return True
-        if lacking > self.index.unreferenced:
+        if lacking > self.evictable:
             return False
         self.evict(lacking)
         return True
@@ -455,28 +440,25 @@ class DeviceCache:
     def evict(self, count: int) -> None:
         """Evict blocks, at most `count`. Their bytes are in host memory before another request can
         get them. They are lost if the copy does not end (DeviceError)."""
-        victims = self.index.evict(count)
-        if not victims:
-            return
         lower, reports = self.lower, self.reports
-        if lower is not None:
-            lower.enter()
-            try:
-                lower.keep(victims)
-            except BaseException:
-                self.lose(block.block for block in victims)
-                raise
+        named = lower is not None or reports is not None
+        count = min(max(0, count), self.evictable)
+        nodes, hashes, parents, blocks, *_ = self.tree.evict(count, named)
+        if not blocks:
+            return
+        none_on_host = bytes(len(blocks))  # the tree does not follow the host tier
+        try:
+            if lower is not None:
+                lower.enter()
+                lower.keep(names_of(hashes), names_of(parents), blocks)
+        except BaseException:
+            self.blocks.lost.update(self.tree.finish_offload(nodes, none_on_host)[0])
+            raise
+        self.blocks.push(self.tree.finish_offload(nodes, none_on_host)[0])
         self.report_moves()
         if reports is not None:
             kept = lower is not None and lower.slots > 0
-            reports.removed(victims, Reason.DEVICE_EVICTION if kept else Reason.DEVICE_DROP)
-        self.blocks.evict(block.block for block in victims)
-
-    def lose(self, blocks: Iterable[int], ended: Callable[[], bool] = lambda: False) -> None:
-        """Blocks may still be accessed until `ended`, by default for good."""
-        lost = list(blocks)
-        self.blocks.lose(lost)
-        self._late.append((ended, lost))
+            reports.removed(hashes, Reason.DEVICE_EVICTION if kept else Reason.DEVICE_DROP)
 
     def report_moves(self) -> None:
         if self.reports is not None and self.lower is not None:
@@ -486,16 +468,15 @@ class DeviceCache:
     def reset(self) -> None:
         """Forget every block of device and host, and every request. Stored objects stay. Blocks
         that are written to storage are free when the writes have ended."""
-        records = [*self.requests.values(), *self._leaving]
+        gone = b"" if self.reports is None else self.tree.device_hashes()
         self._forgotten.update(self.requests)
+        self._leaving += self.requests.values()
         self.requests.clear()
-        self._leaving.clear()
-        written = [record for record in records if record.writers]  # none begins any more
-        read = {node.block for record in written for node in record.nodes}
-        self.lose(read, lambda: not any(record.writers for record in written))
-        gone = self.index.clear()
-        self.blocks.reset()
+        self.tree.retire()
+        self.blocks.push(self.tree.sweep(self.blocks.total))
         self.settle()
+        self.blocks.reset()
+        self._plant()
         if self.lower is not None:
             self.lower.enter()
             self.lower.tiers.reset()
@@ -506,12 +487,12 @@ class DeviceCache:
 
     def resize(self, total: int) -> None:
         blocks = self.blocks
-        used = len(blocks.held) + len(blocks.indexed) + len(blocks.lost)
         if total == blocks.total:
             return
-        if used:
+        if used := blocks.total - len(blocks.free):
             raise ConfigError(
                 f"total_block_num is {blocks.total} and cannot become {total}: {used} blocks are "
                 "in use"
             )
         blocks.resize(total)
+        self._plant()

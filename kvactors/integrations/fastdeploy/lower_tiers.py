@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from kvactors.actor.log import get_logger
 from kvactors.device.tensors import region_of, rows_of
 from kvactors.errors import CacheClosed, ConfigError, DeviceError, LayoutError
-from kvactors.integrations.fastdeploy.requests import IndexedBlock
 from kvactors.integrations.fastdeploy.settings import ManagerSettings
 from kvactors.layout.base import Layout, Role
 from kvactors.settings.check import changed_in
@@ -219,22 +218,20 @@ class LowerTiers:
             self.tiers.adopt()
             self.thread = get_ident()
 
-    def keep(self, victims: Sequence[IndexedBlock]) -> None:
+    def keep(self, keys: Sequence[bytes], parents: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copy evicted blocks, given children before parents, to host slots, and go on as saves to
         storage give slots back. Those nearest to the start of their paths come first: a block
         without its path cannot be matched. DeviceError if a copy does not end: the blocks must not
         be used any more."""
-        wanted = {block.hash: block for block in reversed(victims)} if self.slots else {}
-        keys = tuple(wanted)
+        path = reversed(list(zip(keys, parents, blocks, strict=True)))
+        wanted = {key: (parent, block) for key, parent, block in path} if self.slots else {}
+        left = tuple(wanted)
         until = time.monotonic() + self.tiers.config.storage.on_full_wait_s
-        while keys:
-            parents = [
-                None if (above := wanted[key].parent) is None else above.hash for key in keys
-            ]
-            found = self.tiers.prepare_store(keys, parents)
-            keys = found.waiting
+        while left:
+            found = self.tiers.prepare_store(left, [wanted[key][0] for key in left])
+            left = found.waiting
             if found.keys:
-                error = self.copies.store([wanted[key].block for key in found.keys], found.slots)
+                error = self.copies.store([wanted[key][1] for key in found.keys], found.slots)
                 self.tiers.complete_store(found.keys, success=not error)
                 if error:
                     log.error("blocks not kept in host memory", blocks=len(found.keys), error=error)

@@ -23,6 +23,7 @@ from kvactors.integrations.fastdeploy.device_cache import (
     DirectStorage,
     IndexReports,
     PrefixMatch,
+    names_of,
 )
 from kvactors.integrations.fastdeploy.engine_signals import (
     CLEARED,
@@ -38,7 +39,6 @@ from kvactors.integrations.fastdeploy.lower_tiers import (
     open_lower_tiers,
 )
 from kvactors.integrations.fastdeploy.requests import (
-    FreeBlockList,
     RequestRecord,
     at_least,
     name_of,
@@ -118,7 +118,7 @@ class PrefixCacheManager:
         self._next_turn: SimpleQueue[None] = SimpleQueue()
         self._next_turn.put(None)
         self._gauges = {} if gauges is None else {name: getattr(gauges, name) for name in GAUGES}
-        self._cache = DeviceCache(self.num_gpu_blocks)
+        self._cache = DeviceCache(self.num_gpu_blocks, settings.block_size)
         self._named = tensors
         self._stream = stream
         self._tensors: EngineTensors | None = None
@@ -153,12 +153,13 @@ class PrefixCacheManager:
     # -- device blocks
 
     @property
-    def gpu_free_block_list(self) -> FreeBlockList:
-        return self._cache.blocks.free_list
+    def gpu_free_block_list(self) -> list[int]:
+        """The free blocks. The first one is the lowest. Not to be changed."""
+        return self._cache.blocks.free
 
     @property
     def available_gpu_resource(self) -> float:
-        return self._cache.blocks.free / self.num_gpu_blocks if self.num_gpu_blocks else 0.0
+        return len(self._cache.blocks.free) / self.num_gpu_blocks if self.num_gpu_blocks else 0.0
 
     def can_allocate_gpu_blocks(self, num_blocks: float, try_free_gpu_blocks: bool = True) -> bool:
         """Whether so many device blocks, rounded up, are free, after an eviction if need be. If the
@@ -167,7 +168,7 @@ class PrefixCacheManager:
         with self._turn():
             self._cache.settle()
             evicts = try_free_gpu_blocks and self.settings.prefix_caching
-            return self._cache.make_room(count) if evicts else count <= self._cache.blocks.free
+            return self._cache.make_room(count) if evicts else count <= len(self._cache.blocks.free)
 
     def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:
         """Take the lowest free device blocks for a request, none for 0 and less. NoRoom if fewer
@@ -229,7 +230,7 @@ class PrefixCacheManager:
         with self._turn():
             request, root = name_of(task), self._root()
             block_size = self._checked_size(block_size)
-            record = RequestRecord(request, task, block_size, root)
+            record = RequestRecord(request, task, self._cache.tree, root)
             self._cache.release(request)
             caches = self.settings.prefix_caching  # else requests hold nothing
             found = self._cache.match(record) if caches else PrefixMatch()
@@ -237,8 +238,8 @@ class PrefixCacheManager:
             tiers = (found.gpu, found.cpu, found.storage)
             gpu, cpu, storage = (len(one) * block_size for one in tiers)
             self.metrics.matched(gpu, cpu, storage, record.path.num_tokens)
-            task.num_cached_blocks = len(record.nodes)
-            blocks = [node.block for node in record.nodes]
+            task.num_cached_blocks = record.num_cached
+            blocks = record.blocks
             return blocks, len(blocks) * block_size, found.metrics(block_size)
 
     def update_cache_blocks(self, task: Any, block_size: int, num_computed_tokens: int) -> None:
@@ -276,7 +277,7 @@ class PrefixCacheManager:
             own = self._cache.uncommitted(record, table, full)  # first: may refuse the call
             record.extend(task)
             self._cache.commit(record, own)
-            task.num_cached_blocks = len(record.nodes)
+            task.num_cached_blocks = record.num_cached
 
     def _checked_size(self, block_size: int) -> int:
         size, expected = whole("block_size", block_size), self.settings.block_size
@@ -312,13 +313,12 @@ class PrefixCacheManager:
                 late.add_done_callback(lambda _: record.writers.pop())
 
     def _save(self, record: RequestRecord) -> None:
-        lower, direct, nodes = self._cache.lower, self._cache.direct, list(record.nodes)
-        blocks = [node.block for node in nodes]
-        if lower is not None and lower.writes is not None and nodes:
-            keys = [node.hash for node in nodes]
+        lower, direct, blocks = self._cache.lower, self._cache.direct, record.blocks
+        if lower is not None and lower.writes is not None and blocks:
+            keys = names_of(record.path.hashes(0, len(blocks)))
             lower.writes.write(keys, blocks, lambda: self._cache.holds(record))
-        if direct is not None and nodes and not record.has_media:
-            direct.save(record.path.tokens(0, len(nodes)), 0, blocks)
+        if direct is not None and blocks and not record.has_media:
+            direct.save(record.path.tokens(0, len(blocks)), 0, blocks)
 
     # -- engine
 
@@ -414,8 +414,8 @@ class PrefixCacheManager:
         return ManagerStatistics(
             gpu_blocks=cache.blocks.total,
             cpu_blocks=self.num_cpu_blocks,
-            free_gpu_blocks=cache.blocks.free,
-            evictable_gpu_blocks=cache.index.unreferenced,
+            free_gpu_blocks=len(cache.blocks.free),
+            evictable_gpu_blocks=cache.evictable,
             requests=len(cache.requests),
             written_blocks=counters.written,
             present_blocks=counters.present,
@@ -455,7 +455,7 @@ class PrefixCacheManager:
             raise CacheClosed("the manager is closed")
         if self._tensors is not None or cache.lower is not None:
             raise ConfigError("the cache tensors are attached already")
-        if cache.blocks.held or cache.blocks.indexed:
+        if len(cache.blocks.free) < cache.blocks.total:
             raise ConfigError(
                 "blocks are in use: attach the cache tensors before the first request"
             )

@@ -1,18 +1,16 @@
-"""Requests of an engine: their token chains, and the blocks that they hold in the index."""
+"""Requests of an engine, the arguments of its calls, and the device blocks that it holds."""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Any
 
 from kvactors.errors import NoRoom
 from kvactors.identity import block_extras
-from kvactors.native import Path
-from kvactors.types import HASH_BYTES
+from kvactors.native import BlockTree, Path
 
 # -- Arguments of the engine's calls: checked, with their names in the error.
 
@@ -104,155 +102,38 @@ def required_blocks(input_token_num: int, block_size: int) -> int:
     return -(-tokens // at_least(1, "block_size", block_size))
 
 
-# -- The device's prefix index: full blocks by block hash, their references, and eviction.
-
-SLACK = 64  # entries of the eviction order beyond twice the blocks: more are stale, and removed
-
-
-@dataclass(eq=False, slots=True)
-class IndexedBlock:
-    """A full block on the device, held by a request at first. Its hash stands for the tokens and
-    media up to its end. `used`: time of the last use, in calls of the index."""
-
-    hash: bytes
-    parent: IndexedBlock | None
-    block: int
-    depth: int
-    used: int
-    refs: int = 1
-    children: int = 0
-
-
-class EngineBlockIndex:
-    """Blocks by hash. A block without references and children is evictable: the least recently used
-    one leaves first, and of one path the deepest.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: dict[bytes, IndexedBlock] = {}
-        self.unreferenced = 0
-        self._order: list[tuple[int, int, int, IndexedBlock]] = []  # a heap, with stale entries
-        self._clock = 0
-        self._entries = 0
-
-    def tick(self) -> None:
-        """A call of the engine begins. Blocks that it uses are equally recent."""
-        self._clock += 1
-
-    def match(self, hashes: Sequence[bytes]) -> list[IndexedBlock]:
-        found = []
-        for block_hash in hashes:
-            block = self.blocks.get(block_hash)
-            if block is None:
-                break
-            found.append(block)
-        return found
-
-    def hold(self, blocks: Iterable[IndexedBlock]) -> None:
-        for block in blocks:
-            if not block.refs:
-                self.unreferenced -= 1
-            block.refs += 1
-            block.used = self._clock
-
-    def add(self, block_hash: bytes, parent: IndexedBlock | None, block: int) -> IndexedBlock:
-        """Index a block, held by a request. Its hash is not indexed yet."""
-        depth = 1
-        if parent is not None:
-            depth += parent.depth
-            parent.children += 1
-        added = self.blocks[block_hash] = IndexedBlock(
-            block_hash, parent, block, depth, self._clock
-        )
-        return added
-
-    def release(self, blocks: Sequence[IndexedBlock]) -> None:
-        for block in reversed(blocks):
-            block.refs -= 1
-            if not block.refs:
-                self.unreferenced += 1
-                self._enqueue(block)
-
-    def _enqueue(self, block: IndexedBlock) -> None:
-        if block.children:
-            return
-        if len(self._order) > 2 * len(self.blocks) + SLACK:
-            self._order = [entry for entry in self._order if self._is_current(entry)]
-            heapify(self._order)
-        self._entries += 1
-        heappush(self._order, (block.used, -block.depth, self._entries, block))
-
-    def _is_current(self, entry: tuple[int, int, int, IndexedBlock]) -> bool:
-        used, _, _, block = entry
-        if block.refs or block.children or block.used != used:
-            return False
-        return self.blocks.get(block.hash) is block
-
-    def evict(self, count: int) -> list[IndexedBlock]:
-        """Remove blocks, at most `count`, each after its children."""
-        victims: list[IndexedBlock] = []
-        while len(victims) < count and self._order:
-            entry = heappop(self._order)
-            if not self._is_current(entry):
-                continue
-            block = entry[-1]
-            victims.append(block)
-            del self.blocks[block.hash]
-            self.unreferenced -= 1
-            parent = block.parent
-            if parent is not None:
-                parent.children -= 1
-                if not parent.refs:
-                    self._enqueue(parent)
-        return victims
-
-    def clear(self) -> list[IndexedBlock]:
-        """Forget every block. Returns them, children before parents."""
-        gone = sorted(self.blocks.values(), key=lambda block: -block.depth)
-        self.blocks.clear()
-        self._order.clear()
-        self.unreferenced = 0
-        return gone
-
-
-class FreeBlockList(Sequence[int]):
-    """A view of the free blocks, for an engine that counts them. The first one is the lowest."""
-
-    def __init__(self, heap: list[int]) -> None:
-        self._heap = heap
-
-    def __len__(self) -> int:
-        return len(self._heap)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._heap[index]
+# -- Device blocks, and the requests that hold them.
 
 
 class EngineBlocks:
-    """Block ids 0 .. total - 1, each in one place. The lowest free id is handed out first.
+    """Block ids 0 .. total - 1. Each is free, held by the engine, lost, or of the prefix cache: in
+    its tree, or a request's own copy of a block of the tree.
 
     Attributes:
+        free: a heap. The lowest id is handed out first.
         held: blocks that the engine was given and has not returned, with the request that each was
             given for (None: none named).
+        lost: blocks that a copy or a call may still access, after a reset too.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
+        self.free = list(range(total))
         self.held: dict[int, str | None] = {}
-        self.indexed: set[int] = set()
         self.lost: set[int] = set()
-        self._free = list(range(total))  # a heap
-        self._earlier: dict[int, set[str | None]] = {}  # held when the blocks were reset
-        self.free_list = FreeBlockList(self._free)
+        self._earlier: set[tuple[int, str | None]] = set()  # held when the cache was reset
 
-    @property
-    def free(self) -> int:
-        return len(self._free)
+    def pop(self, count: int) -> list[int]:
+        if count > len(self.free):
+            raise NoRoom(count, len(self.free))
+        return [heappop(self.free) for _ in range(count)]
+
+    def push(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            heappush(self.free, block)
 
     def take(self, count: int, request: str | None) -> list[int]:
-        if count > len(self._free):
-            raise NoRoom(count, len(self._free))
-        taken = [heappop(self._free) for _ in range(count)]
+        taken = self.pop(count)
         self.held.update(dict.fromkeys(taken, request))
         return taken
 
@@ -260,20 +141,16 @@ class EngineBlocks:
         """The engine returns blocks. Those that it was given before a reset are free already.
         ValueError if it does not hold one, holds it for another request, or returns it twice:
         nothing changed."""
-        returned = [block for block in blocks if not self._is_earlier(block, request)]
+        earlier = {
+            (block, request)
+            for block in blocks
+            if (block, request) in self._earlier and self.held.get(block, self) != request
+        }
+        returned = [block for block in blocks if (block, request) not in earlier]
         self.check_held(returned, request)
-        for block in blocks:
-            if self._is_earlier(block, request):
-                self._earlier[block].discard(request)
-        for block in returned:
-            del self.held[block]
-            heappush(self._free, block)
-
-    def _is_earlier(self, block: int, request: str | None) -> bool:
-        """Whether a request was given a block before a reset."""
-        if request not in self._earlier.get(block, ()):
-            return False
-        return block not in self.held or self.held[block] != request
+        self._earlier -= earlier
+        self.enter(returned)
+        self.push(returned)
 
     def check_held(self, blocks: Sequence[int], request: str | None) -> None:
         if len(set(blocks)) < len(blocks):
@@ -290,63 +167,58 @@ class EngineBlocks:
             return "out of range"
         if block in self.lost:
             return "still in use by a copy"
-        return "in the prefix cache, not the engine's" if block in self.indexed else "free already"
+        return "free already" if block in self.free else "in the prefix cache, not the engine's"
 
-    def index(self, block: int) -> None:
-        del self.held[block]
-        self.indexed.add(block)
-
-    def evict(self, blocks: Iterable[int]) -> None:
+    def enter(self, blocks: Iterable[int]) -> None:
+        """Blocks are not the engine's any more."""
         for block in blocks:
-            self.indexed.remove(block)
-            heappush(self._free, block)
-
-    def lose(self, blocks: Iterable[int]) -> None:
-        """Blocks, held or indexed until now, may still be accessed: they are nowhere else before
-        `regain`, after a reset too."""
-        for block in blocks:
-            self.held.pop(block, None)
-            self.indexed.discard(block)
-            self.lost.add(block)
-
-    def regain(self, blocks: Iterable[int]) -> None:
-        """Lost blocks are accessed no more, and free."""
-        for block in blocks:
-            self.lost.remove(block)
-            heappush(self._free, block)
+            del self.held[block]
 
     def resize(self, total: int) -> None:
         self.total = total
-        self._free[:] = range(total)
+        self.free[:] = range(total)
 
     def reset(self) -> None:
-        """All but lost blocks are free. Blocks that the engine holds may be returned once more."""
-        for block, request in self.held.items():
-            self._earlier.setdefault(block, set()).add(request)
+        """Free what the engine holds. It may return those blocks once more."""
+        self._earlier.update(self.held.items())
+        self.push(self.held)
         self.held.clear()
-        self.indexed.clear()
-        self._free[:] = [block for block in range(self.total) if block not in self.lost]
 
 
 class RequestRecord:
-    """The chain of a request's block hashes, and the blocks that it holds.
+    """A request's path in the tree, which holds its cached blocks: those of the tree, and its own
+    copies of blocks that another request has entered.
 
     Attributes:
-        spares: blocks of its table whose hash another request's block has in the index.
         writers: one entry for each write to storage that has not ended. Its blocks are not free
             before. Changed by any thread, in one step of the interpreter.
+        finished: whether its blocks are reported to indexes when it is released.
     """
 
-    def __init__(self, name: str, request: Any, block_size: int, root: bytes) -> None:
+    def __init__(self, name: str, request: Any, tree: BlockTree, root: bytes) -> None:
         self.request = name
-        self.path = Path(block_size, root)
-        self.nodes: list[IndexedBlock] = []
-        self.spares: list[int] = []
+        self.tree = tree
+        self.path = Path(tree.block_size, root)
         self.finished = False
         self.writers: list[None] = []
-        self.root = root
-        self.has_media = self._set_media(request, block_size)
+        self.has_media = self._set_media(request, tree.block_size)
         self.extend(request)
+
+    @property
+    def num_cached(self) -> int:
+        return self.path.num_committed
+
+    @property
+    def blocks(self) -> list[int]:
+        return self.path.blocks(0, self.num_cached)
+
+    def enter(self, blocks: Sequence[int]) -> int:
+        """Cache the next blocks of the path, which have their tokens. One that is cached already
+        stays the request's own: the engine reads it. Returns the number of the others."""
+        start = self.num_cached
+        self.path.assign(start, blocks)
+        self.tree.commit(self.path, start + len(blocks))
+        return sum(map(self.path.is_shared, range(start, self.num_cached)))
 
     def _set_media(self, request: Any, block_size: int) -> bool:
         places, hashes = media_of(request)
@@ -378,10 +250,6 @@ class RequestRecord:
             fresh = [*prompt[chained:], *outputs] if len(outputs) else prompt[chained:]
         if chained < total:
             self.path.extend(fresh)
-
-    def hashes(self, start: int, stop: int) -> list[bytes]:
-        packed = self.path.hashes(start, stop)
-        return [packed[i : i + HASH_BYTES] for i in range(0, len(packed), HASH_BYTES)]
 
 
 def _parts(request: Any) -> tuple[Any, Any]:

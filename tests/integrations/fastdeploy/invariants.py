@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from kvactors.integrations.fastdeploy import PrefixCacheManager
-from kvactors.integrations.fastdeploy.requests import EngineBlockIndex, EngineBlocks
 
 
 def check(manager: PrefixCacheManager) -> None:
-    """Blocks, index and references agree."""
+    """Each block is in one place, and the tree is consistent."""
     cache = manager._cache
-    check_blocks(cache.blocks)
-    check_index(cache.index)
+    cache.tree.check()
+    records = [*cache.requests.values(), *cache._leaving]
+    trees = {id(tree): tree for tree in (cache.tree, *(one.tree for one in records))}
+    entered = sum(tree.statistics()["device"] for tree in trees.values())
+    copies = [
+        block
+        for one in records
+        for position, block in enumerate(one.blocks)
+        if not one.path.is_shared(position)
+    ]
+    places = [*cache.blocks.free, *cache.blocks.held, *cache.blocks.lost, *copies]
+    assert len(places) == len(set(places))
+    assert len(places) + entered == cache.blocks.total
     if cache.lower is not None:
         cache.lower.tiers.check()
-
-
-def check_blocks(blocks: EngineBlocks) -> None:
-    """Each block is in one place."""
-    places = [*blocks.free_list, *blocks.held, *blocks.indexed, *blocks.lost]
-    assert len(places) == blocks.total
-    assert set(places) == set(range(blocks.total))
-
-
-def check_index(index: EngineBlockIndex) -> None:
-    """References, children and the eviction order agree."""
-    blocks = index.blocks.values()
-    assert index.unreferenced == sum(not block.refs for block in blocks)
-    leaves = {entry[-1].hash for entry in index._order if index._is_current(entry)}
-    for block in blocks:
-        assert block.children == sum(other.parent is block for other in blocks)
-        assert block.parent is None or index.blocks.get(block.parent.hash) is block.parent
-        assert block.parent is None or block.parent.refs >= block.refs
-        evictable = not block.refs and not block.children
-        assert evictable == (block.hash in leaves)

@@ -96,7 +96,7 @@ def test_keys_and_blocks_of_different_numbers_are_refused_and_slots_stay_usable(
     request = Request("a", A)
     one.prefill(request)
     writes = one.manager._cache.lower.writes
-    keys = [node.hash for node in one.manager._cache.index.blocks.values()]
+    keys = [bytes([number]) * 32 for number in range(3)]
     with pytest.raises(ValueError, match="shorter"):
         writes.write(keys, request.block_tables[:2], lambda: True)
     assert one.manager.statistics().written_blocks == 0
