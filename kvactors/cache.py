@@ -17,7 +17,7 @@ from numbers import Real
 from os import PathLike
 from pathlib import Path as File
 from types import CoroutineType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import anyio
 import numpy as np
@@ -68,7 +68,7 @@ from kvactors.errors import (
 )
 from kvactors.flush_notifier.messages import Resync, WaitFlushed
 from kvactors.flush_notifier.sinks.base import Sink
-from kvactors.from_thread import LoopCaller, blocking, end_stepped, leasing, mirrored, reading
+from kvactors.from_thread import LoopCaller, blocking, end_stepped, mirrored, threaded
 from kvactors.hints import Hints, check_hints
 from kvactors.identity import PLAIN, RequestScope
 from kvactors.lease import Lease
@@ -168,7 +168,7 @@ class KVCache:
     @property
     def from_thread(self) -> FromThread:
         """The same calls for other threads: each blocks its thread until the loop has answered."""
-        return FromThread(self, self._context.loop)
+        return FromThread(self.system, self._context.loop, self)
 
     def _sink_names(self, sinks: Collection[str] | None) -> tuple[str, ...] | None:
         names = check_names("sinks", sinks)
@@ -1165,25 +1165,17 @@ class FromThread(LoopCaller):
         WrongLoop: the call is from the loop's thread.
     """
 
-    def __init__(self, cache: KVCache, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(cache.system, loop)
-        self._target = cache
-
-    @property
-    def _owner(self) -> Self:
-        return self
-
     block_size: int = mirrored("block_size")
     config: Config = mirrored("config")
     device: Any = mirrored("device")
     sinks: dict[str, Sink] = mirrored("sinks")
     namespace: str = mirrored("namespace")
 
-    acquire = leasing(KVCache.acquire)
+    acquire = threaded(KVCache.acquire)
     prefetch = blocking(KVCache.prefetch)
-    lookup_slices = reading(KVCache.lookup_slices)
+    lookup_slices = threaded(KVCache.lookup_slices)
     lookup = lookup_slices
-    free_blocks = reading(KVCache.free_blocks)
+    free_blocks = threaded(KVCache.free_blocks)
     clear = blocking(KVCache.clear)
     set_quota = blocking(KVCache.set_quota)
     unpin = blocking(KVCache.unpin)
@@ -1196,12 +1188,12 @@ class FromThread(LoopCaller):
     set_num_blocks = blocking(KVCache.set_num_blocks)
     sleep = blocking(KVCache.sleep)
     wake = blocking(KVCache.wake)
-    statistics = reading(KVCache.statistics)
-    tenants = reading(KVCache.tenants)
-    health = reading(KVCache.health)
-    check = reading(KVCache.check)
-    check_slices = reading(KVCache.check_slices)
-    count_divergent_blocks = reading(KVCache.count_divergent_blocks)
-    count_divergent_blocks_slices = reading(KVCache.count_divergent_blocks_slices)
+    statistics = threaded(KVCache.statistics)
+    tenants = threaded(KVCache.tenants)
+    health = threaded(KVCache.health)
+    check = threaded(KVCache.check)
+    check_slices = threaded(KVCache.check_slices)
+    count_divergent_blocks = threaded(KVCache.count_divergent_blocks)
+    count_divergent_blocks_slices = threaded(KVCache.count_divergent_blocks_slices)
     step = blocking(KVCache.step, end_stepped)
-    record_pass = reading(KVCache.record_pass)
+    record_pass = threaded(KVCache.record_pass)

@@ -34,7 +34,8 @@ DEADLINE = inspect.Parameter(
 
 
 class LoopCaller:
-    """Runs calls on the loop of a cache, each for a thread that waits for its end.
+    """Runs the calls of a target, a cache or a lease of it, on the cache's loop, each for a thread
+    that waits for its end.
 
     Raises:
         CacheClosed: the loop has ended.
@@ -43,9 +44,10 @@ class LoopCaller:
         WrongLoop: the call is from the loop's thread.
     """
 
-    def __init__(self, system: System, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, system: System, loop: asyncio.AbstractEventLoop, target: Any) -> None:
         self._system = system
         self._loop = loop
+        self._target = target
 
     def _call(
         self, work: Work[T], deadline: float | None, lost: Callable[[T], object] | None = None
@@ -108,7 +110,7 @@ class LoopCaller:
             raise CacheClosed("the loop of this cache has ended") from None
 
 
-# -- methods and attributes of the two mirrors, from those of `_target`, a cache or a lease
+# -- methods and attributes of the two mirrors, from those of `_target`
 
 
 def mirrored(name: str) -> Any:
@@ -119,6 +121,10 @@ def mirrored(name: str) -> Any:
 
     read.__doc__ = f"As `{name}` of `KVCache` or `Lease`."
     return property(read)
+
+
+LEASES = {"steps", "leases"}
+"""Arguments that have leases."""
 
 
 def own(value: Any) -> Any:
@@ -133,34 +139,15 @@ def own(value: Any) -> Any:
     return value
 
 
-def blocking(
-    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-    lost: Callable[[Mapping[str, Any], T], None] | None = None,
-) -> Callable[Concatenate[Any, P], T]:
-    """An awaited method as one that blocks its thread until the loop has answered. lost: called
-    with the arguments and with an answer that comes too late for the thread."""
-    signature = inspect.signature(method)
-
-    @functools.wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        bound = signature.bind(self._target, *args, **kwargs)
-        bound.apply_defaults()
-        given = bound.arguments
-        for name in LEASES & given.keys():
-            given[name] = own(given[name])
-        work = partial(getattr(self._target, method.__name__), *bound.args[1:], **bound.kwargs)
-        found: T = self._call(work, given["deadline"], lost and partial(lost, given))
-        return found
-
-    return call
-
-
-LEASES = {"steps", "leases"}
-"""Arguments that have leases."""
+def end_made(_: Mapping[str, Any], made: Any) -> None:
+    """End the leases that a call has made."""
+    for lease in made if isinstance(made, tuple) else (made,):
+        if isinstance(lease, Lease):
+            lease.abandon()
 
 
 def end_lease(given: Mapping[str, Any], _: object) -> None:
-    """End a lease that a call has changed."""
+    """End the lease that a call has changed."""
     given["self"].abandon()
 
 
@@ -171,49 +158,50 @@ def end_stepped(given: Mapping[str, Any], outcomes: Sequence[Any]) -> None:
             step.lease.abandon()
 
 
-def leasing(method: Callable[Concatenate[Any, P], Any]) -> Callable[Concatenate[Any, P], Any]:
-    """An awaited method that makes leases. Those made too late for the thread are released."""
-
-    def abandon(_: Mapping[str, Any], made: Lease | tuple[Lease, ...]) -> None:
-        for lease in made if isinstance(made, tuple) else (made,):
-            lease.abandon()
-
-    make = blocking(method, abandon)
-
-    @functools.wraps(method)
-    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-        made = make(self, *args, **kwargs)
-        if isinstance(made, tuple):
-            return tuple(ThreadLease(self._owner, lease) for lease in made)
-        return ThreadLease(self._owner, made)
-
-    return call
-
-
-def reading(method: Callable[Concatenate[Any, P], Any]) -> Callable[..., Any]:
-    """A method without a deadline, which takes one here: it is called on the loop."""
+def threaded(
+    method: Callable[..., Any], lost: Callable[[Mapping[str, Any], Any], None] = end_made
+) -> Any:
+    """A method that blocks its thread until the loop has answered. One without a deadline takes one
+    here. Leases that it makes are those of a thread. lost: called with the arguments and with an
+    answer that comes too late for the thread."""
+    signature = inspect.signature(method)
+    timed = "deadline" in signature.parameters
 
     @functools.wraps(method)
-    def call(self: Any, /, *args: Any, deadline: float | None = None, **kwargs: Any) -> Any:
+    def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        deadline = None if timed else kwargs.pop("deadline", None)
+        bound = signature.bind(self._target, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        for name in LEASES & given.keys():
+            given[name] = own(given[name])
+
         async def work() -> Any:
-            given = {name: own(value) for name, value in kwargs.items()}
-            found = getattr(self._target, method.__name__)(*map(own, args), **given)
+            found = getattr(self._target, method.__name__)(*bound.args[1:], **bound.kwargs)
             return await found if inspect.iscoroutine(found) else found
 
-        return self._call(work, deadline)
+        found = self._call(work, given.get("deadline", deadline), partial(lost, given))
+        if isinstance(found, tuple) and all(isinstance(one, Lease) for one in found):
+            return tuple(ThreadLease(self._system, self._loop, one) for one in found)
+        return ThreadLease(self._system, self._loop, found) if isinstance(found, Lease) else found
 
-    signature = inspect.signature(method)
-    shown = signature.replace(parameters=[*signature.parameters.values(), DEADLINE])
-    call.__signature__ = shown  # type: ignore[attr-defined]
+    if not timed:
+        shown = signature.replace(parameters=[*signature.parameters.values(), DEADLINE])
+        call.__signature__ = shown  # type: ignore[attr-defined]
     return call
 
 
-class ThreadLease:
-    """`Lease` for threads other than the loop's, with the same methods. A context manager."""
+def blocking(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+    lost: Callable[[Mapping[str, Any], T], None] = end_made,
+) -> Callable[Concatenate[Any, P], T]:
+    """`threaded` with the types of an awaited method that makes no lease."""
+    found: Callable[Concatenate[Any, P], T] = threaded(method, lost)
+    return found
 
-    def __init__(self, owner: LoopCaller, lease: Lease) -> None:
-        self._owner, self._call = owner, owner._call
-        self._target = lease
+
+class ThreadLease(LoopCaller):
+    """`Lease` for threads other than the loop's, with the same methods. A context manager."""
 
     request_id: str = mirrored("request_id")
     block_table: tuple[int, ...] = mirrored("block_table")
@@ -230,18 +218,18 @@ class ThreadLease:
     next_chunk = blocking(Lease.next_chunk, end_lease)
     reserve = blocking(Lease.reserve, end_lease)
     truncate = blocking(Lease.truncate, end_lease)
-    fork = leasing(Lease.fork)
-    fork_many = leasing(Lease.fork_many)
+    fork = threaded(Lease.fork)
+    fork_many = threaded(Lease.fork_many)
     commit = blocking(Lease.commit, end_lease)
     finish = blocking(Lease.finish)
     preempt = blocking(Lease.preempt)
-    hashes = reading(Lease.hashes)
+    hashes = threaded(Lease.hashes)
 
     def abandon(self, *, event: Completion | None = None, stream: Stream | None = None) -> None:
         """See `Lease.abandon`. Does not wait without an event or a stream."""
-        self._owner._check_thread()
+        self._check_thread()
         if event is None and stream is None:
-            self._owner._schedule(self._target.abandon)
+            self._schedule(self._target.abandon)
             return
 
         async def work() -> None:

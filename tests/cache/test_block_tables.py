@@ -4,13 +4,11 @@ right, nothing leaks, and every position has the hash of the tokens that it hold
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import random
 
 import pytest
 
-from kvactors.errors import KVActorsError, LeaseBusy, NoRoom, NotReady, TokensCommitted
-from tests.support.cache import BLOCK, opened, prompt, serve
+from kvactors.errors import LeaseBusy, TokensCommitted
+from tests.support.cache import BLOCK, opened, prompt
 
 HOST = {"slots": 8, "transit_slots": 16}
 
@@ -47,19 +45,6 @@ async def test_committed_tokens_are_not_dropped():
         assert (lease.num_tokens, lease.block_table) == (3 * BLOCK + 1, table)
         assert await lease.truncate(2 * BLOCK) == table[2:]
         assert lease.num_tokens == 2 * BLOCK
-
-
-async def test_tokens_are_not_dropped_while_blocks_load():
-    async with opened(device=8, host=HOST) as cache:
-        await serve(cache, "a", tokens := prompt(1, 3, tail=1))
-        await serve(cache, "b", prompt(2, 8))
-        async with await cache.acquire("a", tokens) as lease:
-            assert lease.pending
-            with pytest.raises(NotReady, match="wait_ready"):
-                await lease.truncate(1)
-            await lease.wait_ready()
-            with pytest.raises(TokensCommitted):
-                await lease.truncate(1)
 
 
 async def test_a_truncate_between_the_parts_of_a_commit_is_refused(monkeypatch, queued):
@@ -113,39 +98,3 @@ async def test_a_media_item_is_not_cut():
         await lease.truncate(5)
         await lease.extend([1, 2])
         await lease.truncate(6)
-
-
-@pytest.mark.parametrize("seed", range(4))
-async def test_threads_that_speculate_never_share_a_wrong_block(seed):
-    """Real threads with random drafts: what is committed is found by the others under its tokens,
-    and every table is right at every moment."""
-
-    def speculate(number: int) -> None:
-        rng, calls = random.Random(seed * 100 + number), cache.from_thread
-        for turn in range(12):
-            tokens = [rng.randrange(2) for _ in range(rng.randrange(1, 2 * BLOCK))]
-            try:
-                with calls.acquire(f"{number}.{turn}", tokens) as lease:
-                    committed = lease.cached_tokens
-                    for _ in range(4):
-                        lease.reserve(rng.randrange(2 * BLOCK))
-                        drafts = [rng.randrange(2) for _ in range(rng.randrange(1, 2 * BLOCK))]
-                        lease.extend(drafts)
-                        kept = rng.randrange(len(tokens), len(tokens) + len(drafts) + 1)
-                        lease.truncate(kept)
-                        tokens = tokens + drafts[: kept - len(tokens)]
-                        assert lease.num_tokens == len(tokens)
-                        assert len(lease.block_table) == -(-len(tokens) // BLOCK)
-                        full = len(tokens) // BLOCK
-                        table, keys = lease.block_table[:full], lease.hashes(0, full)
-                        first = committed // BLOCK
-                        assert cache.device.check(list(table[:first]), keys[: 32 * first]) == []
-                        cache.device.fill(list(table[first:]), keys[32 * first :])
-                        committed = lease.commit(len(tokens)) * BLOCK
-            except KVActorsError as error:
-                assert isinstance(error, NoRoom), error  # noqa: PT017
-
-    async with opened(device=24) as cache:
-        loop = asyncio.get_running_loop()
-        with concurrent.futures.ThreadPoolExecutor(4) as pool:
-            await asyncio.gather(*(loop.run_in_executor(pool, speculate, n) for n in range(4)))

@@ -83,12 +83,3 @@ async def test_cancelled_at_every_step(how):
     assert finished, "the request was never allowed to end"
     assert ("acquired",) in seen or ("acquired", "ready") in seen
     assert len(seen) >= 3
-
-
-async def test_a_forgotten_lease_comes_back_with_a_warning():
-    async with opened() as cache:
-        leases = [await cache.acquire("forgetful", prompt(1, 3))]
-        with pytest.warns(ResourceWarning, match="forgetful"):
-            leases.clear()
-        await cache.wait_idle()
-        assert cache.statistics().prefix.blocks_free == 8

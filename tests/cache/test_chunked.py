@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import kvactors
 from kvactors.prefix_index import work
 from tests.support.cache import BLOCK, opened, prompt, serve
 
@@ -67,20 +66,6 @@ async def test_the_chunk_begins_after_the_cached_tokens(tiers):
         assert lease.covered_tokens == lease.num_tokens
         assert await lease.next_chunk(5) == ()
         await lease.finish(8 * BLOCK)
-
-
-async def test_other_requests_have_the_blocks_of_later_chunks():
-    async with opened(device=8) as cache:
-        lease = await cache.acquire("chunked", prompt(1, 8), chunk_tokens=BLOCK)
-        other = await cache.acquire("other", prompt(2, 5))
-        assert await lease.next_chunk(2 * BLOCK)
-        with pytest.raises(kvactors.NoRoom) as refused:
-            await lease.next_chunk(BLOCK)
-        assert not isinstance(refused.value, kvactors.NeverFits)
-        assert lease.covered_tokens == 3 * BLOCK
-        await other.finish()
-        assert len(await lease.next_chunk(100)) == 5
-        await lease.finish()
 
 
 async def test_tokens_without_blocks_cannot_be_committed():

@@ -69,25 +69,3 @@ async def test_blocks_of_a_clear_in_progress_are_taken_without_a_copy(wait, host
         assert cache.statistics().prefix.offloads_in_flight == 0
         assert host == {} or cache.statistics().host.offloaded == 0
         await settle(cache)
-
-
-@pytest.mark.parametrize("whole", [True, False])
-async def test_loads_of_a_request_that_waits_for_blocks_end_with_a_clear_of_its_salt(whole):
-    """Its blocks would be on the device, and in no index."""
-    host = {"slots": 8, "transit_slots": 8}
-    store = {"backend": "memory", "write_policy": "write_through"}
-    async with opened(device=8, host=host, storage=store) as cache:
-        await use(cache, 1, salt="a", blocks=4)
-        await cache.wait_idle()
-        await cache.clear()
-        await use(cache, 2, salt="b", blocks=8)
-        await cache.wait_idle()
-        asked = asyncio.create_task(cache.acquire("next", tokens_of(1, 5), salt="a"))
-        await asyncio.sleep(0)
-        assert cache.statistics().prefix.waiting == 1, "for evictions"
-        await (cache.clear() if whole else cache.clear(salt="a"))
-        lease = await asked
-        await lease.wait_ready()
-        await lease.commit(5 * BLOCK)
-        await lease.finish()
-        await settle(cache)

@@ -4,7 +4,6 @@ and never if it fails."""
 from __future__ import annotations
 
 import asyncio
-import gc
 
 import pytest
 
@@ -129,20 +128,3 @@ async def test_tokens_of_a_commit_that_waits_are_not_dropped():
         await lease.extend(prompt(4, 1))
         event.state = True
         assert await commit == 2
-
-
-async def test_many_waiters_of_one_event_cost_one_query():
-    async with opened(device=64) as cache:
-        leases = [await cache.acquire(f"{n}", prompt(n, 1)) for n in range(20)]
-        event = Event()
-        commits = [asyncio.ensure_future(one.commit(BLOCK, event=event)) for one in leases]
-        await asyncio.sleep(0)
-        before = event.queries
-        events_of(cache)._poll()
-        assert event.queries == before + 1
-        event.state = True
-        assert await asyncio.gather(*commits) == [1] * 20
-        assert not len(events_of(cache))
-        for lease in leases:
-            await lease.finish()
-        gc.collect()

@@ -6,15 +6,11 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import numpy as np
 import pytest
 
 import kvactors
-from kvactors.device.base import Device
-from kvactors.device.tensors import TensorDevice
 from kvactors.errors import DeadlineExceeded, DeviceError, LeaseEnded, NoRoom, TokensCommitted
-from kvactors.layout import GQALayout
-from tests.support.cache import BLOCK, opened, prompt, serve, settings
+from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 16, "transit_slots": 16}
 
@@ -87,22 +83,6 @@ async def test_a_shared_block_is_free_after_both_leases(first, committed):
 async def table_of(cache, tokens):
     async with await cache.acquire("x", tokens) as lease:
         return lease.block_table
-
-
-async def test_without_a_block_for_the_copy_nothing_changes():
-    async with opened(device=4) as cache:
-        lease = await cache.acquire("a", prompt(1, 2, tail=1))
-        with pytest.raises(NoRoom):
-            await lease.fork_many(2)
-        prefix = cache.statistics().prefix
-        assert (prefix.leases, prefix.forks, prefix.blocks_free) == (1, 0, 1)
-        (fork,) = await lease.fork_many(1)
-        with pytest.raises(kvactors.NoRoom):
-            await fork.fork()
-        with pytest.raises(kvactors.NeverFits):
-            await fork.fork_many(5)
-        await fork.finish()
-        await lease.finish()
 
 
 def holds_back(monkeypatch, device, call: str) -> threading.Event:
@@ -325,27 +305,3 @@ async def test_many_forks_of_a_long_prompt_go_in_several_messages(monkeypatch):
         assert cache.statistics().prefix.leases == 6
         for one in (lease, *forks):
             await one.finish()
-
-
-async def test_a_device_without_its_own_copy_goes_by_way_of_the_host():
-    async with opened(device=4) as cache:
-        Device.copy_blocks(cache.device, (), ())
-        cache.device.fill([1], b"k" * 32)
-        Device.copy_blocks(cache.device, (1,), (3,))
-        assert cache.device.check([3], b"k" * 32) == []
-        for sources, targets in (((1,), ()), ((1,), (4,)), ((-1,), (1,))):
-            with pytest.raises(ValueError):
-                cache.device.copy_blocks(sources, targets)
-
-
-async def test_tensors_of_a_framework():
-    layout = GQALayout(2, 1, 8, BLOCK, "uint8")
-    tensors = layout.allocate(lambda shape, dtype: np.zeros(shape, dtype), 6)
-    device = TensorDevice(layout, tensors)
-    async with kvactors.open(settings(device=6), device=device) as cache:
-        lease = await cache.acquire("a", prompt(1, 1, tail=1))
-        tensors[-1][lease.block_table[1]] = 5
-        fork = await lease.fork()
-        assert (tensors[-1][fork.block_table[1]] == 5).all()
-        await lease.finish()
-        await fork.finish()

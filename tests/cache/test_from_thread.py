@@ -66,21 +66,6 @@ def test_the_signatures_are_equal(owner, mirror, name):
     assert twin.__doc__
 
 
-async def test_threads_step_their_leases():
-    async with opened(device=32) as cache:
-
-        def work():
-            calls = cache.from_thread
-            leases = [calls.acquire(f"{n}", prompt(n, 1)) for n in range(3)]
-            outcomes = calls.step([Step(one, [7], BLOCK) for one in leases])
-            assert [(len(one.blocks), one.committed_blocks) for one in outcomes] == [(1, 1)] * 3
-            assert [one.num_tokens for one in leases] == [BLOCK + 1] * 3
-            for one in leases:
-                one.finish()
-
-        await asyncio.to_thread(work)
-
-
 async def test_a_step_that_is_late_for_its_thread_ends_the_leases(monkeypatch):
     """The answer comes to a thread that has given up."""
     original = FromThread._call

@@ -9,7 +9,7 @@ import pytest
 
 from kvactors import Hints
 from kvactors.testing.loop import simulate
-from tests.cache.test_quotas import held, hosted, settle, tokens_of, use
+from tests.cache.test_quotas import held, settle, tokens_of, use
 from tests.support.cache import opened
 
 DAY = 86_400.0
@@ -38,22 +38,6 @@ def test_blocks_leave_before_others_once_their_time_is_over(later):
         await settle(cache)
 
     in_virtual_time(main)
-
-
-def test_expired_blocks_leave_the_host_tier_first():
-    async def main(cache):
-        await use(cache, 1, hints=Hints(ttl=5.0), blocks=4)
-        await use(cache, 2, blocks=4)
-        await use(cache, 3, blocks=4)  # both are on the host now
-        assert [hosted(cache, n, blocks=4) for n in (1, 2)] == [4, 4]
-        assert cache.lookup([*tokens_of(1, 4), 1]).host == 4  # no use: the time goes on
-        await asyncio.sleep(6.0)
-        await use(cache, 4, blocks=4)
-        await cache.wait_idle()
-        assert [hosted(cache, n, blocks=4) for n in (1, 2)] == [0, 4]
-        await settle(cache)
-
-    in_virtual_time(main, device=4, host={"slots": 8, "transit_slots": 8})
 
 
 def test_a_pin_ends_with_its_time():

@@ -5,18 +5,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import threading
 import time
-from functools import partial
 
 import anyio
 import pytest
 
 import kvactors.from_thread
 from kvactors import Step
-from kvactors.errors import CacheClosed, DeadlineExceeded, LeaseBusy, LeaseEnded, NoRoom, WrongLoop
-from kvactors.prefix_index.actor import PrefixIndex
+from kvactors.errors import CacheClosed, DeadlineExceeded, LeaseBusy, LeaseEnded, WrongLoop
 from kvactors.prefix_index.messages import Commit
 from tests.support.cache import BLOCK, opened, prompt, serve
 
@@ -259,16 +256,16 @@ async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
 
             return run
 
-        held = kvactors.from_thread.ThreadLease(cache.from_thread, lease)
+        held = kvactors.from_thread.ThreadLease(cache.system, cache._context.loop, lease)
         monkeypatch.setattr(lease, "extend", late(lease.extend))
-        give_up = kvactors.cache.FromThread._schedule
+        give_up = kvactors.from_thread.LoopCaller._schedule
 
         def noted(self, callback):
             if callback.__name__ == "give_up":
                 given_up.append("now")
             give_up(self, callback)
 
-        monkeypatch.setattr(kvactors.cache.FromThread, "_schedule", noted)
+        monkeypatch.setattr(kvactors.from_thread.LoopCaller, "_schedule", noted)
         with pytest.raises(DeadlineExceeded):
             await asyncio.to_thread(in_thread(lambda: held.extend([1] * BLOCK, deadline=0.3)))
         await cache.wait_idle()
@@ -281,25 +278,6 @@ async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
             )
         await cache.wait_idle()
         assert cache.statistics().prefix.leases == 0
-
-
-async def test_a_layer_after_a_failed_load_renews_the_table():
-    """A lease that had joined the load has got a separate block, and the caller computes into
-    that one. An extend has appended another block."""
-    async with opened() as cache:
-        lease = await cache.acquire("a", prompt(1, 2))
-        await lease.extend([1])
-        first, joined, last = lease.block_table
-        core = cache.system.index_actor
-        state, [new] = core.leases.get(lease._handle.id), core.index.take(1)
-        state.tree.replace(state.path, 1, new)
-        core.index.pool.give([joined])
-        state.changed = lease.pending = True
-        assert await lease.wait_layer(0) == 0
-        assert lease.block_table == (first, new, last)
-        assert agree(cache, lease)
-        lease.pending = False
-        await lease.finish(0)
 
 
 # -- leases that have ended
@@ -351,23 +329,3 @@ async def test_calls_after_the_cache_is_closed_raise():
 
 
 # -- leases with a fault
-
-
-async def test_a_lease_that_failed_and_was_forgotten_gives_its_blocks_back():
-    """An error that was kept and raised again would keep its callers' frames, and the lease in
-    them."""
-    async with opened(device=32) as cache:
-        index: PrefixIndex = cache.system.index_actor
-
-        async def fail(number):
-            lease = await cache.acquire(f"f{number}", prompt(number, 2))
-            index.leases.get(lease._handle.id).fault = partial(NoRoom, 1, 0)
-            for call in (lambda: lease.commit(BLOCK), lambda: lease.preempt(BLOCK)):
-                with pytest.raises(NoRoom):
-                    await call()
-
-        for number in range(10):
-            await fail(number)
-        gc.collect()
-        await cache.wait_idle()
-        assert cache.statistics().prefix.leases == 0

@@ -53,19 +53,6 @@ async def test_hits_in_tokens_and_the_blocks_that_a_prompt_needs():
         await lease.finish()
 
 
-async def test_a_media_item_is_hit_whole_or_not_at_all():
-    tokens = prompt(1, 4)
-    image = [(BLOCK + 1, 2 * BLOCK, "image")]
-    other = [(BLOCK + 1, 2 * BLOCK, "other")]
-    async with opened(device=16) as cache:
-        await serve(cache, "first", tokens[: 3 * BLOCK + 1], extra_keys=image)
-        assert cache.lookup(tokens, extra_keys=other) == Hits(1, 0, 0)
-        assert cache.lookup(tokens, extra_keys=image) == Hits(1, 0, 0)
-    async with opened(device=16, cache={"split_media": True}) as cache:
-        await serve(cache, "first", tokens[: 3 * BLOCK + 1], extra_keys=image)
-        assert cache.lookup(tokens, extra_keys=image) == Hits(3, 0, 0)
-
-
 async def test_a_lookup_takes_and_touches_nothing():
     """The block that was used least recently is evicted first, however often it was looked up."""
     old, new = prompt(1, 2), prompt(2, 2)
@@ -98,17 +85,6 @@ async def test_blocks_of_a_store_that_fails_are_not_hits(monkeypatch):
             patched.setattr(Attempts, "paused", True)
             assert cache.lookup(tokens).storage == 0
         assert cache.lookup(tokens).storage == 3
-
-
-async def test_too_few_blocks_in_the_store_are_not_hits():
-    tokens = prompt(1, 3, tail=1)
-    for least, found in ((3, 3), (4, 0)):
-        async with opened(device=4, storage={**STORE, "min_fetch_blocks": least}) as cache:
-            await serve(cache, "first", tokens)
-            await cache.wait_idle()
-            await serve(cache, "other", prompt(2, 4))
-            await cache.wait_idle()
-            assert cache.lookup(tokens) == Hits(0, 0, found)
 
 
 async def test_free_blocks_adds_up():

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.errors import StoreUnsupported
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.hints import Hints
 from kvactors.observe.statistics import announceable, residency
@@ -117,11 +116,3 @@ async def test_a_clear_of_an_adapter_ends_its_pins():
         await cache.clear(lora="a")
         await lease.finish(lease.num_tokens)  # no request finds what it has computed
         assert lease.pinned_blocks == cache.statistics().prefix.pinned == 0
-
-
-async def test_what_one_adapter_has_stored_cannot_be_removed():
-    async with opened(device=8, storage={"backend": "memory"}) as cache:
-        with pytest.raises(StoreUnsupported, match="adapters"):
-            await cache.clear(lora="a", storage=True)
-        with pytest.raises(ValueError, match="salt and lora"):
-            await cache.clear(lora="a", salt="t")

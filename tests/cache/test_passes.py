@@ -11,9 +11,7 @@ import pytest
 import structlog
 
 import kvactors
-from kvactors import Step
 from kvactors.errors import DeadlineExceeded, DeviceError, LeaseEnded
-from kvactors.from_thread import ThreadLease
 from tests.cache.test_device_events import Event
 from tests.support.cache import BLOCK, opened, prompt, settings
 
@@ -188,32 +186,3 @@ async def test_bad_passes_are_refused_and_nothing_is_recorded():
         await lease.extend([1])
         await lease.finish()  # no pass holds it up
         await foreign.finish()
-
-
-async def test_a_step_commits_when_the_pass_is_over():
-    async with opened(device=DEVICE) as cache, await cache.acquire("a", prompt(1, 2)) as lease:
-        event, complete = new_event("future")
-        begun = cache.record_pass([lease], event=event)
-        step = asyncio.ensure_future(cache.step([Step(lease, [1], 2 * BLOCK)], event=begun))
-        await turns()
-        assert not step.done()
-        complete()
-        assert (await step)[0].committed_blocks == 2
-
-
-async def test_threads_record_passes():
-    async with opened(device=DEVICE) as cache:
-        event = Event()
-
-        def work() -> ThreadLease:
-            lease = cache.from_thread.acquire("a", prompt(1, DEVICE))
-            cache.from_thread.record_pass([lease], event=event)
-            lease.abandon(event=Event(state=True))
-            return lease
-
-        await asyncio.to_thread(work)
-        other = asyncio.ensure_future(admitted(cache))
-        await turns()
-        assert not other.done()
-        event.state = True
-        await (await other).finish()

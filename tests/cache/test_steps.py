@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import random
 
 import numpy as np
 import pytest
 
 from kvactors import decode_batch as steps_module
 from kvactors.decode_batch import Step, Stepped
-from kvactors.errors import DeviceError, LeaseBusy, LeaseEnded, NoRoom, NotReady
+from kvactors.errors import LeaseBusy, LeaseEnded, NoRoom, NotReady
 from kvactors.prefix_index.messages import StepLeases
 from tests.support.cache import BLOCK, opened, prompt, serve
 
@@ -30,33 +29,6 @@ def agree(cache, lease):
 
 async def acquired(cache, count, blocks=1):
     return [await cache.acquire(f"{n}", prompt(100 + n, blocks)) for n in range(count)]
-
-
-@pytest.mark.parametrize("batch", [1, 3, 256])
-async def test_a_step_is_an_extend_and_a_commit_of_each_lease(batch, monkeypatch):
-    monkeypatch.setattr(steps_module, "BATCH_LEASES", batch)
-    async with opened(device=128) as cache:
-        rng = random.Random(1)
-        batched, single = await acquired(cache, 8), await acquired(cache, 8)
-        for _ in range(12):
-            more = [[rng.randrange(100) for _ in range(rng.randrange(4))] for _ in batched]
-            computed = [rng.choice((None, one.num_tokens)) for one in batched]
-            outcomes = await cache.step(
-                [Step(*one) for one in zip(batched, more, computed, strict=True)]
-            )
-            for lease, twin, tokens, count, outcome in zip(
-                batched, single, more, computed, outcomes, strict=True
-            ):
-                added = await twin.extend(tokens)
-                if count is not None:
-                    assert await twin.commit(count) == outcome.committed_blocks
-                assert len(added) == len(outcome.blocks)
-                assert outcome.error is None
-                assert agree(cache, lease)
-                full = lease.num_tokens // BLOCK
-                assert lease.hashes(0, full) == twin.hashes(0, full)
-        for lease in batched + single:
-            await lease.finish()
 
 
 @pytest.mark.parametrize("device", [64, 40], ids=["free", "evicted"])
@@ -207,43 +179,6 @@ async def test_no_call_slips_in_during_a_step(call, queued):
         for lease in leases:
             assert agree(cache, lease)
             await lease.finish()
-
-
-async def test_long_steps_go_in_parts(monkeypatch):
-    monkeypatch.setattr("kvactors.prefix_index.work.TURN_BLOCKS", 2)
-    async with opened(device=64) as cache:
-        first, second = await acquired(cache, 2)
-        outcomes = await cache.step(
-            [Step(first, [1] * (9 * BLOCK), 10 * BLOCK), Step(second, [1], BLOCK)]
-        )
-        assert [one.committed_blocks for one in outcomes] == [10, 1]
-        for lease in (first, second):
-            assert agree(cache, lease)
-            await lease.finish()
-
-
-async def test_a_step_waits_for_its_event():
-    async with opened(device=16) as cache:
-        leases = await acquired(cache, 2)
-        future = asyncio.get_running_loop().create_future()
-        task = asyncio.ensure_future(
-            cache.step([Step(one, [], BLOCK) for one in leases], event=future)
-        )
-        await asyncio.sleep(0)
-        with pytest.raises(LeaseBusy, match="a commit"):
-            await leases[0].truncate(0)
-        await leases[1].extend([1])
-        future.set_result(None)
-        assert [one.committed_blocks for one in await task] == [1, 1]
-
-        async def fail():
-            raise RuntimeError("lost")
-
-        with pytest.raises(DeviceError):
-            await cache.step([Step(leases[0], [1])], event=fail())
-        assert leases[0].num_tokens == BLOCK
-        for one in leases:
-            await one.finish()
 
 
 async def test_wrong_steps_are_refused_and_change_nothing():

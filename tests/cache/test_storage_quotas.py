@@ -71,21 +71,6 @@ async def test_a_quota_of_the_store_can_be_changed_while_the_cache_runs():
         await settle(cache)
 
 
-async def test_a_batch_beyond_the_quota_of_its_salt_is_stored_from_the_root():
-    quota = {"storage": 2}
-    async with opened(storage=store(capacity=8), quota=quota) as cache:
-        for salt in ("a", "b"):
-            for number in (1, 2):
-                await use(cache, number, salt=salt)
-                await cache.wait_idle()
-        await use(cache, 3, salt="c", blocks=4)
-        await cache.wait_idle()
-        assert stored(cache, 3, salt="c", blocks=4) == 2  # in place of old blocks of a
-        held = {salt: one.storage_blocks for salt, one in cache.tenants().unnamed.items()}
-        assert held == {"a": 2, "b": 4, "c": 2}
-        await settle(cache)
-
-
 # -- files
 
 

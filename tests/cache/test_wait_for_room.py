@@ -7,9 +7,7 @@ import asyncio
 import pytest
 
 import kvactors
-from kvactors.actor.clock import now
 from kvactors.prefix_index import waiting as queue
-from kvactors.prefix_index import work
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -143,71 +141,3 @@ async def test_a_pin_refuses_the_requests_that_wait_and_can_get_no_blocks_any_mo
         assert not small.done()
         await other.finish()
         await (await small).finish()
-
-
-@pytest.mark.parametrize("seconds", [0.02, 0.3])
-async def test_the_deadline_ends_the_wait(seconds):
-    async with opened(device=4) as cache:
-        lease = await cache.acquire("runs", prompt(1, 3))
-        began = now()
-        with pytest.raises(kvactors.DeadlineExceeded, match="in time"):
-            await cache.acquire("late", prompt(2, 2), wait_for_room=True, deadline=seconds)
-        assert now() - began >= seconds
-        assert waiting(cache) == 0
-        small = asyncio.ensure_future(cache.acquire("small", prompt(3, 1), wait_for_room=True))
-        await (await small).finish()
-        await lease.finish()
-
-
-@pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
-@pytest.mark.parametrize("long", [False, True])
-async def test_a_request_cancelled_at_any_step_leaves_nothing(tiers, long, monkeypatch):
-    """It is cancelled after each number of turns of the loop, while its blocks are freed."""
-    if long:
-        monkeypatch.setattr(work, "TURN_BLOCKS", 2)
-    for steps in range(14):
-        async with opened(device=8, **tiers) as cache:
-            await serve(cache, "before", prompt(101, 3))
-            lease = await cache.acquire("runs", prompt(1, 6))
-            await lease.wait_ready()  # the store is asked for its blocks
-            one = await queued(cache, 1, 1, 5)
-            behind = await queued(cache, 2, 2, 3)
-            ends = asyncio.ensure_future(lease.finish(6 * BLOCK))
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            one.cancel()
-            await asyncio.gather(one, return_exceptions=True)
-            await ends
-            if not one.cancelled():
-                one.result().abandon()
-            granted = await behind
-            await granted.wait_ready()
-            await granted.finish()
-            assert waiting(cache) == 0
-            await cache.wait_idle()  # blocks of the cancelled request may be on their way back
-            await serve(cache, "all", prompt(5, 8))
-
-
-@pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
-async def test_long_requests_wait_too(tiers, monkeypatch):
-    """Matched and released in parts of two blocks."""
-    monkeypatch.setattr(work, "TURN_BLOCKS", 2)
-    async with opened(device=12, **tiers) as cache:
-        await serve(cache, "before", prompt(7, 6))
-        await cache.wait_idle()
-        leases = [await cache.acquire(f"r{n}", prompt(n, 4)) for n in (1, 2)]
-        monkeypatch.setattr(queue, "OVERTAKEN", 0)
-        shared = asyncio.ensure_future(cache.acquire("w", prompt(7, 9), wait_for_room=True))
-        while not waiting(cache):
-            await asyncio.sleep(0)
-        behind = await queued(cache, 2, 2, 4)
-        for lease in leases:
-            await cache.wait_idle()
-            assert not shared.done() or lease is leases[1]
-            assert shared.done() or not behind.done()
-            await lease.finish()
-        granted = await shared
-        await granted.wait_ready()
-        assert len(set(granted.block_table)) == 9
-        await granted.finish()
-        await (await behind).finish()

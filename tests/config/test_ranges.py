@@ -119,35 +119,3 @@ def test_texts_that_no_file_system_or_key_takes_are_named(name):
     for text in ("a\0b", "\ud800", "x" * 5000):
         with pytest.raises(ConfigError, match=name.replace(".", r"\.")):
             check(changed(name, text))
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\0b", "a\nb", "x" * 201])
-def test_a_store_namespace_is_a_plain_name(name):
-    with pytest.raises(ConfigError, match=r"storage\.namespace"):
-        Config.from_mapping({"storage": {"backend": "memory", "namespace": name}})
-
-
-@pytest.mark.parametrize(
-    ("tables", "complaint"),
-    [
-        (
-            {"device": {"kind": "cdua"}},
-            r"unknown device\.kind 'cdua'\. Did you mean 'cuda'\? There are host, paddle, cuda",
-        ),
-        ({"device": {"kind": "zzz"}}, r"unknown device\.kind 'zzz': there are host, paddle, cuda"),
-        ({"layout": {"kind": "mqa"}}, r"unknown layout\.kind 'mqa'\. Did you mean '...'\?"),
-        ({"storage": {"backend": "fiel"}}, r"storage\.backend 'fiel'\. Did you mean 'file'\?"),
-        ({"cache": {"block_size": 0}}, r"cache\.block_size must be at least 1.*1 to 16384"),
-        ({"cache": {"block_size": "a"}}, r"block_size must be a whole number, 1 to 16384, not"),
-        ({"cache": 5}, "cache must be a table, not 5"),
-        ({"flush": {"sinks": 5}}, r"flush\.sinks must be a list of tables"),
-        ({"flush": {"sinks": [5]}}, r"flush\.sinks must be a table, not 5"),
-        ({"flush": {"sinks": [{"name": "x"}]}}, r"flush\.sinks\.kind is missing"),
-        ({"storage": {"capacity_bytes": "much"}}, r"must be a size: bytes, or a text such as"),
-        ({"scenario": {}}, r"unknown key 'scenario': there are cache, device"),
-        ({"cache": {"model": True}}, r"cache\.model must be a text, not True"),
-    ],
-)
-def test_an_error_names_the_setting_and_what_is_allowed(tables, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        Config.from_mapping(tables)

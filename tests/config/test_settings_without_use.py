@@ -59,43 +59,6 @@ def other_value(table: type[msgspec.Struct], name: str) -> Any:
     raise AssertionError(name)
 
 
-OTHERS: list[tuple[dict[str, Any], str]] = [
-    (
-        {"layout": {"scale_dtype": "float16"}},
-        r"layout\.scale_dtype has no use without layout\.quantization",
-    ),
-    (
-        {"layout": {"extra_block_ratio": 2.0}},
-        r"layout\.extra_block_ratio has no use without layout\.extra_layers",
-    ),
-    ({"device": {"place": "gpu:0"}}, r"device\.place has no use with device\.kind 'host'"),
-    (
-        {"device": {"kind": "cuda", "place": "gpu:0"}},
-        r"device\.place has no use with device\.kind 'cuda'",
-    ),
-    (
-        {"device": {"kind": "paddle", "ordinal": 1}},
-        r"device\.ordinal has no use with device\.kind 'paddle'",
-    ),
-    (
-        {"host": {"low_watermark": 0.1, "high_watermark": 0.2}},
-        r"host\.low_watermark has no use without a host tier",
-    ),
-    (
-        {"host": {"slots": 4, "staging_bytes": 0, "staging_min_bytes": 65536}},
-        r"host\.staging_min_bytes has no use with host\.staging_bytes = 0",
-    ),
-    (
-        {"attention_store": {"pod_name": "x"}},
-        r"attention_store\.pod_name has no use without a sink",
-    ),
-    (
-        {"cache": {"model": "m"}, "attention_store": {"namespace": "x"}},
-        r"attention_store\.namespace has no use",
-    ),
-]
-
-
 @pytest.mark.parametrize(("table", "by", "kind", "name"), USELESS)
 def test_a_setting_that_a_layout_or_a_store_does_not_have_is_an_error(table, by, kind, name):
     struct = LayoutConfig if table == "layout" else StorageConfig
@@ -114,17 +77,6 @@ def test_every_other_setting_of_a_layout_or_a_store_has_a_use(table, by, kind):
     without = {"layout.scale_dtype", "layout.extra_block_ratio"}  # have other conditions too
     useless = {f"{where}.{name}" for where, _, of, name in USELESS if (where, of) == (table, kind)}
     assert found - without == useless - without
-
-
-@pytest.mark.parametrize(("tables", "complaint"), OTHERS)
-def test_a_setting_without_use_is_an_error(tables, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        Config.from_mapping(tables)
-
-
-def test_a_setting_that_is_written_down_counts_also_at_its_default():
-    with pytest.raises(ConfigError, match=r"layout\.quantization has no use"):
-        Config.from_mapping({"layout": {"kind": "mla", "quantization": "none"}})
 
 
 async def test_a_config_that_was_constructed_is_checked_when_a_cache_is_opened():

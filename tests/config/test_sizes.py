@@ -79,34 +79,6 @@ async def test_the_report_has_the_numbers_of_an_open_cache(tmp_path):
 @pytest.mark.parametrize(
     ("tables", "complaint"),
     [
-        (
-            {"device": {"num_blocks": 9, "capacity_bytes": "1MB"}},
-            r"device\.num_blocks = 9 and device\.capacity_bytes = '1MB' are the same size",
-        ),
-        (
-            {"device": {"num_blocks": 1024, "capacity_bytes": "1MB"}},
-            r"device\.num_blocks = 1024 and",
-        ),
-        ({"host": {"slots": 3, "capacity_bytes": 9}}, r"host\.slots = 3 and host\.capacity_bytes"),
-        (
-            {"host": {"transit_slots": 256, "transit_bytes": 9}},
-            r"host\.transit_slots = 256 and host\.transit_bytes",
-        ),
-        ({"device": {"capacity_bytes": "eight"}}, r"device\.capacity_bytes must be a size"),
-        ({"device": {"num_blocks": "8 GiB"}}, r"device\.num_blocks must be a whole number"),
-        ({"host": {"capacity_bytes": 0}}, r"host\.capacity_bytes must be at least 1"),
-        ({"host": {"transit_bytes": "0 MB"}}, r"host\.transit_bytes must be at least 1"),
-        ({"host": {"capacity_bytes": -1}}, r"host\.capacity_bytes must be at least 0, not -1"),
-    ],
-)
-def test_sizes_that_contradict_each_other_are_named(tables, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        config(**tables)
-
-
-@pytest.mark.parametrize(
-    ("tables", "complaint"),
-    [
         ({"device": {"capacity_bytes": 2559}}, r"device\.capacity_bytes is 2.5 KiB, and one block"),
         ({"host": {"capacity_bytes": PAGE - 1}}, r"host\.capacity_bytes is .*takes 4 KiB"),
         (

@@ -191,11 +191,3 @@ async def test_hits_of_every_tier_equal_the_models(case, tmp_path):
 @given(seed=st.integers(0, 2**32), requests=st.integers(1, 60))
 async def test_hits_equal_on_any_trace(case, tmp_path, seed, requests):
     await compare(case, random_trace(seed, requests), tmp_path / "trace.jsonl")
-
-
-def test_exclusive_tiers_hit_like_one_of_their_sum():
-    tiers, one = Model([DEVICE, 20, 30], inclusive=False), Model([DEVICE + 50], inclusive=False)
-    for time, ids in enumerate(random_trace(3, 300)):
-        tiers.request(time, ids)
-        one.request(time, ids)
-    assert sum(tiers.hits) == one.hits[0] > 0

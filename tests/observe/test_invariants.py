@@ -42,29 +42,6 @@ async def test_a_violation_is_found_in_both_forms():
         entries[key] = entry
 
 
-async def test_under_load_nothing_is_reported_that_is_not_so():
-    """Between any two steps other tasks run: far more than between two slices of a millisecond."""
-
-    async def clients(cache, stop):
-        seed = 0
-        while not stop.is_set():
-            seed += 1
-            await serve(cache, f"client {seed}", prompt(seed % 7, 5, tail=1))
-
-    async with opened(host=HOST, storage=STORE) as cache:
-        stop = asyncio.Event()
-        running = asyncio.create_task(clients(cache, stop))
-        for _ in range(150):
-            violated: list[str] = []
-            for _ in violations(cache, violated):
-                await asyncio.sleep(0)
-            assert violated == []
-            assert cache.check() == []
-            await asyncio.sleep(0)
-        stop.set()
-        await running
-
-
 async def test_a_comparison_ends_when_the_system_is_not_at_rest_any_more():
     async with opened(host=HOST, storage=STORE) as cache:
         await serve(cache, "a", prompt(1, 4))

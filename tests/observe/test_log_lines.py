@@ -12,13 +12,10 @@ import pytest
 
 from kvactors.actor import log as log_module
 from kvactors.actor.log import BURST, WINDOW, RateLimit, get_logger
-from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.observe.prometheus import CacheMetrics
-from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.storage.attempts import FAILURES
 from kvactors.storage.backend import WriteReport
 from kvactors.storage.messages import Outcome
-from kvactors.testing.faults import FaultySink
 from kvactors.testing.loop import simulate
 from tests.cache.test_degraded import HOST, STORE, requests
 from tests.ranks.simulated import led
@@ -80,22 +77,6 @@ def test_a_full_store_is_a_reason_of_health_until_a_write_finds_space(caplog):
     simulate(main, 1)
 
 
-def test_a_sink_that_is_down_and_back(caplog):
-    sink = FaultySink(MemorySink(MemorySinkConfig(name="index"), 4))
-
-    async def main():
-        async with opened(inline=True, host=HOST, given=[sink]) as cache:
-            sink.fault_mode = "down"
-            await requests(cache, 1, 2)
-            await asyncio.sleep(3)
-            assert [line["sink"] for line in events(caplog, "sink fails")] == ["index"]
-            sink.fault_mode = ""
-            await cache.wait_flushed()
-            assert [line["sink"] for line in events(caplog, "sink works again")] == ["index"]
-
-    simulate(main, 1)
-
-
 def test_a_lease_that_was_leaked(caplog):
     async def main():
         async with opened(inline=True) as cache:
@@ -132,31 +113,6 @@ def test_a_rank_that_is_lost_and_back(caplog):
             found = metrics.render()
             assert b'kvactors:rank_healthy{rank="1"} 1.0' in found
             assert b'kvactors:rank_losses_total{rank="1"} 1.0' in found
-
-    simulate(main, 1)
-
-
-def test_a_call_of_the_store_that_does_not_return(caplog):
-    async def main():
-        storage = {**STORE, "timeout_s": 1.0}
-        async with opened(inline=True, host=HOST, storage=storage) as cache:
-            store, released = cache.system.backend, asyncio.Event()
-            real = store.write_slots
-
-            async def hangs(keys, *rest, **more):
-                await released.wait()
-                return await real(keys, *rest, **more)
-
-            store.write_slots = hangs
-            await requests(cache, 1)
-            await asyncio.sleep(5.0)
-            (reason,) = cache.health().reasons
-            assert (reason.component, "does not return" in reason.why) == ("store", True)
-            assert len(events(caplog, "store call does not return")) == 1
-            store.write_slots = real
-            released.set()
-            await cache.wait_idle()
-            assert cache.health() == ("ok", ())
 
     simulate(main, 1)
 

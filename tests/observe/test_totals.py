@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import Counter
 
-import msgspec
 import pytest
 
 from kvactors.actor import Instrument, counters_of
@@ -116,23 +114,5 @@ def test_the_counters_of_sinks_stay_while_the_notifier_is_switched_off():
             await asyncio.sleep(100)  # until it is switched on again
             (again,) = cache.statistics().flush
             assert again.delivered > before.delivered
-
-    simulate(main, 1)
-
-
-def test_statistics_have_names_in_json():
-    async def main():
-        async with opened(inline=True, host=HOST, storage=STORE) as cache:
-            await requests(cache, 1, 2)
-            found = cache.statistics().as_dict()
-            assert json.loads(msgspec.json.encode(found)) == found
-            assert found["prefix"]["requests"] == found["requests"] == 2
-            assert found["flush"][0]["name"] == "memory"
-            assert found["actors"][0]["channel"]["bound"] > 0
-            assert found["store"]["breaker"] == "closed"
-            assert json.loads(json.dumps(cache.health().as_dict())) == {
-                "status": "ok",
-                "reasons": [],
-            }
 
     simulate(main, 1)
