@@ -90,53 +90,48 @@ Buckets: TypeAlias = list[tuple[float, float]]
 """Upper bounds and cumulative counts of a histogram, ascending."""
 
 
-class Metrics:
-    """The samples of kvactors in an exposition, without those that are not finite. Without a text
-    they are those of a process that has done nothing yet."""
+class Metrics(dict[str, list[tuple[Labels, float]]]):
+    """The samples of kvactors by name, without those that are not finite. Empty for a process that
+    has done nothing yet."""
 
-    def __init__(self, text: str | None = None) -> None:
+    @classmethod
+    def of(cls, text: str) -> Metrics:
+        """Parse an exposition."""
         from prometheus_client.parser import text_string_to_metric_families
 
-        self.samples: dict[str, list[tuple[Labels, float]]] = {}
-        if text is None:
-            return
+        found = cls()
         try:
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
                     if sample.name.startswith(PREFIX) and math.isfinite(sample.value):
-                        found = self.samples.setdefault(sample.name.removeprefix(PREFIX), [])
-                        found.append((sample.labels, sample.value))
+                        one = (sample.labels, sample.value)
+                        found.setdefault(sample.name.removeprefix(PREFIX), []).append(one)
         except (ValueError, IndexError) as error:
             raise BadMetrics(str(error)[:80]) from error
-        if not self.samples:
+        if not found:
             raise BadMetrics(f"no metric begins with {PREFIX}")
+        return found
 
     def value(self, name: str, labels: Labels | None = None) -> float | None:
         """The sum of the samples that have these labels, None if there are none."""
-        found = [value for _, value in self._having(name, labels or {})]
+        found = [
+            value for has, value in self.get(name, ()) if (labels or {}).items() <= has.items()
+        ]
         return sum(found) if found else None
 
     def by(self, name: str, label: str) -> dict[str, float]:
         """The samples of a metric by a label, in the order of the text."""
-        found = dict[str, float]()
-        for labels, value in self._having(name, {}):
-            if label in labels:
-                found[labels[label]] = found.get(labels[label], 0.0) + value
-        return found
+        return {has[label]: value for has, value in self.get(name, ()) if label in has}
 
     def buckets(self, name: str, labels: Labels) -> Buckets:
         """The buckets of a histogram, those of all samples with these labels added up."""
         found = dict[float, float]()
-        for has, count in self._having(f"{name}_bucket", labels):
+        for has, count in self.get(f"{name}_bucket", ()):
             with suppress(KeyError, ValueError):
-                bound = float(has["le"])
-                found[bound] = found.get(bound, 0.0) + count
+                if labels.items() <= has.items():
+                    bound = float(has["le"])
+                    found[bound] = found.get(bound, 0.0) + count
         return sorted(found.items())
-
-    def _having(self, name: str, labels: Labels) -> Iterator[tuple[Labels, float]]:
-        for has, value in self.samples.get(name, ()):
-            if labels.items() <= has.items():
-                yield has, value
 
 
 def quantile(buckets: Buckets, share: float) -> float | None:
@@ -154,32 +149,6 @@ def quantile(buckets: Buckets, share: float) -> float | None:
     return buckets[-1][0]
 
 
-# -- two readings of a process
-
-
-class ShownReason(msgspec.Struct, frozen=True):
-    """A part that does not work. since: Unix time, None if the process does not report it."""
-
-    component: str
-    why: str = ""
-    since: float | None = None
-
-
-class ShownHealth(msgspec.Struct, frozen=True):
-    """The health of a process."""
-
-    status: str
-    reasons: tuple[ShownReason, ...] = ()
-
-
-class Reading(NamedTuple):
-    """The answers of a process. at: seconds of the reader's clock."""
-
-    at: float
-    metrics: Metrics
-    health: ShownHealth
-
-
 class Interval(NamedTuple):
     """The metrics at the end of an interval, and at its beginning if that is known. Its methods are
     the values of the tables: of a metric with some labels, None if they are not known."""
@@ -188,34 +157,34 @@ class Interval(NamedTuple):
     before: Metrics | None
     seconds: float | None = None
 
-    def _total(self, name: str, labels: Labels) -> float:
+    def total(self, name: str, labels: Labels) -> float:
         return self.last.value(name, labels) or 0.0
 
-    def _limit(self, name: str, labels: Labels) -> float | None:
+    def limit(self, name: str, labels: Labels) -> float | None:
         return self.last.value(name, labels) or None
 
-    def _flag(self, name: str, labels: Labels) -> bool:
+    def flag(self, name: str, labels: Labels) -> bool:
         return bool(self.last.value(name, labels))
 
-    def _growth(self, name: str, labels: Labels) -> float | None:
+    def growth(self, name: str, labels: Labels) -> float | None:
         value = self.last.value(name, labels)
         if value is None or self.before is None:
             return None
         return max(0.0, value - (self.before.value(name, labels) or 0.0))
 
-    def _per_s(self, name: str, labels: Labels) -> float | None:
-        return quotient(self._growth(name, labels), self.seconds)
+    def per_s(self, name: str, labels: Labels) -> float | None:
+        return _quotient(self.growth(name, labels), self.seconds)
 
-    def _events_per_s(self, name: str, labels: Labels) -> float | None:
-        return self._per_s(f"{name}_count", labels)
+    def events_per_s(self, name: str, labels: Labels) -> float | None:
+        return self.per_s(f"{name}_count", labels)
 
-    def _used(self, name: str, labels: Labels) -> float | None:
-        return quotient(self.last.value(name, labels), self._limit("tier_capacity_blocks", labels))
+    def used(self, name: str, labels: Labels) -> float | None:
+        return _quotient(self.last.value(name, labels), self.limit("tier_capacity_blocks", labels))
 
-    def _hit_rate(self, name: str, labels: Labels) -> float | None:
-        return quotient(self._growth(name, labels), self._growth(QUERIES, {}))
+    def hit_rate(self, name: str, labels: Labels) -> float | None:
+        return _quotient(self.growth(name, labels), self.growth("kv_block_queries_total", {}))
 
-    def _quantile(self, name: str, labels: Labels, share: float) -> float | None:
+    def quantile(self, name: str, labels: Labels, share: float) -> float | None:
         if self.before is None:
             return None
         earlier = dict(self.before.buckets(name, labels))
@@ -225,8 +194,7 @@ class Interval(NamedTuple):
         )
 
 
-def quotient(part: float | None, of: float | None) -> float | None:
-    """None if a number is missing, or the divisor is 0."""
+def _quotient(part: float | None, of: float | None) -> float | None:
     return part / of if part is not None and of else None
 
 
@@ -272,55 +240,54 @@ Field: TypeAlias = tuple[
     str, str, Callable[[Any], str], Callable[[Interval, str, Labels], Any], str
 ]
 
-HITS, QUERIES = "kv_block_hits_total", "kv_block_queries_total"
-MOVED, MOVES = "kv_offload_total_bytes_total", "kv_offload_seconds"
-P50, P99 = (partial(Interval._quantile, share=share) for share in (0.5, 0.99))
+HITS, MOVED, MOVES = "kv_block_hits_total", "kv_offload_total_bytes_total", "kv_offload_seconds"
+P50, P99 = (partial(Interval.quantile, share=share) for share in (0.5, 0.99))
 EVER = "_since_start"
 """In the keys of values of the whole time since the cache was opened."""
 
 TIER: tuple[Field, ...] = (
-    ("blocks", "blocks", _count, Interval._total, "tier_blocks"),
-    ("capacity_blocks", "of", _count, Interval._limit, "tier_capacity_blocks"),
-    ("used", "used", _percent, Interval._used, "tier_blocks"),
-    ("bytes", "bytes", human, Interval._total, "tier_bytes"),
-    ("hit_rate", "hits now", _percent, Interval._hit_rate, HITS),
-    ("hit_rate_since_start", "since start", _percent, Interval._hit_rate, HITS),
-    ("evicted_per_s", "evicted/s", _rate, Interval._per_s, "blocks_evicted_total"),
+    ("blocks", "blocks", _count, Interval.total, "tier_blocks"),
+    ("capacity_blocks", "of", _count, Interval.limit, "tier_capacity_blocks"),
+    ("used", "used", _percent, Interval.used, "tier_blocks"),
+    ("bytes", "bytes", human, Interval.total, "tier_bytes"),
+    ("hit_rate", "hits now", _percent, Interval.hit_rate, HITS),
+    ("hit_rate_since_start", "since start", _percent, Interval.hit_rate, HITS),
+    ("evicted_per_s", "evicted/s", _rate, Interval.per_s, "blocks_evicted_total"),
 )
 REQUESTS: tuple[Field, ...] = (
-    ("per_s", "/s", _rate, Interval._per_s, "requests_total"),
-    ("leases_open", "open", _count, Interval._total, "num_requests_running"),
-    ("leases_waiting", "waiting", _count, Interval._total, "num_requests_waiting"),
-    ("no_room", "no room", _count, Interval._total, "requests_no_room_total"),
-    ("preempted", "preempted", _count, Interval._total, "num_preemptions_total"),
-    ("leaked", "leaked", _count, Interval._total, "leases_leaked_total"),
+    ("per_s", "/s", _rate, Interval.per_s, "requests_total"),
+    ("leases_open", "open", _count, Interval.total, "num_requests_running"),
+    ("leases_waiting", "waiting", _count, Interval.total, "num_requests_waiting"),
+    ("no_room", "no room", _count, Interval.total, "requests_no_room_total"),
+    ("preempted", "preempted", _count, Interval.total, "num_preemptions_total"),
+    ("leaked", "leaked", _count, Interval.total, "leases_leaked_total"),
 )
 TRANSFER: tuple[Field, ...] = (
-    ("bytes_per_s", "now", _bandwidth, Interval._per_s, MOVED),
-    ("bytes_since_start", "since start", human, Interval._total, MOVED),
+    ("bytes_per_s", "now", _bandwidth, Interval.per_s, MOVED),
+    ("bytes_since_start", "since start", human, Interval.total, MOVED),
     ("p50_s", "p50", _time, P50, MOVES),
     ("p99_s", "p99", _time, P99, MOVES),
 )
 LATENCY: tuple[Field, ...] = (
-    ("per_s", "/s", _rate, Interval._events_per_s, ""),
+    ("per_s", "/s", _rate, Interval.events_per_s, ""),
     ("p50_s", "p50 now", _time, P50, ""),
     ("p99_s", "p99 now", _time, P99, ""),
     ("p50_since_start_s", "p50 start", _time, P50, ""),
     ("p99_since_start_s", "p99 start", _time, P99, ""),
 )
 SINK: tuple[Field, ...] = (
-    ("up", "state", _state, Interval._flag, "sink_up"),
-    ("pending_blocks", "pending", _count, Interval._total, "flush_pending"),
-    ("lag_s", "lag", _time, Interval._total, "flush_lag_seconds"),
-    ("blocks_per_s", "blocks/s", _rate, Interval._per_s, "flush_blocks_total"),
-    ("retries", "retries", _count, Interval._total, "flush_retries_total"),
-    ("resyncs", "resyncs", _count, Interval._total, "flush_resyncs_total"),
+    ("up", "state", _state, Interval.flag, "sink_up"),
+    ("pending_blocks", "pending", _count, Interval.total, "flush_pending"),
+    ("lag_s", "lag", _time, Interval.total, "flush_lag_seconds"),
+    ("blocks_per_s", "blocks/s", _rate, Interval.per_s, "flush_blocks_total"),
+    ("retries", "retries", _count, Interval.total, "flush_retries_total"),
+    ("resyncs", "resyncs", _count, Interval.total, "flush_resyncs_total"),
 )
 ACTOR: tuple[Field, ...] = (
-    ("up", "state", _state, Interval._flag, "actor_up"),
-    ("messages_per_s", "messages/s", _rate, Interval._per_s, "actor_turns_total"),
-    ("queued", "queued", _count, Interval._total, "actor_queued"),
-    ("restarts", "restarts", _count, Interval._total, "actor_restarts_total"),
+    ("up", "state", _state, Interval.flag, "actor_up"),
+    ("messages_per_s", "messages/s", _rate, Interval.per_s, "actor_turns_total"),
+    ("queued", "queued", _count, Interval.total, "actor_queued"),
+    ("restarts", "restarts", _count, Interval.total, "actor_restarts_total"),
 )
 
 OPERATIONS = ("acquire", "ready", "load", "offload", "save", "request")
@@ -338,51 +305,76 @@ def _row(
     }
 
 
-def _health_of(metrics: Metrics) -> ShownHealth:
-    """The health as far as the metrics have it."""
-    status = next((name for name, value in metrics.by("health", "status").items() if value), None)
-    reasons = [
-        ShownReason(name) for name, value in metrics.by("degraded", "component").items() if value
-    ]
-    return ShownHealth(status or ("ok" if metrics.value("up") else "closed"), tuple(reasons))
+# -- a process
 
 
-class Readings:
-    """The last readings of a process. A restart of the process begins anew."""
+class ShownReason(msgspec.Struct, frozen=True):
+    """A part that does not work. since: Unix time, None if the process does not report it."""
 
-    def __init__(self) -> None:
+    component: str
+    why: str = ""
+    since: float | None = None
+
+
+class ShownHealth(msgspec.Struct, frozen=True):
+    """The health of a process."""
+
+    status: str
+    reasons: tuple[ShownReason, ...] = ()
+
+    @classmethod
+    def of(cls, metrics: Metrics) -> ShownHealth:
+        """The health as far as the metrics have it."""
+        up = "ok" if metrics.value("up") else "closed"
+        status = next((name for name, is_so in metrics.by("health", "status").items() if is_so), up)
+        parts = metrics.by("degraded", "component").items()
+        return cls(status, tuple(ShownReason(name) for name, is_so in parts if is_so))
+
+
+class Process:
+    """A process that is read again and again."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        self.url = url
+        self._timeout = timeout
         self._restarts = 0
-        self._last: Reading | None = None
-        self._before: Reading | None = None
+        self._last: tuple[float, Metrics] | None = None
         self._opened: float | None = None  # when the last open cache was opened, Unix time
 
-    def add(self, reading: Reading) -> None:
-        """Add a reading, taken after the last one. A cache that was opened at another time is
-        another one."""
-        self._before, self._last = self._last, reading
-        opened = reading.metrics.value("start_time_seconds")
-        if opened is None:  # no cache is open
-            return
-        if self._opened not in (None, opened):
-            self._restarts += 1
-            self._before = None
-        self._opened = opened
+    def read(self) -> Row:
+        """The values of a frame. Raises Unreachable, BadMetrics."""
+        status, body = fetch(self.url, self._timeout)
+        if status != 200:
+            raise Unreachable(f"{self.url} answers with status {status}")
+        try:
+            metrics = Metrics.of(body.decode())
+        except (BadMetrics, UnicodeDecodeError) as error:
+            raise BadMetrics(f"{self.url} has no metrics of a kvactors cache: {error}") from error
+        health = ShownHealth.of(metrics)
+        if "health" in metrics:  # else the process has no such path
+            with suppress(Unreachable, msgspec.DecodeError, UnicodeDecodeError):
+                _, body = fetch(self.url.rpartition("/")[0] + "/health", self._timeout)
+                health = msgspec.json.decode(body, type=ShownHealth)
+        return self.view(time.monotonic(), metrics, health)
 
-    def view(self, url: str, at: float) -> Row:
-        """The values of a frame at the last reading, as `--json` writes them."""
-        if self._last is None:
-            raise RuntimeError("there is no reading")
-        metrics, health = self._last.metrics, self._last.health
+    def view(self, at: float, metrics: Metrics, health: ShownHealth) -> Row:
+        """The values of a frame, as `--json` writes them. at: seconds of the reader's clock. A
+        cache that was opened at another time than the last one is another process's."""
+        opened = metrics.value("start_time_seconds")
+        if opened is not None:  # a cache is open
+            if self._opened not in (None, opened):
+                self._restarts += 1
+                self._last = None
+            self._opened = opened
         both = Interval(metrics, None)
-        if self._before is not None:
-            both = Interval(metrics, self._before.metrics, self._last.at - self._before.at)
+        if self._last is not None:
+            both = Interval(metrics, self._last[1], at - self._last[0])
+        self._last = at, metrics
         by = metrics.by
-        settings = next((labels for labels, _ in metrics.samples.get("cache_config_info", ())), {})
+        settings = next((labels for labels, _ in metrics.get("cache_config_info", ())), {})
         has_store = settings.get("store", "none") != "none"
         has = {"device": True, "storage": has_store}
         has["host"] = bool(metrics.value("tier_capacity_blocks", {"tier": "host"}))
-        tiers = (name for name in by("tier_blocks", "tier") if has.get(name))
-        start = metrics.value("start_time_seconds")
         lag = _row(both, LATENCY, {"operation": "loop lag"}, "loop_lag_seconds")
 
         def rows(
@@ -392,34 +384,33 @@ class Readings:
             return [_row(both, fields, {first: name}, **{label: name}) for name in shown]
 
         return {
-            "time": at,
-            "url": url,
-            "status": health.status,
-            "error": "",
-            "restarts_seen": self._restarts,
+            **self._frame(health.status),
             "interval_s": both.seconds,
-            "uptime_s": max(0.0, at - start) if start else None,
+            "uptime_s": max(0.0, time.time() - opened) if opened else None,
             "reasons": [msgspec.structs.asdict(one) for one in health.reasons[:MAX_ROWS]],
             "settings": settings,
-            "requests": _row(both, REQUESTS, {}) if "requests_total" in metrics.samples else None,
-            "tiers": rows("name", TIER, "tier", tiers),
+            "requests": _row(both, REQUESTS, {}) if "requests_total" in metrics else None,
+            "tiers": rows("name", TIER, "tier", filter(has.get, by("tier_blocks", "tier"))),
             "transfers": rows("route", TRANSFER, "transfer_type", by(MOVED, "transfer_type")),
             "latencies": [
                 _row(both, LATENCY, {"operation": name}, f"{name}_seconds")
                 for name in OPERATIONS
-                if f"{name}_seconds_count" in metrics.samples
+                if f"{name}_seconds_count" in metrics
             ],
             "sinks": rows("name", SINK, "sink", by("flush_pending", "sink")),
-            "breaker_open": both._flag("store_breaker_open", {}) if has_store else None,
+            "breaker_open": both.flag("store_breaker_open", {}) if has_store else None,
             "actors": rows("name", ACTOR, "actor", by("actor_turns_total", "actor")),
-            "loop_lag": lag if "loop_lag_seconds_count" in metrics.samples else None,
+            "loop_lag": lag if "loop_lag_seconds_count" in metrics else None,
         }
 
-    def unreachable(self, url: str, at: float, error: str) -> Row:
+    def unreachable(self, error: str) -> Row:
         """A process that does not answer: the next interval begins with the next reading."""
-        self._last = self._before = None
-        view = {"time": at, "url": url, "status": "unreachable", "error": error}
-        return {**view, "restarts_seen": self._restarts}
+        self._last = None
+        return self._frame("unreachable", error)
+
+    def _frame(self, status: str, error: str = "") -> Row:
+        first = {"time": time.time(), "url": self.url, "status": status, "error": error}
+        return {**first, "restarts_seen": self._restarts}
 
 
 # -- frames
@@ -438,7 +429,8 @@ def _table(title: str, fields: Sequence[Field], rows: Iterable[Row]) -> Table:
     for row in rows:
         warned = row.get("leases_waiting") or row.get("restarts")
         style = "bold red" if not row.get("up", True) else "yellow" if warned else ""
-        cells = [printable(row.get("name", "")), *(text(row[key]) for key, _, text, *_ in fields)]
+        name = row.get("name") or row.get("route") or row.get("operation") or ""
+        cells = [printable(name), *(text(row[key]) for key, _, text, *_ in fields)]
         table.add_row(*(Text(cell, style=style) for cell in cells))
     return table
 
@@ -482,14 +474,11 @@ def frame(view: Row) -> RenderableType:
         now = None if found[0]["hit_rate"] is None else sum(row["hit_rate"] for row in found)
         ever = sum(row["hit_rate_since_start"] for row in found)
         tiers.add_row("all", "", "", "", "", _percent(now), _percent(ever), style="bold")
-    routes = [row | {"name": row["route"].replace("_to_", " to ")} for row in view["transfers"]]
-    latencies = [row | {"name": row["operation"]} for row in view["latencies"]]
-    requests = [view["requests"]] if view["requests"] is not None else []
     tables = (
         tiers,
-        _table("requests", REQUESTS, requests),
-        _table("transfers", TRANSFER, routes),
-        _table("latency", LATENCY, latencies),
+        _table("requests", REQUESTS, filter(None, [view["requests"]])),
+        _table("transfers", TRANSFER, view["transfers"]),
+        _table("latency", LATENCY, view["latencies"]),
         _table("sink", SINK, view["sinks"]),
         _table("actor", ACTOR, view["actors"]),
     )
@@ -516,6 +505,26 @@ def output(json: Output | None, *, once: bool) -> Iterator[Show]:
     else:
         with Live(console=console, screen=True) as live:
             yield lambda view: live.update(frame(view), refresh=True)
+
+
+def watch(url: str, show: Show, interval: float, timeout: float, *, once: bool) -> Row:
+    """Read a process and show it, without end or until the second reading. Raises Unreachable,
+    BadMetrics: at the first reading, or with `once`."""
+    process = Process(url, timeout)
+    view = process.read()
+    if not once:
+        show(view)
+    while True:
+        time.sleep(interval)
+        try:
+            view = process.read()
+        except (Unreachable, BadMetrics) as error:
+            if once:
+                raise
+            view = process.unreachable(str(error))
+        show(view)
+        if once:
+            return view
 
 
 def top(
@@ -556,41 +565,3 @@ def top(
     with output(json, once=once) as show:
         view = watch(target, show, interval, timeout, once=once)
     return 0 if view["status"] in ("ok", "degraded") else 1
-
-
-def watch(url: str, show: Show, interval: float, timeout: float, *, once: bool) -> Row:
-    """Read a process and show it, without end or until the second reading. Raises Unreachable,
-    BadMetrics: at the first reading, or with `once`."""
-    readings = Readings()
-    readings.add(read(url, timeout))
-    if not once:
-        show(readings.view(url, time.time()))
-    while True:
-        time.sleep(interval)
-        try:
-            readings.add(read(url, timeout))
-            view = readings.view(url, time.time())
-        except (Unreachable, BadMetrics) as error:
-            if once:
-                raise
-            view = readings.unreachable(url, time.time(), str(error))
-        show(view)
-        if once:
-            return view
-
-
-def read(url: str, timeout: float) -> Reading:
-    """One reading of a process."""
-    status, body = fetch(url, timeout)
-    if status != 200:
-        raise Unreachable(f"{url} answers with status {status}")
-    try:
-        metrics = Metrics(body.decode())
-    except (BadMetrics, UnicodeDecodeError) as error:
-        raise BadMetrics(f"{url} has no metrics of a kvactors cache: {error}") from error
-    health = _health_of(metrics)
-    if "health" in metrics.samples:  # else the process has no such path
-        with suppress(Unreachable, msgspec.DecodeError, UnicodeDecodeError):
-            _, body = fetch(url.rpartition("/")[0] + "/health", timeout)
-            health = msgspec.json.decode(body, type=ShownHealth)
-    return Reading(time.monotonic(), metrics, health)

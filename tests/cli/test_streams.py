@@ -12,7 +12,7 @@ from io import StringIO
 import pytest
 
 from kvactors.scenario.output import check_distinct, print_fields, print_rows
-from tests.cli.test_sweep_command import TRACE
+from tests.cli.test_command_line import TRACE
 
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 
@@ -131,22 +131,3 @@ def test_a_trace_goes_to_standard_output(kvactors, tmp_path, monkeypatch):
     assert status == 0
     assert json.loads(out)["traceEvents"]
     assert {path.name for path in tmp_path.iterdir()} == {"s.toml"}
-
-
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (("--metrics-port", 70000), "the port of the metrics endpoint is 0 to 65535, not 70000"),
-        (("--metrics-port=-1",), "the port of the metrics endpoint is 0 to 65535, not -1"),
-        (("--metrics-port", 0, "--metrics-host", ""), "the metrics endpoint needs a host"),
-        (("--seed=-1",), "a seed is 0 or more, not -1"),
-    ],
-)
-def test_options_out_of_range_are_named(kvactors, tmp_path, options, error):
-    (tmp_path / "s.toml").write_text(
-        '[scenario]\nname = "s"\n[workload]\nsessions = 1\nturns = 1\n'
-    )
-    status, out, err = kvactors("run", tmp_path / "s.toml", *options)
-    assert (status, out) == (2, "")
-    assert error in err
-    assert len(err.splitlines()) == 1

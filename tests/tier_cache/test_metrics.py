@@ -14,7 +14,7 @@ from kvactors.tier_cache import Lookup, TierStatistics
 from kvactors.tier_cache.cache import OK
 from kvactors.tier_cache.metrics import COUNTERS, tier_metrics
 from kvactors.tier_cache.settings import checked_config
-from kvactors.top import Metrics, Reading, Readings, ShownHealth
+from kvactors.top import Metrics, Process, ShownHealth
 from tests.tier_cache.helpers import KEYS, answer, load, make, payload, settle, store
 
 
@@ -84,9 +84,7 @@ def test_the_collector_can_be_parsed_and_shown_and_ends_with_the_cache():
     text = generate_latest(registry).decode()
     names = [family.name for family in text_string_to_metric_families(text)]
     assert len(names) == len(set(names))
-    readings = Readings()
-    readings.add(Reading(0.0, Metrics(text), ShownHealth("ok")))
-    view = readings.view("u", 0.0)
+    view = Process("u", 1.0).view(0.0, Metrics.of(text), ShownHealth("ok"))
     assert {tier["name"]: (tier["blocks"], tier["bytes"]) for tier in view["tiers"]} == {
         "host": (1, 96),
         "storage": (2, 192),
