@@ -31,8 +31,8 @@ class Suite(NamedTuple):
     Attributes:
         group: the environments that they need.
         limit: seconds that one test may take. Only a hang takes as long.
-        by_module: whether the tests of a module share a process, whose programs read /proc. The
-            import of an engine takes longer than most tests.
+        by_module: whether the tests of a module share a process. The import of an engine takes
+            longer than most tests.
     """
 
     group: str
@@ -64,6 +64,23 @@ def run_with(item: pytest.Item, marker: str) -> list[pytest.Item]:
     if not SUITES[marker].by_module:
         return [item]
     return [one for one in item.session.items if one.path == item.path and suite_of(one) == marker]
+
+
+def pytest_sessionstart() -> None:
+    """Prepare the network of the inner pytest."""
+    if INSIDE_NETWORK:
+        raise_loopback()
+        if not is_isolated():
+            raise InteropError("this network has more interfaces than loopback")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: Any) -> bool | None:
+    """Fixtures that start programs are made inside alone. Those of a session start none."""
+    if INSIDE_NETWORK or not fixturedef.func.__module__.startswith("tests.interop."):
+        return None
+    fixturedef.cached_result = (True, fixturedef.cache_key(request), None)
+    return True
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -99,7 +116,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _run_inside(item: pytest.Function, folder: Path, marker: str, failures: dict[str, str]) -> None:
     suite, tests = SUITES[marker], run_with(item, marker)
-    folder_of_test: Any = item.funcargs["tmp_path"]
+    folder_of_test: Path = item._request.getfixturevalue("tmp_path")
     results = folder_of_test / "results"
     results.touch()
     command = [
@@ -121,7 +138,7 @@ def _run_inside(item: pytest.Function, folder: Path, marker: str, failures: dict
     ends = ""
     try:
         done = subprocess.run(
-            isolated(command, own_proc=suite.by_module),
+            isolated(command),
             cwd=ROOT,
             env=os.environ
             | {INSIDE: "1", SHARED: str(folder_of_test.parent), RESULTS: str(results)},
@@ -158,16 +175,16 @@ def pytest_sessionfinish(exitstatus: int) -> Iterator[None]:
         os._exit(exitstatus)
 
 
+@pytest.fixture(scope="session")
+def environments(request: pytest.FixtureRequest) -> Environments:
+    """The environments of the consumers."""
+    return Environments(Path(request.config.getoption("--interop") or "."))
+
+
 @pytest.fixture
-def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
+def scene(environments: Environments, tmp_path: Path) -> Iterator[Scene]:
     """A case with nothing in it yet. When the test has passed, it is judged (`Scene.judge`)."""
-    if not INSIDE_NETWORK:
-        yield None
-        return
-    raise_loopback()
-    if not is_isolated():
-        raise InteropError("this network has more interfaces than loopback")
-    made = Scene(Environments(Path(request.config.getoption("--interop"))), tmp_path)
+    made = Scene(environments, tmp_path)
     try:
         yield made
     finally:

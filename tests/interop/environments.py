@@ -8,9 +8,10 @@ import json
 import os
 import platform
 import tomllib
-from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import msgspec
 
 PINS = Path(os.environ.get("INTEROP_PINS") or Path(__file__).with_name("pins.toml"))
 ROOT = Path(__file__).parents[2]
@@ -18,35 +19,25 @@ STAMP = "kvactors-interop.json"
 """Name of the file that describes how a finished environment was made."""
 CLONE_STAMP = "kvactors-clone.json"
 """Name of the file that names the clone of kvactors in an environment."""
-SETTINGS = (
-    "base",
-    "packages",
-    "bare",
-    "check",
-    "clone",
-    "sources",
-    "source_parts",
-    "source_environment",
-)
 
 
 class InteropError(Exception):
     """An environment is missing or cannot be made, or a consumer does not work."""
 
 
-class Pins(NamedTuple):
+class Pins(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One environment as the file of pins describes it."""
 
-    group: str
-    name: str
-    packages: tuple[str, ...]
-    bare: tuple[str, ...]
-    check: str
+    packages: tuple[str, ...] = ()
+    bare: tuple[str, ...] = ()
+    check: str = ""
     clone: bool = False
     sources: tuple[str, ...] = ()
     source_parts: tuple[str, ...] = ()
-    source_environment: tuple[tuple[str, str], ...] = ()
+    source_environment: dict[str, str] = {}
     base: str = ""
+    group: str = ""
+    name: str = ""
 
     @property
     def stamp(self) -> dict[str, Any]:
@@ -68,41 +59,24 @@ def pins(path: Path = PINS) -> dict[str, tuple[Pins, ...]]:
     """The environments of every group."""
     try:
         tables = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        return {
+            group: tuple(_pins(group, name, list(names), table) for name, table in names.items())
+            for group, names in tables.items()
+        }
+    except (OSError, ValueError) as error:
         raise InteropError(f"{path}: {error}") from None
-    known = {
-        group: tuple(_pins(path, group, name, table) for name, table in names.items())
-        for group, names in tables.items()
-    }
-    for group, made in known.items():
-        for i, one in enumerate(made):
-            if one.base and one.base not in [earlier.name for earlier in made[:i]]:
-                raise InteropError(
-                    f"{path}: [{group}.{one.name}] base {one.base!r} is not an earlier environment "
-                    "of the group"
-                )
-    return known
 
 
-def _pins(path: Path, group: str, name: str, table: dict[str, Any]) -> Pins:
-    unknown = table.keys() - set(SETTINGS)
-    if unknown:
-        raise InteropError(f"{path}: [{group}.{name}] has no setting {min(unknown)!r}")
-    for requirement in chain(*(table.get(key, ()) for key in ("packages", "bare", "sources"))):
+def _pins(group: str, name: str, names: list[str], table: dict[str, Any]) -> Pins:
+    one = msgspec.convert(table | {"group": group, "name": name}, Pins)
+    for requirement in (*one.packages, *one.bare, *one.sources):
         if "==" not in requirement:
-            raise InteropError(f"{path}: [{group}.{name}] {requirement!r} is not pinned with ==")
-    return Pins(
-        group,
-        name,
-        tuple(table.get("packages", ())),
-        tuple(table.get("bare", ())),
-        table.get("check", ""),
-        bool(table.get("clone", False)),
-        tuple(table.get("sources", ())),
-        tuple(table.get("source_parts", ())),
-        tuple(sorted(table.get("source_environment", {}).items())),
-        table.get("base", ""),
-    )
+            raise ValueError(f"[{group}.{name}] {requirement!r} is not pinned with ==")
+    if one.base and one.base not in names[: names.index(name)]:
+        raise ValueError(
+            f"[{group}.{name}] base {one.base!r} is not an earlier environment of the group"
+        )
+    return one
 
 
 class Environments:

@@ -15,18 +15,12 @@ SIOCGIFFLAGS, SIOCSIFFLAGS = 0x8913, 0x8914
 IFF_UP = 0x1
 
 
-def isolated(command: list[str], *, own_proc: bool = False) -> list[str]:
+def isolated(command: list[str]) -> list[str]:
     """A command (of util-linux's unshare) that runs another one in new network and process
-    namespaces. Unprivileged users get a user namespace too. When it is killed, every process inside
-    ends.
-
-    Args:
-        command: to run.
-        own_proc: whether /proc shows the processes inside, for programs that read it.
-    """
+    namespaces, with a /proc of the latter. Unprivileged users get a user namespace too. When it is
+    killed, every process inside ends."""
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
-    proc = ["--mount-proc"] if own_proc else []
-    return ["unshare", *user, "--net", "--pid", "--fork", "--kill-child", *proc, *command]
+    return ["unshare", *user, "--net", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
 
 
 def raise_loopback() -> None:

@@ -71,7 +71,7 @@ class Node:
             self.folder / f"{name}.log",
             lines=True,
         )
-        opened = self.child.ask(self._tables)
+        opened = self.child.ask({"do": "open", "tables": self._tables})
         assert (opened["endpoint"], opened["replay_endpoint"]) == (
             self.source.endpoint,
             self.source.replay_endpoint,
@@ -96,13 +96,13 @@ class Node:
         """Begin to serve prompts. `done` waits for the end of it."""
         self._seed += 1
         messages = [prompt.message() for prompt in prompts]
-        self.child.send(
+        self.child.lines.send(
             {"do": "serve", "prompts": messages, "lanes": 4, "seed": self._seed, "clears": clears}
         )
 
     def done(self) -> int:
         """How many prompts were served."""
-        return int(self.child.receive(SERVE)["served"])
+        return int(self.child.lines.receive(SERVE)["served"])
 
     def serve(self, count: int = 60, *, clears: int = 0) -> int:
         """Serve new prompts to their end. Returns how many were served."""

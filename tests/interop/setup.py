@@ -110,7 +110,8 @@ def unpack_source(folder: Path, one: Pins, requirement: str, until: float) -> No
         command = _pip(folder, "download", *only_source, "--dest", download, requirement)
         version = requirement.partition("==")[2]
         variables = {
-            name: value.replace("VERSION", version) for name, value in one.source_environment
+            name: value.replace("VERSION", version)
+            for name, value in one.source_environment.items()
         }
         run(one, command, until, variables)
         (archive,) = Path(download).iterdir()
@@ -162,9 +163,7 @@ def run(
         )
 
 
-def setup(
-    directory: Path, groups: Sequence[str], budget: float = BUDGET, path: Path = PINS
-) -> list[str]:
+def setup(directory: Path, groups: Sequence[str], path: Path = PINS) -> list[str]:
     """Make every environment of some groups. Returns a line for each. InteropError names those that
     could not be made."""
     known = pins(path)
@@ -177,30 +176,23 @@ def setup(
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InteropError(f"{directory}: {error}") from None
-    until = time.monotonic() + budget
+    until = time.monotonic() + BUDGET
     wanted = [one for group in groups for one in known[group]]
-    lines = []
-    for some in ([one for one in wanted if not one.base], [one for one in wanted if one.base]):
-        lines += _make_all(directory, some, until)
-    return lines
-
-
-def _make_all(directory: Path, wanted: Sequence[Pins], until: float) -> list[str]:
-    """Make environments, some at once. Returns a line for each."""
     lines, failures = [], []
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        results = [(one, pool.submit(make, directory, one, until)) for one in wanted]
+    for some in ([one for one in wanted if not one.base], [one for one in wanted if one.base]):
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            results = [(one, pool.submit(make, directory, one, until)) for one in some]
         for one, result in results:
             try:
                 lines.append(f"{directory / one.name}: {result.result()}")
             except InteropError as error:
                 failures.append(str(error))
-    if failures:
-        raise InteropError("\n".join(failures))
+        if failures:
+            raise InteropError("\n".join(failures))
     return lines
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """The command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.interop.setup", description=__doc__)
     parser.add_argument(
@@ -212,12 +204,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="GROUP",
         help="groups of environments (pins.toml); all if none is named",
     )
-    parser.add_argument(
-        "--budget", type=float, default=BUDGET, help="seconds that all of them together may take"
-    )
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     try:
-        for line in setup(given.directory.resolve(), given.groups or list(pins()), given.budget):
+        for line in setup(given.directory.resolve(), given.groups or list(pins())):
             print(line)
         if missing_packages():
             print(f"the tests need: apt-get install {' '.join(missing_packages())}")

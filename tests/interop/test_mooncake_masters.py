@@ -1,5 +1,5 @@
 """Mooncake masters that etcd elects: joining by an etcd:// address, a kill of the elected one,
-and leaving without one. Elections by Redis are refused."""
+and leaving without one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,9 +25,9 @@ from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import HEADER, MooncakeBackend
 from tests.interop.environments import InteropError
-from tests.interop.network import raise_loopback
+from tests.interop.processes import wait_until
 
-pytestmark = [pytest.mark.interop, pytest.mark.usefixtures("tmp_path")]
+pytestmark = pytest.mark.interop
 
 LIMIT = 100.0
 """Seconds within which a server must answer. Only a hang takes as long."""
@@ -37,14 +37,6 @@ SIZE = 40_000
 def accepts(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def wait_until(what: str, true: Callable[[], bool]) -> None:
-    until = time.monotonic() + LIMIT
-    while not true():
-        if time.monotonic() > until:
-            raise InteropError(f"not within {LIMIT} s: {what}")
-        time.sleep(0.1)
 
 
 def healthy(url: str) -> bool:
@@ -70,7 +62,7 @@ def etcd(folder: Path) -> Iterator[int]:
     with (folder / "etcd.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            wait_until("etcd answers", lambda: healthy(clients))
+            wait_until("etcd answers", lambda: healthy(clients), LIMIT)
             yield port
         finally:
             process.kill()
@@ -100,16 +92,16 @@ def candidates(port: int) -> Iterator[list[Candidate]]:
     try:
         for one in made:
             one.launch()
-        wait_until("a master is elected", lambda: any(one.elected for one in made))
+        wait_until("a master is elected", lambda: any(one.elected for one in made), LIMIT)
         yield made
     finally:
         for one in made:
             one.kill()
 
 
-def backend(port: int, scheme: str = "etcd") -> MooncakeBackend:
+def backend(port: int) -> MooncakeBackend:
     config = MooncakeConfig(
-        master_server_address=f"{scheme}://127.0.0.1:{port}",
+        master_server_address=f"etcd://127.0.0.1:{port}",
         local_hostname="127.0.0.1",
         global_segment_size="64MB",
         local_buffer_size="16MB",
@@ -123,7 +115,6 @@ def test_objects_are_stored_again_after_another_master_is_elected(tmp_path: Path
     """The elected master is killed. The other one's index is empty, calls fail until then, and no
     byte is wrong. Then every master ends: the client is left open, since closing it would block the
     process for half a minute."""
-    raise_loopback()
     arena = Arena(4, SIZE, trailer=HEADER.size)
     keys = [bytes([number]) * 32 for number in range(4)]
     views = [arena.view(slot) for slot in range(4)]
@@ -177,7 +168,6 @@ def test_objects_are_stored_again_after_another_master_is_elected(tmp_path: Path
 
 def test_without_an_elected_master_joining_fails_at_once(tmp_path: Path) -> None:
     """etcd answers, and names no master."""
-    raise_loopback()
 
     async def run(port: int) -> None:
         with pytest.raises(StoreError, match=rf"etcd://127\.0\.0\.1:{port} refused .* code -1"):
@@ -185,26 +175,3 @@ def test_without_an_elected_master_joining_fails_at_once(tmp_path: Path) -> None
 
     with etcd(tmp_path) as port:
         asyncio.run(run(port))
-
-
-# -- Redis. Mooncake's packages are built without it. A test that fails here shows that this has
-# changed: elections by Redis can be tested then as those by etcd are.
-
-
-def test_the_master_refuses_elections_by_redis() -> None:
-    one = Master("--enable_ha=true", "--ha_backend_type=redis", "--logtostderr=true")
-    command = [*one.command, f"--ha_backend_connstring=127.0.0.1:{free_port()}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert done.returncode == 255
-    assert "UNAVAILABLE_IN_CURRENT_MODE, backend_type=redis" in done.stderr
-
-
-def test_a_client_refuses_masters_that_redis_elects() -> None:
-    raise_loopback()
-
-    async def run(port: int) -> None:
-        with pytest.raises(StoreError, match=rf"redis://127\.0\.0\.1:{port} refused .* code -1"):
-            await backend(port, "redis").open()
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        asyncio.run(run(listening.getsockname()[1]))

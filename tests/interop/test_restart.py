@@ -11,13 +11,12 @@ from tests.interop.workload import Workload
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(250)]
 
 
-@pytest.mark.parametrize("store", ["a new store", "the same store"])
-def test_killed_and_started_again(scene: Scene, store: str) -> None:
+def test_killed_and_started_again(scene: Scene) -> None:
     """numbers = "rising" (the default): the new process begins above the numbers of the one before
-    it."""
+    it. The first one has a new store, the second one that of the process before."""
     node = scene.node(Workload(21))
     indexes = scene.dynamo(node.source)
-    for round_ in range(2):
+    for same_store in (False, True):
         node.serve(80)
         scene.compare(node, indexes, asked=100, requested=5)
         node.begin(node.workload.prompts(300))
@@ -25,8 +24,8 @@ def test_killed_and_started_again(scene: Scene, store: str) -> None:
         while node.recorder.take() < seen + 20:  # it is in the middle of its work
             node.child.check()
         node.kill()
-        node.restart(store=store == "the same store")
-        node.serve(10 if round_ else 60)
+        node.restart(store=same_store)
+        node.serve(10 if same_store else 60)
         scene.compare(node, indexes, asked=200, requested=15)
     scene.judge()
 
@@ -41,6 +40,4 @@ def test_killed_and_idle_after_the_start(scene: Scene) -> None:
     node.kill()
     node.restart(store=False)
     scene.compare(node, indexes, asked=200, requested=0)
-    node.serve(40)
-    scene.compare(node, indexes, asked=200, requested=10)
     scene.judge()

@@ -8,10 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.interop.environments import InteropError
-from tests.interop.link import Link
 from tests.interop.processes import Child
 from tests.interop.truth import Answer, Truth
-from tests.interop.workload import BLOCK, Workload
 
 
 def chain(*names: int) -> list[str]:
@@ -53,15 +51,6 @@ def test_a_resident_block_of_no_prompt_is_noticed() -> None:
     assert truth([9], [], [], chain(1)).unknown == set(chain(9))
 
 
-def test_prompts_share_beginnings_and_never_end_with_a_full_block() -> None:
-    workload = Workload(1, salts=(None, "a"), images=2)
-    drawn = workload.prompts(200)
-    assert all(len(prompt.tokens) % BLOCK for prompt in (*drawn, *workload.asked(200)))
-    assert len({prompt.tokens[:BLOCK] for prompt in drawn}) < 40
-    assert {prompt.salt for prompt in drawn} == {None, "a"}
-    assert any(prompt.media for prompt in drawn)
-
-
 def test_a_child_that_ends_or_answers_with_an_error_is_reported(tmp_path: Path) -> None:
     child = Child(
         "child",
@@ -72,21 +61,5 @@ def test_a_child_that_ends_or_answers_with_an_error_is_reported(tmp_path: Path) 
     with pytest.raises(InteropError, match="no"):
         child.ask({})
     with pytest.raises(InteropError, match="words"):
-        child.receive()
+        child.lines.receive()
     child.close()
-
-
-def test_a_link_forwards_until_it_is_cut(tmp_path: Path) -> None:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        link = Link(f"tcp://127.0.0.1:{server.getsockname()[1]}")
-        port = int(link.endpoint.rpartition(":")[2])
-        with socket.create_connection(("127.0.0.1", port)) as consumer:
-            publisher, _ = server.accept()
-            with publisher:
-                publisher.sendall(b"one")
-                assert consumer.recv(3) == b"one"
-                link.cut()
-                assert consumer.recv(3) == b""
-        link.close()

@@ -1,18 +1,12 @@
-"""A worker of a case: a process with one kvactors cache that serves prompts as it is asked to, with
-lines of JSON.
-
-The first line has the settings, and its answer reports that the cache is open. Every further line
-is answered by one line, in order.
-"""
+"""A worker of a case: a process with one kvactors cache that serves prompts as it is asked to
+(`modules/answer_lines.py`)."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
-import os
 import random
-import sys
+from contextlib import AsyncExitStack
 from typing import Any
 
 import structlog
@@ -20,6 +14,7 @@ import structlog
 import kvactors
 from kvactors.identity import CacheScope
 from kvactors.observe.statistics import residency
+from tests.interop.modules.answer_lines import answer_beside_loop
 
 LIMIT = 60.0
 """Seconds within which the cache must come to rest. Only a hang takes as long."""
@@ -28,9 +23,18 @@ LIMIT = 60.0
 class Worker:
     """One open cache and the requests that it serves."""
 
-    def __init__(self, cache: kvactors.KVCache) -> None:
-        self.cache = cache
+    cache: kvactors.KVCache
+
+    def __init__(self, ends: AsyncExitStack) -> None:
+        self._ends = ends
         self.served = 0
+
+    async def open(self, tables: dict[str, Any]) -> dict[str, Any]:
+        """Open the cache. Returns the endpoints of its events."""
+        config = kvactors.Config.from_mapping(tables)
+        self.cache = await self._ends.enter_async_context(kvactors.open(config))
+        sink: Any = self.cache.sinks["kv_events"]
+        return {"endpoint": sink.endpoint, "replay_endpoint": sink.replay_endpoint}
 
     async def serve(
         self, prompts: list[dict[str, Any]], lanes: int, seed: int, clears: int = 0
@@ -137,31 +141,12 @@ class Worker:
         return {"cleared": (await self.cache.clear()).device_blocks}
 
 
-async def main(answers: Any) -> None:
+async def main() -> None:
     """Answer lines until there are none."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=1 << 26)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-
-    def answer(value: Any) -> None:
-        answers.write(json.dumps(value) + "\n")
-        answers.flush()
-
-    config = json.loads(await reader.readline())
-    async with kvactors.open(kvactors.Config.from_mapping(config)) as cache:
-        worker = Worker(cache)
-        sink: Any = cache.sinks["kv_events"]
-        answer({"endpoint": sink.endpoint, "replay_endpoint": sink.replay_endpoint})
-        while line := await reader.readline():
-            message = json.loads(line)
-            try:
-                answer(await getattr(worker, message.pop("do"))(**message))
-            except Exception as error:
-                answer({"error": f"{type(error).__name__}: {error}"})
+    async with AsyncExitStack() as ends:
+        await answer_beside_loop(Worker(ends))
 
 
 if __name__ == "__main__":
-    lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # printed text goes to the log
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
-    asyncio.run(main(lines))
+    asyncio.run(main())

@@ -4,17 +4,13 @@ blocks."""
 from __future__ import annotations
 
 import abc
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tests.interop.environments import InteropError
 from tests.interop.truth import TIERS, Answer
 from tests.interop.workload import BLOCK, Prompt
 
 MODEL = "org/model-a"
-START = 60.0
-"""Seconds within which a consumer must answer after its start."""
 
 
 class Source(NamedTuple):
@@ -42,15 +38,6 @@ class Index(abc.ABC):
     @abc.abstractmethod
     def answers(self, source: Source, prompts: Sequence[Prompt]) -> list[Answer]:
         """Its answers about prompts."""
-
-
-def wait_until(what: str, done: Callable[[], bool], limit: float = START) -> None:
-    """Return once `done()`. InteropError after `limit` seconds."""
-    until = time.monotonic() + limit
-    while not done():
-        if time.monotonic() > until:
-            raise InteropError(f"not within {limit} s: {what}")
-        time.sleep(0.02)
 
 
 def held_of(dump: dict[str, Any], source: Source) -> dict[str, set[int]]:

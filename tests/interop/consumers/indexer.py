@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.interop.consumers.base import MODEL, Index, Source, held_of, wait_until
+from tests.interop.consumers.base import MODEL, Index, Source, held_of
 from tests.interop.environments import Environments, InteropError
-from tests.interop.processes import Child
+from tests.interop.processes import Child, wait_until
 from tests.interop.truth import Answer
 from tests.interop.workload import BLOCK, Prompt
 

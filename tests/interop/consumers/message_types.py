@@ -29,6 +29,7 @@ def check_types(
         return dict(
             child.ask(
                 {
+                    "do": "check",
                     "dialect": dialect,
                     "payloads": [base64.b64encode(payload).decode() for payload in payloads],
                 }

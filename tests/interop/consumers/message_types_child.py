@@ -12,19 +12,19 @@ from __future__ import annotations
 import base64
 import importlib
 import importlib.util
-import json
-import os
 import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from answer_lines import answer_on_output
 
 EMPTY = {
     "vllm": ("vllm", "vllm.config", "vllm.utils", "vllm.distributed", "vllm.v1", "vllm.v1.core"),
     "sglang": ("sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.disaggregation"),
 }
+MEDIA = ("GPU", "CPU", "STORAGE", "CPU_PINNED", "DISK")
 MODULE = {"vllm": "vllm.distributed.kv_events", "sglang": "sglang.srt.disaggregation.kv_events"}
 
 
@@ -82,44 +82,24 @@ class Types:
         """Empty if the types take a message with maps and would send the same. passed: fields that
         the types do not have are added to it."""
         batch = self.as_maps.decode(payload)
-        raw = msgspec.msgpack.decode(payload)
-        unknown = {
+        stamp, events, rank = msgspec.msgpack.decode(payload)
+        passed |= {
             name
-            for event in raw[1]
+            for event in events
             for name in event.keys() - {"type", *self.fields[event["type"]]}
         }
-        passed |= unknown
         encoded = msgspec.msgpack.encode(batch)
+        known = [stamp, [self._known(event) for event in events], rank]
         if self.engine == "vllm":
-            wanted = (
-                payload
-                if not unknown
-                else msgspec.msgpack.encode(
-                    [raw[0], [self._known(event) for event in raw[1]], raw[2]]
-                )
-            )
-            return "" if encoded == wanted else "vLLM would send other bytes"
-        again = msgspec.msgpack.decode(encoded)  # SGLang leaves out fields of None
-        known = [
-            {name: value for name, value in self._known(event).items() if value is not None}
-            for event in raw[1]
-        ]
-        sent = [
-            {name: value for name, value in event.items() if value is not None}
-            for event in again[1]
-        ]
-        return (
-            ""
-            if (again[0], sent, again[2]) == (raw[0], known, raw[2])
-            else "SGLang would send other values"
-        )
+            same = encoded == msgspec.msgpack.encode(known)
+            return "" if same else "vLLM would send other bytes"
+        sent = msgspec.msgpack.decode(encoded)  # SGLang leaves out fields of None
+        same = _without_none(sent) == _without_none(known)
+        return "" if same else "SGLang would send other values"
 
     def _known(self, event: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in event.items()
-            if name == "type" or name in self.fields[event["type"]]
-        }
+        names = {"type", *self.fields[event["type"]]}
+        return {name: value for name, value in event.items() if name in names}
 
     def array_message(self, payload: bytes) -> str:
         """Empty if the types take a message with arrays, each field in its place."""
@@ -132,28 +112,21 @@ class Types:
                 )
                 if not right:
                     return f"the fields of a BlockStored do not fit together: {values!r}"
-            if getattr(event, "medium", "GPU") not in (
-                "GPU",
-                "CPU",
-                "STORAGE",
-                "CPU_PINNED",
-                "DISK",
-            ):
+            if getattr(event, "medium", "GPU") not in MEDIA:
                 return f"the medium is not in its place: {values!r}"
         return ""
 
-    def check(self, dialect: str, payloads: list[bytes]) -> dict[str, Any]:
+    def check(self, dialect: str, payloads: list[str]) -> dict[str, Any]:
         """Decode messages with the types. Returns how many, those they reject or would send
-        differently,
-        and the fields they do not have."""
+        differently, and the fields they do not have."""
         passed: set[str] = set()
         wrong = []
-        for payload in payloads:
+        for text in payloads:
+            payload = base64.b64decode(text)
             try:
+                array = dialect == "array"
                 failure = (
-                    self.array_message(payload)
-                    if dialect == "array"
-                    else self.map_message(payload, passed)
+                    self.array_message(payload) if array else self.map_message(payload, passed)
                 )
             except msgspec.MsgspecError as error:
                 failure = f"rejected: {error}"
@@ -167,17 +140,11 @@ class Types:
         }
 
 
-def main() -> None:
-    """Answer lines until there are none."""
-    lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    of = Types(sys.argv[1])
-    for line in sys.stdin:
-        message = json.loads(line)
-        payloads = [base64.b64decode(text) for text in message["payloads"]]
-        lines.write(json.dumps(of.check(message["dialect"], payloads)) + "\n")
-        lines.flush()
+def _without_none(batch: list[Any]) -> list[Any]:
+    stamp, events, rank = batch
+    given = [{name: one for name, one in event.items() if one is not None} for event in events]
+    return [stamp, given, rank]
 
 
 if __name__ == "__main__":
-    main()
+    answer_on_output(Types(sys.argv[1]))

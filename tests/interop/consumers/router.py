@@ -12,14 +12,46 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.interop.consumers.base import MODEL, Source, wait_until
+from tests.interop.consumers.base import MODEL, Source
 from tests.interop.environments import Environments, InteropError
-from tests.interop.processes import Child
+from tests.interop.processes import Child, wait_until
 from tests.interop.workload import BLOCK, Prompt
 
-PORT, METRICS_PORT = 18100, 18109
+PORT = 18100
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CREDITED = re.compile(r"KV prefix decision .*credited_prefix_tokens=(\d+)")
+
+
+def router_command(
+    environments: Environments,
+    port: int,
+    options: Sequence[str],
+    workers: Sequence[tuple[str, str, str]],
+) -> list[str]:
+    """The command of vLLM's router. `workers`: urls, and the endpoints of their events and of the
+    replay."""
+    program = environments.program("vllm_router", "vllm-router")
+    command = [program, "--host", "127.0.0.1", "--port", str(port), "--policy", "kv_aware"]
+    command += ["--prometheus-port", str(port + 9), "--log-level", "debug", *options]
+    command += ["--worker-urls", *(url for url, _, _ in workers)]
+    for url, events, replay in workers:
+        command += ["--kv-event-source", f"{url}={events}"]
+        command += ["--kv-event-replay-source", f"{url}={replay}"]
+    return command
+
+
+def credited_tokens(router: Child, logged: int) -> int:
+    """The tokens of a prompt that a router counts as cached, from its log after `logged` bytes."""
+    credited: list[str] = []
+
+    def decided() -> bool:
+        with router.log.open("rb") as log:
+            log.seek(logged)
+            credited[:] = CREDITED.findall(COLOUR.sub("", log.read().decode()))
+        return bool(credited)
+
+    wait_until("the router logs its decision", decided)
+    return int(credited[-1])
 
 
 class StubWorker:
@@ -97,34 +129,13 @@ class Router:
 
     def __init__(self, environments: Environments, folder: Path, sources: Sequence[Source]) -> None:
         self.routed = [Routed(source, StubWorker(source.worker)) for source in sources]
-        command = [
-            environments.program("vllm_router", "vllm-router"),
-            "--host",
-            "127.0.0.1",
-            "--port",
-            str(PORT),
-            "--policy",
-            "kv_aware",
-            "--kv-event-block-size",
-            str(BLOCK),
-            "--kv-event-model",
-            MODEL,
-            "--prometheus-port",
-            str(METRICS_PORT),
-            "--log-level",
-            "debug",
-            "--kv-penalty-host",
-            "1",
-            "--kv-penalty-external",
-            "1",
-            "--kv-penalty-disk",
-            "1",
-            "--worker-urls",
-            *(one.stub.url for one in self.routed),
+        options = ["--kv-event-block-size", str(BLOCK), "--kv-event-model", MODEL]
+        for tier in ("host", "external", "disk"):
+            options += [f"--kv-penalty-{tier}", "1"]
+        workers = [
+            (one.stub.url, one.source.endpoint, one.source.replay_endpoint) for one in self.routed
         ]
-        for source, stub in self.routed:
-            command += ["--kv-event-source", f"{stub.url}={source.endpoint}"]
-            command += ["--kv-event-replay-source", f"{stub.url}={source.replay_endpoint}"]
+        command = router_command(environments, PORT, options, workers)
         self.child = Child(self.name, command, folder / "router.log", env={"NO_COLOR": "1"})
         wait_until(f"{self.name} answers", self._answers)
 
@@ -159,16 +170,8 @@ class Router:
         status, data = self.http("POST", "/v1/completions", body)
         if status != 200:
             raise InteropError(f"{self.name}: {status} {data[:300]!r}\n{self.child.end_of_log()}")
-        credited: list[str] = []
-
-        def decided() -> bool:
-            with self.child.log.open("rb") as log:
-                log.seek(logged)
-                credited[:] = CREDITED.findall(COLOUR.sub("", log.read().decode()))
-            return bool(credited)
-
-        wait_until(f"{self.name} logs its decision", decided)
-        return Decision(int(json.loads(data)["choices"][0]["text"]), int(credited[-1]))
+        credited = credited_tokens(self.child, logged)
+        return Decision(int(json.loads(data)["choices"][0]["text"]), credited)
 
     def close(self) -> None:
         """End the router and the stubs."""

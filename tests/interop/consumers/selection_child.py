@@ -1,65 +1,53 @@
-"""Dynamo's SelectionService in a separate process. It runs in Dynamo's environment and answers
-lines of JSON with lines of JSON."""
+"""Dynamo's SelectionService: the program that runs in Dynamo's environment."""
 
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import sys
 from typing import Any
 
+from answer_lines import answer_beside_loop
 from dynamo._core import SelectionService, compute_block_hash_for_seq
 
 
-async def answer(service: Any, message: dict[str, Any]) -> Any:
-    """The answer to one message."""
-    kind = message.pop("do")
-    if kind == "register":
-        worker = message["worker"]
-        endpoints = {
-            int(rank): endpoint for rank, endpoint in worker.pop("kv_events_endpoints").items()
-        }
-        return await service.upsert_worker(worker | {"kv_events_endpoints": endpoints})
-    if kind == "unregister":
-        return await service.delete_worker(message["worker_id"])
-    if kind == "held":
-        return await service.indexer_snapshot()
-    if kind == "scores":
-        return [
-            (await service.overlap_scores(request))["workers"] for request in message["requests"]
-        ]
-    if kind == "hashes":
+class Selection:
+    """The service."""
+
+    def __init__(self) -> None:
+        self._service = SelectionService(indexer_threads=1)
+
+    async def register(self, worker: dict[str, Any]) -> Any:
+        """Follow the events of a worker."""
+        endpoints = worker["kv_events_endpoints"].items()
+        ranks = {int(rank): endpoint for rank, endpoint in endpoints}
+        return await self._service.upsert_worker(worker | {"kv_events_endpoints": ranks})
+
+    async def held(self) -> Any:
+        """The blocks of all workers."""
+        return await self._service.indexer_snapshot()
+
+    async def scores(self, requests: list[dict[str, Any]]) -> Any:
+        """The blocks of requests, by worker."""
+        return [(await self._service.overlap_scores(one))["workers"] for one in requests]
+
+    async def hashes(self, block_size: int, requests: list[dict[str, Any]]) -> Any:
+        """Dynamo's hashes of the blocks of requests."""
         return [
             compute_block_hash_for_seq(
                 one["token_ids"],
-                message["block_size"],
+                block_size,
                 one["block_mm_infos"],
                 one["lora_name"],
                 None,
                 one["cache_salt"],
             )
-            for one in message["requests"]
+            for one in requests
         ]
-    raise ValueError(f"no such message: {kind}")
 
 
-async def main(lines: Any) -> None:
+async def main() -> None:
     """Answer lines until there are none."""
-    loop = asyncio.get_running_loop()
-    reader = asyncio.StreamReader(limit=1 << 26)
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    service = SelectionService(indexer_threads=1)
-    while line := await reader.readline():
-        try:
-            reply = await answer(service, json.loads(line))
-        except Exception as error:
-            reply = {"error": f"{type(error).__name__}: {error}"}
-        lines.write(json.dumps(reply) + "\n")
-        lines.flush()
+    await answer_beside_loop(Selection())
 
 
 if __name__ == "__main__":
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    asyncio.run(main(out))
+    asyncio.run(main())

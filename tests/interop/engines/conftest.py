@@ -7,22 +7,16 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.interop.conftest import INSIDE_NETWORK, SHARED
+from tests.interop.conftest import SHARED
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.engines.vllm_engine import Prompt, Tokens, VllmEngine, VllmHost
 from tests.interop.environments import Environments
-from tests.interop.network import raise_loopback
-
-
-@pytest.fixture(scope="session")
-def environments(request: pytest.FixtureRequest) -> Environments:
-    """The engines' environments."""
-    return Environments(Path(request.config.getoption("--interop") or "."))
 
 
 @pytest.fixture(scope="session")
@@ -45,48 +39,43 @@ def hosts(
 @pytest.fixture
 def start(
     hosts: Callable[[str | None], VllmHost], tmp_path: Path
-) -> Iterator[Callable[..., VllmEngine] | None]:
+) -> Iterator[Callable[..., VllmEngine]]:
     """Starts vLLM engines with the tiny model. The arguments are those of `VllmEngine`, and the
     `version` of `VllmHost`."""
-    if not INSIDE_NETWORK:
-        yield None
-        return
-    raise_loopback()
     model = write_model(tmp_path / "model")
-    made: list[VllmEngine] = []
     logs = itertools.count()
+    with ExitStack() as ends:
 
-    def start_one(
-        extra: dict[str, Any] | None = None, *, version: str | None = None, **options: Any
-    ) -> VllmEngine:
-        log = tmp_path / f"engine-{next(logs)}.log"
-        made.append(VllmEngine(hosts(version), model, log, extra, **options))
-        return made[-1]
+        def start_one(*extra: Any, version: str | None = None, **options: Any) -> VllmEngine:
+            log = tmp_path / f"engine-{next(logs)}.log"
+            engine = VllmEngine(hosts(version), model, log, *extra, **options)
+            ends.callback(engine.discard)
+            return engine
 
-    try:
         yield start_one
-    finally:
-        for engine in made:
-            engine.discard()
 
 
 @pytest.fixture
-def alone(start: Callable[..., VllmEngine]) -> Callable[..., list[Tokens]]:
-    """The tokens that vLLM samples without a connector, for rounds of prompts. `settings` are those
-    of `VllmEngine`. The tests of a session share the answers, as they depend on the machine only.
-    """
+def alone(start: Callable[..., VllmEngine]) -> Callable[..., Tokens]:
+    """The tokens that vLLM samples for prompts without a connector. `settings` are those of
+    `VllmEngine`. The tests of a session share the answers, as they depend on the machine only."""
 
-    def sample(
-        rounds: Sequence[Sequence[Prompt]], max_tokens: int = 8, **settings: Any
-    ) -> list[Tokens]:
-        question = json.dumps([list(rounds), max_tokens, sorted(settings.items())])
-        name = hashlib.sha256(question.encode()).hexdigest()[:16]
-        known = Path(os.environ[SHARED]) / f"tokens-{name}.json"
-        if not known.is_file():
+    def sample(wanted: Sequence[Prompt], max_tokens: int = 8, **settings: Any) -> Tokens:
+        def serve() -> Tokens:
             engine = start(**settings)
-            served = [engine.serve(prompts, max_tokens=max_tokens).tokens for prompts in rounds]
+            tokens = engine.serve(wanted, max_tokens=max_tokens).tokens
             engine.close()
-            known.write_text(json.dumps(served))
-        return list(json.loads(known.read_text()))
+            return tokens
+
+        return known("vllm", [list(wanted), max_tokens, sorted(settings.items())], serve)
 
     return sample
+
+
+def known(name: str, question: Any, answer: Callable[[], Any]) -> Any:
+    """An answer that the tests of a session share."""
+    digest = hashlib.sha256(json.dumps(question).encode()).hexdigest()[:16]
+    file = Path(os.environ[SHARED]) / f"{name}-{digest}.json"
+    if not file.is_file():
+        file.write_text(json.dumps(answer()))
+    return json.loads(file.read_text())

@@ -12,13 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.interop.consumers.base import wait_until
-from tests.interop.consumers.router import COLOUR, CREDITED
+from tests.interop.consumers.router import credited_tokens, router_command
 from tests.interop.engines.stores import offloading
 from tests.interop.engines.vllm_child import TINY
-from tests.interop.engines.vllm_engine import ENVIRONMENT, VARIABLES, descendants
+from tests.interop.engines.vllm_engine import VARIABLES
 from tests.interop.environments import Environments
-from tests.interop.processes import Child
+from tests.interop.processes import Child, descendants, wait_until
 
 MODEL = "tiny"
 START = 600.0
@@ -27,20 +26,21 @@ ROUTER_PORT = 18200
 ROUTER = f"http://127.0.0.1:{ROUTER_PORT}"
 
 
-def post(url: str, prompt: Sequence[int], max_tokens: int = 4, **options: Any) -> Any:
+def complete(url: str, prompt: Sequence[int], **options: Any) -> Any:
     """Complete a prompt of token ids. Returns the answer."""
-    body = {"model": MODEL, "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0}
-    body |= options
+    body = {"model": MODEL, "prompt": list(prompt), "max_tokens": 4, "temperature": 0}
     request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+        f"{url}/v1/completions",
+        json.dumps(body | options).encode(),
+        {"content-type": "application/json"},
     )
     with urllib.request.urlopen(request, timeout=START) as answer:
         return json.loads(answer.read())
 
 
-def complete(url: str, prompt: Sequence[int]) -> list[int]:
+def sampled(url: str, prompt: Sequence[int]) -> list[int]:
     """The tokens that a server samples. vLLM's router ignores prefixes of such a request."""
-    return list(post(url, prompt, return_token_ids=True)["choices"][0]["token_ids"])
+    return list(complete(url, prompt, return_token_ids=True)["choices"][0]["token_ids"])
 
 
 def answers(child: Child, url: str) -> bool:
@@ -61,10 +61,7 @@ class Server:
         model: folder of the model.
         folder: for its log and its store.
         port: of the server. The events have the two ports after it.
-        storage: settings below the host tier in place of a file store.
-        environment: that the server runs in.
-        host: the address that it listens at.
-        prefix: a command that runs it, for example `nsenter`.
+        storage: settings below the host tier.
     """
 
     def __init__(
@@ -73,13 +70,10 @@ class Server:
         model: Path,
         folder: Path,
         port: int,
-        storage: dict[str, Any] | None = None,
-        environment: str = ENVIRONMENT,
-        host: str = "127.0.0.1",
-        prefix: Sequence[str] = (),
+        storage: dict[str, Any],
     ) -> None:
-        self.url = f"http://{host}:{port}"
-        self.events, self.replay = (f"tcp://{host}:{port + i}" for i in (1, 2))
+        self.url = f"http://127.0.0.1:{port}"
+        self.events, self.replay = (f"tcp://127.0.0.1:{port + i}" for i in (1, 2))
         # vLLM's publisher binds to wildcards, and connects to other endpoints
         events = {
             "enable_kv_cache_events": True,
@@ -92,17 +86,14 @@ class Server:
             "kv_connector": "KVActorsConnector",
             "kv_connector_module_path": "kvactors.integrations.vllm",
             "kv_role": "kv_both",
-            "kv_connector_extra_config": offloading(256, folder / f"store-{port}")
-            | {"self_describing_kv_events": True},
+            "kv_connector_extra_config": offloading(256)
+            | {"storage": storage, "self_describing_kv_events": True},
         }
-        if storage is not None:
-            transfer["kv_connector_extra_config"]["storage"] = storage
-        self._command = [
-            *prefix,
-            environments.program(environment),
+        command = [
+            environments.program("vllm_pool"),
             *("-m", "vllm.entrypoints.openai.api_server"),
             *("--model", str(model), "--served-model-name", MODEL),
-            *("--host", host, "--port", str(port)),
+            *("--host", "127.0.0.1", "--port", str(port)),
             "--enforce-eager",
             "--skip-tokenizer-init",
             *("--kv-events-config", json.dumps(events)),
@@ -110,13 +101,9 @@ class Server:
         ]
         names = ("dtype", "max_model_len", "block_size", "num_gpu_blocks_override", "seed")
         for name in (*names, "max_num_seqs"):
-            self._command += [f"--{name.replace('_', '-')}", str(TINY[name])]
-        self._log = folder / f"server-{port}.log"
-        self.start()
-
-    def start(self) -> None:
-        """Start it, also again."""
-        self.child = Child(f"server {self.url}", self._command, self._log, env=VARIABLES)
+            command += [f"--{name.replace('_', '-')}", str(TINY[name])]
+        log = folder / f"server-{port}.log"
+        self.child = Child(f"server {self.url}", command, log, env=VARIABLES)
 
     def wait(self) -> None:
         """Return when it answers."""
@@ -128,10 +115,6 @@ class Server:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self.child.kill()
-
-    def close(self) -> None:
-        """End the process of the last start."""
-        self.child.close()
 
     def metric(self, name: str) -> float:
         """A counter, summed over its labels."""
@@ -145,18 +128,11 @@ class FleetRouter:
     """vLLM's router with the policy kv_aware, in front of servers."""
 
     def __init__(self, environments: Environments, folder: Path, servers: Sequence[Server]) -> None:
-        command: list[Any] = [
-            environments.program("vllm_router", "vllm-router"),
-            *("--host", "127.0.0.1", "--port", str(ROUTER_PORT), "--policy", "kv_aware"),
-            *("--kv-event-block-size", str(TINY["block_size"]), "--kv-event-model", MODEL),
-            *("--prometheus-port", str(ROUTER_PORT + 9), "--log-level", "debug"),
-            *("--health-check-interval-secs", "1", "--health-check-timeout-secs", "60"),
-            *("--cb-timeout-duration-secs", "2"),
-            *("--worker-urls", *(server.url for server in servers)),
-        ]
-        for server in servers:
-            command += ["--kv-event-source", f"{server.url}={server.events}"]
-            command += ["--kv-event-replay-source", f"{server.url}={server.replay}"]
+        options = ["--kv-event-block-size", str(TINY["block_size"]), "--kv-event-model", MODEL]
+        options += ["--health-check-interval-secs", "1", "--health-check-timeout-secs", "60"]
+        options += ["--cb-timeout-duration-secs", "2"]
+        workers = [(server.url, server.events, server.replay) for server in servers]
+        command = router_command(environments, ROUTER_PORT, options, workers)
         log = folder / "fleet-router.log"
         self.child = Child("vLLM's router", command, log, env={"NO_COLOR": "1"})
 
@@ -167,14 +143,5 @@ class FleetRouter:
     def route(self, prompt: Sequence[int]) -> int:
         """Complete a prompt through the router. Returns the tokens that it takes for cached."""
         logged = self.child.log.stat().st_size
-        post(ROUTER, prompt)
-        credited: list[str] = []
-
-        def decided() -> bool:
-            with self.child.log.open("rb") as log:
-                log.seek(logged)
-                credited[:] = CREDITED.findall(COLOUR.sub("", log.read().decode()))
-            return bool(credited)
-
-        wait_until("the router logs its decision", decided)
-        return int(credited[-1])
+        complete(ROUTER, prompt)
+        return credited_tokens(self.child, logged)

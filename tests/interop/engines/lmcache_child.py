@@ -9,6 +9,7 @@ import random
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -70,12 +71,12 @@ class Server:
         """The adapter's status."""
         return dict(self.adapter.report_status())
 
-    def idle(self) -> dict[str, Any]:
-        """Wait until no task is in flight and no object is locked. Returns the status."""
-        until = time.monotonic() + LIMIT / 10
+    def _when(self, holds: Callable[[dict[str, Any]], bool] = lambda found: True) -> dict[str, Any]:
+        """The status once it holds, no task is in flight and no object is locked."""
+        until = time.monotonic() + LIMIT
         while time.monotonic() < until:
-            status = self.status()
-            if not status["tasks_in_flight"] and not status["locked_key_count"]:
+            found = self.status()
+            if holds(found) and not found["tasks_in_flight"] + found["locked_key_count"]:
                 break
             time.sleep(0.01)
         return self.status()
@@ -89,26 +90,23 @@ class Server:
             "by_salt": dict(usage.bytes_by_cache_salt),
         }
 
+    def _write(self, keys: list[ObjectKey], dtype: str = "float16") -> None:
+        """Write objects to L1."""
+        reserved = self.manager.reserve_write(keys, layout_of(dtype))
+        for key, one in reserved.items():
+            memoryview(one.byte_array).cast("B")[:] = payload(key)
+        self.manager.finish_write(list(reserved))
+
     def store(
-        self, numbers: list[int], salt: str = "", dtype: str = "float16", wanted: int | None = None
+        self, numbers: list[int], salt: str = "", wanted: int | None = None
     ) -> dict[str, Any]:
         """Write objects to L1, and wait until no store task is in flight.
 
         wanted: objects that the adapter must have then, at least.
         """
-        keys = [key_of(number, salt) for number in numbers]
-        reserved = self.manager.reserve_write(keys, layout_of(dtype))
-        written = [key for key in keys if key in reserved]
-        for key in written:
-            memoryview(reserved[key].byte_array).cast("B")[:] = payload(key)
-        self.manager.finish_write(written)
+        self._write([key_of(number, salt) for number in numbers])
         least = len(numbers) if wanted is None else wanted
-        until = time.monotonic() + LIMIT
-        while (
-            self.status()["stored_object_count"] < least or self.status()["tasks_in_flight"]
-        ) and time.monotonic() < until:
-            time.sleep(0.01)
-        return {"written": len(written), "status": self.status()}
+        return self._when(lambda found: found["stored_object_count"] >= least)
 
     def clear(self) -> dict[str, Any]:
         """Empty L1."""
@@ -119,7 +117,6 @@ class Server:
         self, numbers: list[int], salt: str = "", dtype: str = "float16"
     ) -> dict[str, Any]:
         """Prefetch objects and compare their bytes."""
-        began = time.monotonic()
         keys = [key_of(number, salt) for number in numbers]
         group = GroupedObjectKeys(keys, 0, layout_of(dtype))
         handle = self.manager.submit_prefetch_task(PrefetchTaskSpec([group]))
@@ -133,12 +130,7 @@ class Server:
                 found = [bytes(memoryview(one.byte_array).cast("B")) for one in objects]
             right = sum(data == payload(key) for data, key in zip(found, keys[:hits], strict=True))
             self.manager.finish_read_prefetched(keys[:hits])
-        return {
-            "hits": hits,
-            "right": right,
-            "l2": result.l2_hit_count,
-            "seconds": time.monotonic() - began,
-        }
+        return {"hits": hits, "right": right, "l2": result.l2_hit_count}
 
     def mixed(self, threads: int, rounds: int, keys: int) -> dict[str, Any]:
         """Threads that store and prefetch random runs of keys, with an L1 that is cleared at
@@ -153,11 +145,7 @@ class Server:
                 first = draw.randrange(keys)
                 numbers = list(range(first, first + draw.randint(1, 6)))
                 salt = f"thread-{seed}"
-                wanted = [key_of(number, salt) for number in numbers]
-                reserved = self.manager.reserve_write(wanted, layout_of("float16"))
-                for key, one in reserved.items():
-                    memoryview(one.byte_array).cast("B")[:] = payload(key)
-                self.manager.finish_write(list(reserved))
+                self._write([key_of(number, salt) for number in numbers])
                 earlier.append(numbers)
                 until = time.monotonic() + LIMIT
                 while self.status()["tasks_in_flight"] > 2 and time.monotonic() < until:
@@ -181,7 +169,7 @@ class Server:
             one.join(LIMIT)
         if errors or any(one.is_alive() for one in running):
             raise RuntimeError("\n".join(errors) or "a thread hangs")
-        return totals
+        return totals | self._when()
 
     def wait_usage(self, salt: str, most: int) -> dict[str, Any]:
         """Wait until LMCache's eviction has brought a salt below some bytes."""

@@ -22,10 +22,8 @@ BLOCK = 4
 class Bridge:
     """kvactors' manager in the place of the runner's mock."""
 
-    def __init__(self, runner, slots: int, blocks_per_chunk: int, **settings) -> None:
-        config = TierConfig(
-            model="tiny", block_bytes=64, num_slots=slots, events=("host",), **settings
-        )
+    def __init__(self, runner, slots: int, blocks_per_chunk: int) -> None:
+        config = TierConfig(model="tiny", block_bytes=64, num_slots=slots, events=("host",))
         tiers = open_tiers(config)
         self.manager = KVActorsManager(
             tiers, None, chunk_tokens=BLOCK * blocks_per_chunk, flush_steps=4
@@ -76,10 +74,10 @@ class Bridge:
 
 @pytest.fixture(params=[False, True], ids=["sync", "async"])
 def make(request, request_runner):
-    def make_one(slots: int = 32, num_gpu_blocks: int = 100, blocks_per_chunk: int = 1) -> Bridge:
+    def make_one(slots: int = 32, blocks_per_chunk: int = 1) -> Bridge:
         runner = request_runner(
             block_size=BLOCK,
-            num_gpu_blocks=num_gpu_blocks,
+            num_gpu_blocks=100,
             blocks_per_chunk=blocks_per_chunk,
             async_scheduling=request.param,
         )
@@ -88,29 +86,19 @@ def make(request, request_runner):
     return make_one
 
 
-def test_blocks_are_stored_once_and_loaded_after_the_device_forgot_them(make) -> None:
-    bridge = make()
-    runner = bridge.runner
-    runner.new_request(token_ids=[7] * BLOCK * 3)
-    runner.run(decoded_tokens=[EOS_TOKEN_ID], expected_stored=(0, 1, 2))
-    assert bridge.resident == 3
-    runner.scheduler.reset_prefix_cache()
-    runner.new_request(token_ids=[7] * BLOCK * 3 + [1])
-    runner.run(decoded_tokens=[EOS_TOKEN_ID], expected_loaded=(0, 1, 2))
-    bridge.check()
-    assert bridge.resident == 3
-
-
-def test_chunks_of_several_blocks(make) -> None:
-    bridge = make(blocks_per_chunk=3)
-    runner = bridge.runner
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_blocks_are_stored_once_and_loaded_after_the_device_forgot_them(
+    make, blocks_per_chunk
+) -> None:
+    bridge = make(blocks_per_chunk=blocks_per_chunk)
+    runner, blocks = bridge.runner, tuple(range(6))
     runner.new_request(token_ids=[7] * BLOCK * 6)
-    runner.run(decoded_tokens=[EOS_TOKEN_ID], expected_stored=(0, 1, 2, 3, 4, 5))
-    assert bridge.resident == 2
+    runner.run(decoded_tokens=[EOS_TOKEN_ID], expected_stored=blocks)
     runner.scheduler.reset_prefix_cache()
     runner.new_request(token_ids=[7] * BLOCK * 6 + [1])
-    runner.run(decoded_tokens=[EOS_TOKEN_ID], expected_loaded=(0, 1, 2, 3, 4, 5))
+    runner.run(decoded_tokens=[EOS_TOKEN_ID], expected_loaded=blocks)
     bridge.check()
+    assert bridge.resident == 6 // blocks_per_chunk
 
 
 def test_a_full_host_tier_evicts_and_never_a_block_in_use(make) -> None:

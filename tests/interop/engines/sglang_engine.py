@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import signal
@@ -10,16 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.interop.engines.vllm_engine import MODULES, Prompt, descendants
+from tests.interop.engines.vllm_engine import Prompt, Tokens
 from tests.interop.environments import Environments, InteropError
-from tests.interop.processes import Child
+from tests.interop.processes import MODULES, Child, descendants
 
 CHILD = Path(__file__).with_name("sglang_child.py")
-UNITS = Path(__file__).with_name("sglang_units_inner.py")
 SITE = Path(__file__).with_name("sglang_site")
 ENVIRONMENT = "sglang_cpu"
-OPEN, SERVE = 900.0, 900.0
-"""Seconds within which an engine must start, and serve. Only a hang takes as long."""
+LIMIT = 900.0
+"""Seconds within which an engine must start, or serve. Only a hang takes as long."""
 PAGE_BYTES = 64 << 10
 """Bytes of a page of the tiny model: 32 tokens, 4 layers, keys and values, 2 heads of 32 floats."""
 
@@ -43,34 +41,26 @@ HICACHE = {
 """Settings of SGLang's host pool."""
 
 
-def kvactors(directory: Path | None, **storage: Any) -> dict[str, Any]:
+def file_store(directory: Path) -> dict[str, Any]:
+    """Settings of a file store."""
+    return {"backend": "file", "directory": str(directory), "capacity_blocks": 400}
+
+
+def kvactors(directory: Path) -> dict[str, Any]:
     """`--hicache-storage-backend-extra-config` with `KVActorsHiCache`."""
-    if directory is None:
-        place: dict[str, Any] = {"backend": "memory", "capacity_blocks": 400}
-    else:
-        place = {"backend": "file", "directory": str(directory), "capacity_blocks": 400}
     return {
         "backend_name": "kvactors",
         "module_path": "kvactors.integrations.sglang",
         "class_name": "KVActorsHiCache",
         "interface_v1": 1,
         "prefetch_threshold": 32,
-        "storage": place | storage,
+        "storage": file_store(directory),
     }
 
 
-def linker(host_pages: int, directory: Path | None = None, **more: Any) -> dict[str, Any]:
-    """Settings of an engine with `KVActorsLinker`.
-
-    Args:
-        host_pages: pages of the host tier.
-        directory: of the file store below it, if there is one.
-        more: other keys of `linker_extra_config`.
-    """
-    extra: dict[str, Any] = {"host_bytes": host_pages * PAGE_BYTES}
-    if directory is not None:
-        file = {"backend": "file", "directory": str(directory), "capacity_blocks": 400}
-        extra["storage"] = file
+def linker(host_pages: int, directory: Path) -> dict[str, Any]:
+    """Settings of an engine with `KVActorsLinker`, so many pages of a host tier, and a store."""
+    extra = {"host_bytes": host_pages * PAGE_BYTES, "storage": file_store(directory)}
     return {
         "hicache": False,
         "enable_unified_cache_external_linker": True,
@@ -78,7 +68,7 @@ def linker(host_pages: int, directory: Path | None = None, **more: Any) -> dict[
         "unified_cache_external_linker_config": {
             "linker": "KVActorsLinker",
             "linker_module_path": "kvactors.integrations.sglang",
-            "linker_extra_config": extra | more,
+            "linker_extra_config": extra,
         },
     }
 
@@ -87,19 +77,14 @@ class Served(NamedTuple):
     """The answer of an engine.
 
     Attributes:
-        tokens: the sampled tokens of each prompt; None for a cancelled request.
+        tokens: see `Tokens`.
         cached: prompt tokens of each prompt that were not computed.
         sources: of those of each prompt, how many came from device, host and storage.
     """
 
-    tokens: list[list[int] | None]
+    tokens: Tokens
     cached: list[int]
     sources: list[dict[str, int]]
-
-    @property
-    def digest(self) -> str:
-        """Identifies the tokens."""
-        return hashlib.sha256(json.dumps(self.tokens).encode()).hexdigest()[:16]
 
     def total(self, source: str) -> int:
         """Prompt tokens that came from a source."""
@@ -114,7 +99,6 @@ class SglangEngine:
         model: folder of the model.
         log: file for SGLang's output.
         extra: `--hicache-storage-backend-extra-config`; None for an engine without storage.
-        backend: `--hicache-storage-backend`, if `extra` is given.
         hicache: whether the engine has a host pool.
         variables: environment variables beside `VARIABLES`.
         settings: arguments of SGLang's `Engine`.
@@ -127,7 +111,6 @@ class SglangEngine:
         log: Path,
         extra: dict[str, Any] | None = None,
         *,
-        backend: str = "dynamic",
         hicache: bool = True,
         variables: dict[str, str] | None = None,
         **settings: Any,
@@ -135,7 +118,7 @@ class SglangEngine:
         if hicache:
             settings = HICACHE | settings
         if extra is not None:
-            settings["hicache_storage_backend"] = backend
+            settings["hicache_storage_backend"] = "dynamic"
             settings["hicache_storage_backend_extra_config"] = json.dumps(extra)
         self.log = log
         self._child = Child(
@@ -147,13 +130,13 @@ class SglangEngine:
         )
         self._ended = False
         try:
-            self.opened = self._ask(OPEN, do="open", settings={"model_path": str(model)} | settings)
+            self.opened = self._ask(do="open", settings={"model_path": str(model)} | settings)
         except BaseException:
             self.discard()  # the caller has no engine that it could discard
             raise
 
-    def _ask(self, limit: float, **message: Any) -> dict[str, Any]:
-        return dict(self._child.ask(message, limit))
+    def _ask(self, **message: Any) -> dict[str, Any]:
+        return dict(self._child.ask(message, LIMIT))
 
     def serve(
         self,
@@ -172,7 +155,6 @@ class SglangEngine:
             at_once: requests that the engine has at once.
         """
         answers = self._ask(
-            SERVE,
             do="generate",
             prompts=list(wanted),
             max_tokens=max_tokens,
@@ -183,11 +165,11 @@ class SglangEngine:
 
     def flush(self) -> bool:
         """Drop device and host pool. Returns whether SGLang did."""
-        return bool(self._ask(SERVE, do="flush")["flushed"])
+        return bool(self._ask(do="flush")["flushed"])
 
     def clear_storage(self) -> bool:
         """Empty the storage. Returns whether SGLang did."""
-        return bool(self._ask(SERVE, do="clear_storage")["cleared"])
+        return bool(self._ask(do="clear_storage")["cleared"])
 
     def detach(self) -> None:
         """Close the storage."""
@@ -198,7 +180,7 @@ class SglangEngine:
         self._control(do="attach", backend=backend, extra=extra)
 
     def _control(self, **message: Any) -> None:
-        found = self._ask(SERVE, **message)
+        found = self._ask(**message)
         if not found["success"]:
             raise InteropError(f"SGLang: {found['message']}\n{self._child.end_of_log()}")
 
@@ -208,20 +190,15 @@ class SglangEngine:
 
     def close(self) -> None:
         """Shut the engine down in good order and end its processes."""
-        self._ask(SERVE, do="close")
+        self._ask(do="close")
         self.discard()
 
     def kill(self) -> None:
         """kill -9 of the engine's processes, all at once."""
-        self._ended = True
-        for pid in [*descendants(self._child.process.pid), self._child.process.pid]:
-            os.kill(pid, signal.SIGKILL)
-        self._child.close()
-
-    def discard(self) -> None:
-        """End the processes however they are."""
         if not self._ended:
             self._ended = True
-            for pid in descendants(self._child.process.pid):
+            for pid in [*descendants(self._child.process.pid), self._child.process.pid]:
                 os.kill(pid, signal.SIGKILL)
             self._child.close()
+
+    discard = kill

@@ -1,4 +1,4 @@
-"""vLLM's own tests with kvactors installed, and its test harness over kvactors' classes."""
+"""vLLM's test harness, and its tests of a file tier, over kvactors' classes."""
 
 from __future__ import annotations
 
@@ -14,38 +14,13 @@ import pytest
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.engines.vllm_engine import ENVIRONMENT, VARIABLES
 from tests.interop.environments import Environments
-from tests.interop.network import raise_loopback
 
 pytestmark = pytest.mark.engines
 
 HERE = Path(__file__).parent
-PLUGINS = ("vllm_tests_plugin", "fs_tier_plugin")
-LIMIT = 2900
+LIMIT = 1400
 """Seconds that the inner pytest may take. Only a hang takes as long."""
-CONNECTOR = "tests/v1/kv_connector/unit/offloading_connector"
-OFFLOADING = "tests/v1/kv_offload"
-FS_TIER = f"{OFFLOADING}/tiering/test_fs_tier.py"
-
-QUICK = (
-    f"{CONNECTOR}/test_config.py",
-    f"{CONNECTOR}/test_events.py",
-    f"{CONNECTOR}/test_metrics.py",
-    f"{CONNECTOR}/test_worker.py",
-    f"{OFFLOADING}/cpu/test_manager.py",
-    f"{OFFLOADING}/test_factory.py",
-    f"{OFFLOADING}/tiering/test_factory.py",
-    f"{OFFLOADING}/tiering/test_tiering_offloading.py",
-)
-"""Files of vLLM's tests that take seconds and do not depend on the load of the machine
-(`test_shared_offload_region.py` gives new processes 30 s to import vLLM)."""
-
-NEEDS_MORE = {
-    f"{OFFLOADING}/cpu/test_gpu_worker.py": "a GPU",
-    f"{OFFLOADING}/cpu/test_swap_blocks_batch.py": "a GPU",
-    f"{OFFLOADING}/cpu/test_swap_blocks_triton.py": "a GPU",
-    f"{OFFLOADING}/tiering/p2p": "NIXL",
-}
-"""Tests of vLLM that do not run on a CPU, and what they need."""
+FS_TIER = "tests/v1/kv_offload/tiering/test_fs_tier.py"
 
 ABOUT_VLLMS_FILES = {
     "test_shutdown_discards_pending_tasks": "looks into vLLM's thread pool",
@@ -66,26 +41,29 @@ ABOUT_VLLMS_FILES = {
 them do is done by `test_offloading.py` and `units_inner.py` in the same place."""
 
 
-def run_inside(environments: Environments, folder: Path, *arguments: str) -> str:
-    """Run pytest in vLLM's environment, in a folder with vLLM's `tests`. Returns its last line."""
-    raise_loopback()
+def test_vllms_scheduler_units_and_tests_of_its_file_tier_over_our_classes(
+    environments: Environments, tmp_path: Path
+) -> None:
+    """One pytest in vLLM's environment: the import of vLLM takes longer than the tests."""
     source = environments.source(ENVIRONMENT, "vllm==0.32.0")
-    (folder / "tests").symlink_to(source / "tests")
-    plugins = folder / "plugins"
-    plugins.mkdir()
-    for plugin in PLUGINS:
-        shutil.copy(HERE / f"{plugin}.py", plugins)
+    definitions = ast.parse((source / FS_TIER).read_text()).body
+    functions = [node.name for node in definitions if isinstance(node, ast.FunctionDef)]
+    tests = {name for name in functions if name.startswith("test_")}
+    assert tests > ABOUT_VLLMS_FILES.keys()
+    chosen = [f"{FS_TIER}::{name}" for name in sorted(tests - ABOUT_VLLMS_FILES.keys())]
+    (tmp_path / "tests").symlink_to(source / "tests")
+    for name in ("vllm_tests_plugin", "fs_tier_plugin"):
+        shutil.copy(HERE / f"{name}.py", tmp_path)
     for name in ("runner", "units"):
-        shutil.copy(HERE / f"{name}_inner.py", folder / f"test_{name}.py")
-    variables = {
-        "PYTHONPATH": f"{folder}:{plugins}",
-        "ENGINE_TEST_MODEL": str(write_model(folder / "model")),
-    }
-    python = environments.program(ENVIRONMENT)
-    plain = ["-q", "-p", "no:cacheprovider", "-p", "vllm_tests_plugin", f"--rootdir={folder}"]
+        shutil.copy(HERE / f"{name}_inner.py", tmp_path / f"test_{name}.py")
+    model = str(write_model(tmp_path / "model"))
+    variables = {"PYTHONPATH": str(tmp_path), "ENGINE_TEST_MODEL": model}
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", os.devnull]
+    options += ["-p", "vllm_tests_plugin", "-p", "fs_tier_plugin"]
+    command = [environments.program(ENVIRONMENT), "-m", "pytest", *options]
     done = subprocess.run(
-        [python, "-m", "pytest", "-c", os.devnull, *plain, *arguments],
-        cwd=folder,
+        [*command, "test_runner.py", "test_units.py", *chosen],
+        cwd=tmp_path,
         env=os.environ | VARIABLES | variables,
         capture_output=True,
         text=True,
@@ -93,53 +71,8 @@ def run_inside(environments: Environments, folder: Path, *arguments: str) -> str
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
-    return done.stdout.strip().splitlines()[-1]
-
-
-def test_the_scheduler_of_vllm_over_our_manager(environments: Environments, tmp_path: Path) -> None:
-    assert "8 passed" in run_inside(environments, tmp_path, "test_runner.py")
-
-
-def test_settings_regions_and_tiers(environments: Environments, tmp_path: Path) -> None:
-    last = run_inside(environments, tmp_path, "test_units.py")
-    assert "failed" not in last
-    assert int(last.split()[0]) > 12
-
-
-def passed(last: str) -> int:
-    """The number of tests that passed, from the last line of pytest. None may have failed."""
-    assert "failed" not in last, last
-    assert "error" not in last, last
-    found = re.search(r"(\d+) passed", last)
-    return int(found[1]) if found else 0
-
-
-def test_vllms_quick_tests_of_offloading(environments: Environments, tmp_path: Path) -> None:
-    last = run_inside(environments, tmp_path, *QUICK)
-    print(last)
-    assert passed(last) > 300
-
-
-@pytest.mark.engines_full
-def test_all_tests_of_vllm_of_offloading(environments: Environments, tmp_path: Path) -> None:
-    left_out = [f"--ignore={path}" for path in NEEDS_MORE]
-    last = run_inside(environments, tmp_path, CONNECTOR, OFFLOADING, *left_out)
-    print(last)
-    assert passed(last) > 900
-
-
-def test_the_tier_passes_vllms_tests_of_the_file_tier(
-    environments: Environments, tmp_path: Path
-) -> None:
-    text = (environments.source(ENVIRONMENT, "vllm==0.32.0") / FS_TIER).read_text()
-    tests = {
-        node.name
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    }
-    assert tests > ABOUT_VLLMS_FILES.keys()
-    chosen = [f"{FS_TIER}::{name}" for name in sorted(tests - ABOUT_VLLMS_FILES.keys())]
-    last = run_inside(environments, tmp_path, "-p", "fs_tier_plugin", *chosen)
-    print(last)
+    last = done.stdout.strip().splitlines()[-1]
+    passed = re.match(r"(\d+) passed", last)
+    assert passed, last
     assert "skipped" not in last
-    assert passed(last) >= 25
+    assert int(passed[1]) >= 8 + 12 + 25

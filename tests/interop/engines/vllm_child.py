@@ -48,61 +48,30 @@ def _zero_device_cache(worker: Any) -> int:
 class Engine:
     """The engine and the requests of one test."""
 
-    def __init__(self) -> None:
-        self.llm: Any = None
-        self.requests = 0
+    llm: Any = None
 
     def open(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Start the engine. settings: arguments of vLLM's `LLM` beside `TINY`."""
         import vllm
 
         self.llm = vllm.LLM(**(TINY | settings))
-        return {"version": vllm.__version__, "kvactors": sorted(_modules("kvactors"))}
+        ours = sorted(name for name in sys.modules if name.partition(".")[0] == "kvactors")
+        return {"version": vllm.__version__, "kvactors": ours}
 
-    def generate(
-        self, prompts: list[list[int]], max_tokens: int = 8, cancel: dict[str, int] | None = None
-    ) -> dict[str, Any]:
-        """Serve prompts greedily, all at once.
-
-        cancel: by index of a prompt, the engine steps after which its request is aborted.
-        """
+    def _sampling(self, max_tokens: int) -> Any:
         from vllm import SamplingParams
 
-        greedy = SamplingParams(
+        return SamplingParams(
             temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
         )
-        engine = self.llm.llm_engine
-        names = [f"request-{self.requests + i}" for i in range(len(prompts))]
-        self.requests += len(prompts)
-        inputs = zip(names, prompts, strict=True)
-        added = {
-            engine.add_request(name, {"prompt_token_ids": ids}, greedy) or name: name
-            for name, ids in inputs
-        }
-        at_step: dict[int, list[str]] = {}
-        for index, step in (cancel or {}).items():
-            at_step.setdefault(step, []).append(names[int(index)])
-        outputs: dict[str, Any] = {}
-        step = 0
-        while engine.has_unfinished_requests():
-            if step in at_step:
-                engine.abort_request(at_step[step])
-            for output in engine.step():
-                if output.finished:
-                    outputs[added.get(output.request_id, output.request_id)] = output
-            step += 1
-        done = [outputs.get(name) for name in names]
-        finished = [one is not None and one.outputs[0].finish_reason == "length" for one in done]
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
+        """Serve prompts greedily, all at once."""
+        inputs = [{"prompt_token_ids": ids} for ids in prompts]
+        done = self.llm.generate(inputs, self._sampling(max_tokens), use_tqdm=False)
         return {
-            "tokens": [
-                [int(token) for token in one.outputs[0].token_ids] if ok else None
-                for one, ok in zip(done, finished, strict=True)
-            ],
-            "cached": [
-                one.num_cached_tokens if ok else None
-                for one, ok in zip(done, finished, strict=True)
-            ],
-            "steps": step,
+            "tokens": [list(one.outputs[0].token_ids) for one in done],
+            "cached": [one.num_cached_tokens for one in done],
         }
 
     def storm(
@@ -112,11 +81,7 @@ class Engine:
 
         resets: whether the caches are reset at random steps too.
         """
-        from vllm import SamplingParams
-
-        greedy = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
-        )
+        greedy = self._sampling(max_tokens)
         engine = self.llm.llm_engine
         draw = random.Random(seed)
         waiting = list(enumerate(prompts))[::-1]
@@ -126,8 +91,7 @@ class Engine:
         while waiting or engine.has_unfinished_requests():
             while waiting and (not running or draw.random() < 0.3):
                 index, ids = waiting.pop()
-                name = f"storm-{self.requests}"
-                self.requests += 1
+                name = f"storm-{seed}-{index}"
                 engine.add_request(name, {"prompt_token_ids": ids}, greedy)
                 running[name] = index
             if running and draw.random() < 0.03:
@@ -168,10 +132,6 @@ class Engine:
         self.llm.llm_engine.engine_core.shutdown()
         self.llm = None
         return {}
-
-
-def _modules(package: str) -> set[str]:
-    return {name for name in sys.modules if name.partition(".")[0] == package}
 
 
 def main(name: str) -> None:
