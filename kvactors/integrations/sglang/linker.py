@@ -24,22 +24,7 @@ from kvactors.tier_cache import CopyWorker, open_tiers
 log = logging.getLogger("kvactors")
 
 
-class LayerCounter:
-    """SGLang's wait for a layer of a batch: for all, since a page is copied with all layers."""
-
-    def __init__(self, moves: PageMoves) -> None:
-        self._moves = moves
-        self.consumer_index = -1
-
-    def set_consumer(self, index: int) -> None:
-        """Name the batch that the next forward pass needs, -1 for none."""
-        self.consumer_index = index
-
-    def wait_until(self, layer: int) -> None:
-        self._moves.wait_for_batch(self.consumer_index)
-
-
-class KVActorsLinker(UnifiedCacheLinker):
+class KVActorsLinker(PageMoves, UnifiedCacheLinker):
     """kvactors as host tier and storage below SGLang's device pool, with `LinkerSettings`.
 
     SGLang aborts the requests of a load that fails. So a page counts as found once its bytes are in
@@ -75,57 +60,30 @@ class KVActorsLinker(UnifiedCacheLinker):
         except BaseException:
             tiers.shutdown()
             raise
-        self._moves = PageMoves(tiers, copies, settings.fetch_wait_s, self._stream)
-        self.layer_done_counter = LayerCounter(self._moves)
+        super().__init__(tiers, copies, settings.fetch_wait_s)
+        self.layer_done_counter = self
         log.info(
             "linker: %d host pages of %d bytes", tiers.config.num_slots, self._pages.page_bytes
         )
 
-    # -- look-up
-
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
         """The lengths of prefixes that can be loaded, in pages."""
-        return list(range(1, self._moves.find(_keys(_kv(transfers))) + 1))
-
-    # -- loads
+        return list(range(1, self.find(_keys(_kv(transfers))) + 1))
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Have pages loaded with the next batch. False if one was evicted since its look-up."""
-        transfer = _kv(transfers)
-        keys = _keys(transfer)
-        return self._moves.queue_load(
-            rid, keys, self._pages.numbers(transfer.device_indices, len(keys))
-        )
-
-    def cancel_queued_load(self, rid: str) -> bool:
-        return self._moves.cancel_load(rid)
-
-    def start_layer_wise_loading(self) -> int:
-        return self._moves.start_loads()
-
-    def finish_layer_wise_loading(self, counter_index: int) -> bool:
-        """Wait for the loads of a batch. Returns whether all pages were loaded."""
-        return self._moves.finish_loads(counter_index)
-
-    # -- stores
+        return self.queue_load(rid, *self._moved(transfers))
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Copy pages to the host tier, and from there to storage."""
+        return self.queue_store(*self._moved(transfers))
+
+    def _moved(self, transfers: list[PoolTransfer]) -> tuple[list[bytes], list[int]]:
         transfer = _kv(transfers)
         keys = _keys(transfer)
-        pages = self._pages.numbers(transfer.device_indices, len(keys))
-        return self._moves.queue_store(keys, pages)
+        return keys, self._pages.numbers(transfer.device_indices, len(keys))
 
-    def num_completed_offloads(self) -> int:
-        """Stores that have ended. SGLang's scheduler asks at the start of every step."""
-        self._moves.end_step()
-        return self._moves.stored()
-
-    def pop_completed_offload(self) -> bool:
-        """Forget the oldest store. Returns whether all of its pages were stored."""
-        return self._moves.take_stored()
-
-    def _stream(self) -> int | None:
+    def stream(self) -> int | None:
         """The stream that a copy comes after, with the forward pass that uses the pages."""
         if not self._pages.tensors[0].is_cuda:
             return None
@@ -133,14 +91,6 @@ class KVActorsLinker(UnifiedCacheLinker):
         if self.forward_stream is not None:
             current.wait_stream(self.forward_stream)
         return int(current.cuda_stream)
-
-    # -- control
-
-    def reset(self) -> None:
-        self._moves.reset()
-
-    def close(self) -> None:
-        self._moves.close()
 
 
 def _kv(transfers: list[PoolTransfer]) -> PoolTransfer:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -159,12 +159,10 @@ class _Load(NamedTuple):
 
 @dataclass
 class _Batch:
-    """Loads that were started together. `ok`: whether every copy was submitted."""
+    """Loads that were started together, as one copy. `ok`: whether it has not failed."""
 
-    jobs: list[Hashable]
-    keys: list[Sequence[bytes]]
+    keys: Sequence[bytes]
     ok: bool = True
-    ended: bool = False
 
 
 @dataclass
@@ -173,6 +171,7 @@ class _Store:
 
     Attributes:
         pages: places on the device, by key, in the order of the path.
+        keys: of the pages that are copied now.
         whole: whether no page was refused a slot, and no copy has failed.
     """
 
@@ -189,35 +188,33 @@ class _Store:
 
 
 class PageMoves:
-    """Loads and stores of device pages. All calls come from one thread.
+    """Loads and stores of device pages, with the calls of SGLang's `UnifiedCacheLinker`, all from
+    one thread.
 
     A page is answered as found when its bytes are in host memory, verified. So a load is a copy
     from memory, which does not fail while the device works.
 
     Args:
         fetch_wait_s: seconds that all calls of `find` in a step wait for pages from storage.
-        stream: gives the handle of the stream of a GPU that a copy comes after, None for pages in
-            host memory.
+
+    Attributes:
+        consumer_index: number of the batch that the next forward pass needs, -1 for none.
     """
 
-    def __init__(
-        self,
-        tiers: TierCache,
-        copies: CopyWorker,
-        fetch_wait_s: float,
-        stream: Callable[[], int | None] = lambda: None,
-    ) -> None:
+    def __init__(self, tiers: TierCache, copies: CopyWorker, fetch_wait_s: float) -> None:
         self._tiers = tiers
         self._copies = copies
         self._fetch_wait_s = self._wait_left_s = fetch_wait_s
-        self._stream = stream
         self._queued: dict[str, _Load] = {}
-        self._batches: dict[int, _Batch] = {}
-        self._failed_loads: set[Hashable] = set()
-        self._next_batch = 0
-        self._stores: dict[Hashable, _Store] = {}  # by job, in the order of the calls
-        self._next_store = 0
+        self._numbers = count()  # of copies
+        self._batches: dict[Hashable, _Batch] = {}
+        self._stores: dict[Hashable, _Store] = {}  # in the order of the calls
         self._closed = False
+        self.consumer_index = NOTHING
+
+    def stream(self) -> int | None:
+        """The handle of the stream of a GPU that a copy comes after, None for host memory."""
+        return None
 
     # -- look-up
 
@@ -240,7 +237,7 @@ class PageMoves:
     # -- loads
 
     def queue_load(self, request: str, keys: Sequence[bytes], pages: Sequence[int]) -> bool:
-        """Have pages loaded by the next `start_loads`. Returns whether they will be."""
+        """Have pages loaded with the next batch. Returns whether they will be."""
         if self._closed or request in self._queued:
             return False
         try:
@@ -250,67 +247,63 @@ class PageMoves:
         self._queued[request] = _Load(keys, pages, slots)
         return True
 
-    def cancel_load(self, request: str) -> bool:
+    def cancel_queued_load(self, request: str) -> bool:
         """Forget a queued load. Returns whether there was one."""
         load = self._queued.pop(request, None)
         if load is not None:
             self._tiers.complete_load(load.keys)
         return load is not None
 
-    def start_loads(self) -> int:
+    def start_layer_wise_loading(self) -> int:
         """Begin the queued loads. Returns the number of their batch, `NOTHING` without any."""
         if not self._queued:
             return NOTHING
-        number, self._next_batch = self._next_batch, self._next_batch + 1
-        loads, self._queued = self._queued, {}
-        batch = _Batch([], [load.keys for load in loads.values()])
-        for request, load in loads.items():
-            job = ("load", number, request)
-            try:
-                self._copies.submit_load(job, load.pages, load.slots, stream=self._stream())
-                batch.jobs.append(job)
-            except (DeviceError, CacheClosed, ValueError):
-                batch.ok = False
-        self._batches[number] = batch
+        number = next(self._numbers)
+        loads, self._queued = list(self._queued.values()), {}
+        keys, pages, slots = (list(chain(*each)) for each in zip(*loads, strict=True))
+        self._batches[number] = batch = _Batch(keys)
+        try:
+            self._copies.submit_load(number, pages, slots, stream=self.stream())
+        except (DeviceError, CacheClosed, ValueError):
+            batch.ok = False
         return number
 
-    def wait_for_batch(self, number: int) -> None:
-        """Wait for copies. DeviceError if one hangs: the engine would compute with its page."""
-        batch = self._batches.get(number)
-        if batch is not None and not batch.ended:
-            self._copies.finish(batch.jobs)
-            batch.ended = True
+    def set_consumer(self, index: int) -> None:
+        """Name the batch that the next forward pass needs, -1 for none."""
+        self.consumer_index = index
 
-    def finish_loads(self, number: int) -> bool:
+    def wait_until(self, layer: int) -> None:
+        """Wait for a layer of that batch: for all, since a page is copied with all layers.
+        DeviceError if the copy hangs: the engine would compute with its pages."""
+        self._copies.finish([self.consumer_index])
+
+    def finish_layer_wise_loading(self, number: Hashable) -> bool:
         """Wait for a batch and let go of its pages. Returns whether all of them were loaded."""
-        self.wait_for_batch(number)
+        self._copies.finish([number])
         self._collect()
         batch = self._batches.pop(number, None)
         if batch is None:
             return True
-        for keys in batch.keys:
-            self._tiers.complete_load(keys)
-        failed = self._failed_loads.intersection(batch.jobs)
-        self._failed_loads -= failed
-        return batch.ok and not failed
+        self._tiers.complete_load(batch.keys)
+        return batch.ok
 
     # -- stores
 
     def queue_store(self, keys: Sequence[bytes], pages: Sequence[int]) -> bool:
         """Copy device pages to the host tier. Pages without a slot wait for one: SGLang keeps them
-        until `stored` counts the store. Returns whether a store has begun."""
+        until the store is counted as completed. Returns whether a store has begun."""
         if self._closed:
             return False
-        job, self._next_store = ("store", self._next_store), self._next_store + 1
+        number = next(self._numbers)
         parents = dict(zip(keys, [None, *keys[:-1]], strict=True))
         store = _Store(dict(zip(keys, pages, strict=True)), parents, keys)
-        self._go_on(job, store)
+        self._go_on(number, store)
         if not (store.in_flight or store.whole):
             return False
-        self._stores[job] = store
+        self._stores[number] = store
         return True
 
-    def _go_on(self, job: Hashable, store: _Store) -> None:
+    def _go_on(self, number: Hashable, store: _Store) -> None:
         """Copy the pages of a store that get slots now."""
         parents = [store.parents[key] for key in store.waiting]
         found = self._tiers.prepare_store(store.waiting, parents)
@@ -320,38 +313,37 @@ class PageMoves:
             return
         pages = [store.pages[key] for key in found.keys]
         try:
-            self._copies.submit_store(job, pages, found.slots, stream=self._stream())
+            self._copies.submit_store(number, pages, found.slots, stream=self.stream())
         except (DeviceError, CacheClosed, ValueError):
             self._tiers.complete_store(found.keys, success=False)
             store.keys = store.waiting = ()
             store.whole = False
 
-    def stored(self) -> int:
-        """Stores that have ended, up to the oldest that has not."""
+    def num_completed_offloads(self) -> int:
+        """Stores that have ended, up to the oldest that has not. SGLang's scheduler asks at the
+        start of every step: found pages may be evicted, and waiting stores go on."""
+        self._wait_left_s = self._fetch_wait_s
+        if not self._closed:
+            self._collect()
+            self._tiers.end_step()
+            for number, store in self._stores.items():
+                if store.waiting and not store.keys:
+                    self._go_on(number, store)
         self._collect()
         return next(
             (i for i, store in enumerate(self._stores.values()) if store.in_flight),
             len(self._stores),
         )
 
-    def take_stored(self) -> bool:
+    def pop_completed_offload(self) -> bool:
         """Forget the oldest store. Returns whether all of its pages were stored."""
-        if not self.stored():
+        self._collect()
+        oldest = next(iter(self._stores), None)
+        if oldest is None or self._stores[oldest].in_flight:
             raise LookupError("no store has ended")
-        return self._stores.pop(next(iter(self._stores))).whole
+        return self._stores.pop(oldest).whole
 
     # -- the rest
-
-    def end_step(self) -> None:
-        """A scheduler's step has ended: found pages may be evicted, and waiting stores go on."""
-        self._wait_left_s = self._fetch_wait_s
-        if self._closed:
-            return
-        self._collect()
-        self._tiers.end_step()
-        for job, store in self._stores.items():
-            if store.waiting and not store.keys:
-                self._go_on(job, store)
 
     def _collect(self) -> None:
         for ended in self._copies.get_finished():
@@ -360,7 +352,7 @@ class PageMoves:
                 self._tiers.complete_store(store.keys, success=not ended.error)
                 store.whole, store.keys = store.whole and not ended.error, ()
             elif ended.error:
-                self._failed_loads.add(ended.job)
+                self._batches[ended.job].ok = False
 
     def reset(self) -> None:
         """End all moves and forget the pages of the host tier. Stored objects stay."""
@@ -371,9 +363,9 @@ class PageMoves:
     def _end_moves(self) -> None:
         """Wait for every copy. DeviceError if one hangs: the engine would reuse its pages."""
         for request in list(self._queued):
-            self.cancel_load(request)
+            self.cancel_queued_load(request)
         for number in list(self._batches):
-            self.finish_loads(number)
+            self.finish_layer_wise_loading(number)
         for store in self._stores.values():
             store.waiting = ()
         self._copies.finish(self._stores)
