@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
@@ -122,16 +121,6 @@ def model_digest(
             error=error,
         )
     return digest.hexdigest()[:DIGEST_CHARACTERS]
-
-
-def configuration(model: str) -> Mapping[str, Any]:
-    """The `config.json` of a model, empty if it cannot be read."""
-    for file in _files(model, None, None):
-        if file.name == "config.json":
-            with suppress(OSError, ValueError):
-                found = json.loads(file.read_bytes())
-                return found if isinstance(found, dict) else {}
-    return {}
 
 
 def _files(model: str, revision: str | None, cache: str | None) -> list[Path]:

@@ -77,11 +77,6 @@ def test_a_bad_setting_is_named(extra: Any, error: str) -> None:
     assert "--hicache-storage-backend-extra-config" in str(found.value)
 
 
-def test_the_keys_that_sglang_reads_are_accepted() -> None:
-    read = {"backend_name": "k", "module_path": "m", "class_name": "c", "interface_v1": 1}
-    assert read_settings({"storage": FILE} | read).interface_v1 == 1
-
-
 def config_of(
     config: Config | None = None,
     extra: Any = None,
@@ -134,11 +129,6 @@ def test_replicas_and_pools_have_separate_folders() -> None:
         for replica in (0, 1)
     ]
     assert folders == ["pages", "pages/replica-1", "pages/pool-mamba", "pages/replica-1/pool-mamba"]
-
-
-def test_a_model_without_a_name_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model is needed"):
-        config_of(Config(model_name=None))
 
 
 def test_ranks_are_distinct_and_replicated_pages_have_one_writer() -> None:
@@ -200,10 +190,6 @@ def test_prefixes_are_those_that_every_pool_allows() -> None:
         ]
         found = find_prefixes(5, pools)
         assert (found.restorable, found.longest) == (allowed, max(allowed, default=0))
-
-
-def test_prefixes_of_one_pool_are_its_leading_pages() -> None:
-    assert find_prefixes(3, []) == (3, [], [1, 2, 3])
 
 
 # -- pages of a host pool

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvactors import ConfigError, DeviceError
+from kvactors import DeviceError
 from kvactors.data_plane.cuda import copy_queue
 from kvactors.data_plane.cuda import driver as cuda_driver
 from kvactors.tier_cache import copies
@@ -118,12 +118,9 @@ def test_chunks_go_to_the_host_and_back_behind_the_models_stream(gpu: Gpu, tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("extra", [{}, {"copy_worker": "vllm"}])
-def test_vllms_worker_copies_on_a_gpu_unless_kvactors_is_chosen(
-    gpu: Gpu, tmp_path: Path, extra: dict[str, Any]
-) -> None:
+def test_vllms_worker_copies_on_a_gpu_unless_kvactors_is_chosen(gpu: Gpu, tmp_path: Path) -> None:
     with on(gpu, tmp_path) as modules:
-        engine = Engine(modules, gpu.tensors(BLOCKS, PAGE, PAGE), **extra)
+        engine = Engine(modules, gpu.tensors(BLOCKS, PAGE, PAGE))
         worker = engine.worker()
         assert type(worker).__name__ == "CPUOffloadingWorker"
         shared = worker.named["mmap_region"]
@@ -179,13 +176,6 @@ def test_memory_of_a_copy_that_does_not_end_stays_mapped(
         undo.close()
     assert bytes(memory[:rows]) == content(tensors, 0) + content(tensors, 1)
     gpu.forget()
-
-
-def test_a_worker_is_chosen_before_memory_is_taken(tmp_path: Path) -> None:
-    with stand_in(tmp_path, Platform("cpu")) as modules:
-        with pytest.raises(ConfigError, match="no worker for a CPU"):
-            Engine(modules, [], copy_worker="vllm")
-        assert list(tmp_path.iterdir()) == []
 
 
 def test_chunks_go_to_the_host_and_back_on_a_cpu(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class KVActorsManager(OffloadingManager):
 
     Attributes:
         waiting: the first chunk of each request that waits for a slot, for the connector that
-            offers it again. None under a connector that does not.
+            offers it again.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class KVActorsManager(OffloadingManager):
         self._steps_left = 0
         self._allocations: list[int] = []  # slots of each store since the last metrics
         self._last: TierStatistics | None = None
-        self.waiting: dict[str, bytes] | None = None
+        self.waiting: dict[str, bytes] = {}
 
     # -- requests
 
@@ -144,7 +144,7 @@ class KVActorsManager(OffloadingManager):
         found = self.tiers.prepare_store(ordered, self._parents(ends))
         next_key = ordered.index(found.waiting[0]) if found.waiting else len(ordered)
         req_context.set_state(ends[next_key])
-        if found.waiting and self.waiting is not None:
+        if found.waiting:
             self.waiting[req_context.req_id] = found.waiting[0]
         self._allocations.append(len(found.keys))
         return PrepareStoreOutput(

@@ -10,7 +10,7 @@ import msgspec
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import ConfigError
-from kvactors.integrations.engine import FileStoreSettings, check_ranks, configuration, model_digest
+from kvactors.integrations.engine import FileStoreSettings, check_ranks, model_digest
 from kvactors.settings.check import ByteSize, DeviceNumber, convert, in_bytes, located
 from kvactors.tier_cache import TierStorage
 
@@ -134,25 +134,17 @@ def check_engine(vllm_config: Any, platform: Any) -> None:
         )
 
 
-def stored_model(name: str | None, model_path: str, vllm_config: Any, platform: Any) -> str:
-    """The name of a model in a store, with its digest. vLLM's connector gives no `vllm_config`."""
-    name = name or model_path
+def stored_model(name: str | None, model_path: str, vllm_config: Any) -> str:
+    """The name of a model in a store, with its digest."""
     if vllm_config is None:
-        if platform.is_cpu() and "kv_lora_rank" in configuration(model_path):
-            raise ConfigError(
-                f"{model_path} has multi-head latent attention, which vLLM computes wrong behind "
-                "cached blocks on some CPUs: set kv_connector to KVActorsConnector, which checks it"
-            )
-        log.warning(
-            "overrides of the configuration are no part of the name of a model in the store: set "
-            "kv_connector to KVActorsConnector",
-            model=name,
+        raise ConfigError(
+            "set kv_connector to KVActorsConnector: under vLLM's own connector overrides of the "
+            "configuration are no part of a chunk's identity"
         )
-        return f"{name}@{model_digest(model_path, {})}"
     load, model = vllm_config.load_config, vllm_config.model_config
     draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
     models = [model] if draft is None or draft.model == model.model else [model, draft]
-    return "@".join([name, *(_digest(each, load) for each in models)])
+    return "@".join([name or model_path, *(_digest(each, load) for each in models)])
 
 
 def _digest(model: Any, load: Any) -> str:

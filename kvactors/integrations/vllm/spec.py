@@ -86,10 +86,7 @@ class KVActorsOffloadingSpec(OffloadingSpec):
 
     def _make_manager(self) -> KVActorsManager:
         model = stored_model(
-            self.settings.model,
-            self.config.model.name,
-            get_current_vllm_config_or_none(),
-            current_platform,
+            self.settings.model, self.config.model.name, get_current_vllm_config_or_none()
         )
         config = msgspec.structs.replace(self._tier_config, model=model)
         region = self._region(None)

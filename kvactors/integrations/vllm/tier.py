@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm.config import get_current_vllm_config_or_none
-from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -52,10 +51,7 @@ class KVActorsTier(SecondaryTierManager):
         self._store = open_storage(
             TierConfig(
                 model=stored_model(
-                    found.model,
-                    config.model.name,
-                    get_current_vllm_config_or_none(),
-                    current_platform,
+                    found.model, config.model.name, get_current_vllm_config_or_none()
                 ),
                 block_bytes=self.block_size_bytes,
                 num_slots=1,

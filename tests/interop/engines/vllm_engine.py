@@ -69,6 +69,9 @@ class VllmHost:
         if version is not None:
             overlay = environments.source(ENVIRONMENT, f"vllm=={version}")
             variables |= {"PYTHONPATH": f"{MODULES}:{overlay}", "VLLM_TARGET_DEVICE": "cpu"}
+        # the cache has facts of models, which each version of the Python overwrites
+        cache = environments.directory / ENVIRONMENT / f"cache-{version}"
+        variables |= {"VLLM_CACHE_ROOT": str(cache)}
         self._name = f"vllm-{version}"  # names of sockets are those of the test's network
         command = [environments.program(ENVIRONMENT), "-P", str(CHILD), self._name]
         self._child = Child("vLLM", command, folder / f"{self._name}.log", env=variables)
