@@ -17,19 +17,17 @@ from kvactors.cpu_evictor.messages import (
     DropHostCopies,
     EmptyHost,
     EvictFirst,
-    FetchDeadline,
     HostReply,
+    JobDeadline,
     KeepHostCopies,
     Load,
     Offload,
     PinHostBlocks,
     PrefetchToHost,
     Save,
-    SaveUnanswered,
     SetHostQuota,
     SetTargets,
     ShareMessage,
-    SlotDeadline,
     UnpinHostBlocks,
 )
 from kvactors.cpu_evictor.offload import OffloadJob
@@ -121,21 +119,19 @@ class CpuEvictor(Actor):
 
     @on(SetTargets)
     @on(Cancel)
-    @on(FetchDeadline)
-    def continue_load(self, message: SetTargets | Cancel | FetchDeadline) -> None:
+    def continue_load(self, message: SetTargets | Cancel) -> None:
         if (job := self.memory.loads.get(message.op)) is None:
             return
         if isinstance(message, SetTargets):
             job.set_targets(message.blocks)
-        elif isinstance(message, Cancel):
-            job.cancel()
         else:
-            job.stop("late")
+            job.cancel()
         self._end_turn()
 
-    @on(SlotDeadline)
-    def slot_deadline(self, message: SlotDeadline) -> None:
-        self.memory.movements.overdue(message.op)
+    @on(JobDeadline)
+    def deadline(self, message: JobDeadline) -> None:
+        if (job := self.memory.timed.pop(message.number, None)) is not None:
+            job.on_deadline()
         self._end_turn()
 
     @on(PrefetchToHost)
@@ -199,7 +195,6 @@ class CpuEvictor(Actor):
     @on(StoreCleared)
     @on(DeviceFetched)
     @on(DeviceSaved)
-    @on(SaveUnanswered)
     def completed(self, message: Completion) -> None:
         self.memory.completed(message)
         self._end_turn()

@@ -8,7 +8,7 @@ from functools import partial
 from typing import ClassVar
 
 from kvactors.cpu_evictor.memory import HostJob, HostMemory, Placed
-from kvactors.cpu_evictor.messages import FetchDeadline, LayersLoaded, Load, Loaded, LoadStalled
+from kvactors.cpu_evictor.messages import LayersLoaded, Load, Loaded, LoadStalled
 from kvactors.cpu_evictor.slots import HostBlock, SlotState
 from kvactors.data_plane.base import Direction
 from kvactors.storage.messages import Outcome
@@ -73,7 +73,7 @@ class LoadJob(HostJob):
         if missing and message.fetch and (seconds := message.deadline - requests.clock()) > 0:
             if requests.may_read:
                 self._probing = True
-                self.timer = self.out.after(seconds, FetchDeadline(message.op))
+                self.start_timer(seconds)
                 requests.probe(missing, message.deadline, self._on_probed)
             elif requests.peers.device_store is not None:
                 self._probing = True
@@ -107,6 +107,9 @@ class LoadJob(HostJob):
 
     def give_up(self) -> None:
         self.stop("no_slot")
+
+    def on_deadline(self) -> None:
+        self.stop("late")
 
     def stop(self, reason: str) -> None:
         """Storage is not waited for any longer: blocks that have not come are misses. reason: of

@@ -3,11 +3,11 @@ to indexes about them."""
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import count
 from math import inf
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -17,9 +17,9 @@ from kvactors.cpu_evictor.messages import (
     HostBlocksAdded,
     HostBlocksRemoved,
     HostCleared,
-    SaveUnanswered,
+    JobDeadline,
 )
-from kvactors.cpu_evictor.requests import READ_PROBE, Request, RequestTable
+from kvactors.cpu_evictor.requests import COPY, READ, READ_PROBE, SAVE, Request, RequestTable
 from kvactors.cpu_evictor.slots import NOTHING, BlockTraits, HostBlock, HostTier, SlotState
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
 from kvactors.gpu_swapper.messages import Copied, CopyProgress
@@ -34,7 +34,7 @@ from kvactors.storage.messages import (
     StoreCleared,
     Written,
 )
-from kvactors.types import Reason, Tier, indices_of, join_hashes, split_hashes
+from kvactors.types import Reason, Tier, join_hashes, split_hashes
 
 if TYPE_CHECKING:
     from kvactors.cpu_evictor.load import LoadJob
@@ -152,6 +152,7 @@ class HostJob(ABC):
     passing: frozenset[int] = frozenset()
     to_write: frozenset[int] = frozenset()
     timer: Timer | None = None
+    _timer_number = 0
 
     def __init__(self, memory: HostMemory, message: Any) -> None:
         self.memory = memory
@@ -162,9 +163,18 @@ class HostJob(ABC):
         self.waiting: list[int] = []
         self.moving: dict[int, Placed] = {}
 
+    def start_timer(self, seconds: float) -> None:
+        number = self._timer_number = next(self.memory.timer_numbers)
+        self.memory.timed[number] = self
+        self.timer = self.out.after(seconds, JobDeadline(number))
+
     def stop_timer(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
+            self.memory.timed.pop(self._timer_number, None)
+
+    def on_deadline(self) -> None:
+        """The time of `start_timer` is over."""
 
     def window(self, blocks: Placed, then: Callable[[Placed, Any], None]) -> Callable[[Any], None]:
         """What a request for these blocks continues with: `then`, with the blocks and the report,
@@ -246,15 +256,6 @@ class Movements:
         if job in queue:
             queue.remove(job)
 
-    def overdue(self, op: int) -> None:
-        """A job that writes to the store has waited long enough for slots."""
-        for job in (*self._urgent, *self._others):
-            if getattr(job.message, "op", None) == op:
-                self.behind = True
-                self.leave(job)
-                job.give_up()
-                return
-
     def serve(self) -> bool:
         """Hand out free slots. Returns whether something has changed: there may be more then."""
         memory, before = self._memory, self._state()
@@ -308,15 +309,7 @@ WRITE_BATCH = WINDOW
 """Blocks of one write message, at most: their slots come back together."""
 
 Completion = (
-    Copied
-    | CopyProgress
-    | Probed
-    | ReadDone
-    | Written
-    | StoreCleared
-    | DeviceFetched
-    | DeviceSaved
-    | SaveUnanswered
+    Copied | CopyProgress | Probed | ReadDone | Written | StoreCleared | DeviceFetched | DeviceSaved
 )
 """The end of a request to another actor, or its progress."""
 
@@ -326,6 +319,7 @@ class HostMemory:
 
     Attributes:
         loads: in flight, by operation.
+        timed: jobs with a timer that runs, by the number of the timer.
         counts: by field of `HostStatistics`.
         exclusive: whether a block leaves the host tier when the device has it.
         clears: `ClearHost` messages handled. Sent with hints, so that the index can tell those from
@@ -340,6 +334,8 @@ class HostMemory:
         self.index, self._notifier = requests.peers.index, requests.peers.notifier
         self.movements = Movements(self)
         self.loads: dict[int, LoadJob] = {}
+        self.timed: dict[int, HostJob] = {}
+        self.timer_numbers = count(1)
         self.counts: dict[str, int] = dict(HostStatistics._field_defaults)
         self.exclusive = config.mode == "exclusive" or not config.slots
         self.write_back = storage.saves == "write_back" and bool(requests.peers.writers)
@@ -360,48 +356,30 @@ class HostMemory:
 
     def completed(self, message: Completion) -> None:
         """A request has ended, or made progress: continue its job. The message of one that is not
-        in the table changes nothing.
-
-        A store or a copy engine supplied by the user may report invalid values. A report that does
-        not fit its batch counts as a failure of all of it. So wrong lengths, types and values cost
-        a miss or a write, never a wrong byte.
-        """
+        in the table changes nothing."""
         if isinstance(message, CopyProgress):
             copy = self.requests.get(message.op, Copied)
             if copy is not None and copy.progress is not None:
                 copy.progress(message.layers)
             return
-        answer = Probed if isinstance(message, SaveUnanswered) else type(message)
-        request = self.requests.take(message.op, answer)
-        if request is None:
+        request = self.requests.take(message.op, type(message))
+        if request is not None:
+            self._ended(request, request.kind.report(message))
+
+    def _ended(self, request: Request, report: Any) -> None:
+        kind, size = request.kind, request.size
+        if kind is COPY:
+            self.counts["copy_failures"] += len(report)
+        elif kind is SAVE:
+            self.counts["written"] += report
+            self.counts["write_failures"] += size - report
+            self.counts["not_stored_unavailable"] += size - report
+        elif kind is READ_PROBE:
+            self._probed(request, report)
             return
-        size, then = request.size, request.then
-        match message:
-            case Copied():
-                failed = indices_of(message.failed, size)
-                self.counts["copy_failures"] += len(failed)
-                then(failed)
-            case Probed():
-                self._probed(request, count_of(message.found, size))
-            case SaveUnanswered():
-                # Every block counts as stored, so that nothing is written and the device blocks of
-                # a finished request are not held. The next finish offers them again.
-                then(size)
-            case ReadDone():
-                then(outcomes_of(message.outcomes, size))
-                self.write_held()
-            case Written():
-                then(outcomes_of(message.outcomes, size))
-            case StoreCleared():
-                then(message)
-            case DeviceFetched():
-                then(count_of(message.num_blocks, size))
-            case DeviceSaved():
-                saved = count_of(message.num_blocks, size)
-                self.counts["written"] += saved
-                self.counts["write_failures"] += size - saved
-                self.counts["not_stored_unavailable"] += size - saved
-                then(saved)
+        request.then(report)
+        if kind is READ:
+            self.write_held()
 
     def peer_failed(self, peer: str) -> None:
         """An actor failed. Requests to it will not be answered: a clear is sent again, the others
@@ -409,20 +387,14 @@ class HostMemory:
         if peer == "prefix_index":
             self.host.shares.unpin(b"")  # pins end with its state
         for op, request in self.requests.open_at(peer):
-            answer = request.kind.answer
-            if answer is StoreCleared:
-                self.requests.take(op, StoreCleared)
-                request.then(None)
-            elif answer is not Copied:
-                self.completed(answer(op, None))  # an answer without a report: all pairs failed
+            if request.kind is not COPY:
+                self.requests.take(op, request.kind.answer)
+                self._ended(request, request.kind.unanswered(request.size))
 
     def _probed(self, probe: Request, found: int) -> None:
         """Reads that follow from a probe are sent before the writes that were held back for it, and
         before those of the eviction that makes space for them."""
         requests = self.requests
-        if probe.kind is not READ_PROBE:
-            probe.then(found)
-            return
         requests.holding += 1
         # During a clear, blocks from before it may have been found.
         probe.then(found if requests.may_read else 0)
@@ -629,27 +601,3 @@ class HostMemory:
         self.announce(hashes)
         hint = HostBlocksAdded(join_hashes(hashes), self.clears, self.requests.generation)
         self.out.send(self.index, hint)
-
-
-# -- Checks of reports on a batch.
-
-
-KNOWN = frozenset(int(outcome) for outcome in Outcome)
-
-
-def outcomes_of(report: Any, keys: int) -> bytes:
-    """One `Outcome` for each key: UNAVAILABLE for an unknown value, and for every key if the report
-    has another type or length."""
-    outcomes = bytes(report) if isinstance(report, bytes | bytearray | memoryview) else b""
-    if len(outcomes) != keys:
-        return bytes([Outcome.UNAVAILABLE]) * keys
-    return bytes(value if value in KNOWN else Outcome.UNAVAILABLE for value in outcomes)
-
-
-def count_of(report: Any, most: int) -> int:
-    """A number of leading blocks, from 0 to `most`, or 0 for any other report."""
-    try:
-        count = operator.index(report)
-    except TypeError:
-        return 0
-    return count if 0 <= count <= most else 0

@@ -214,22 +214,11 @@ class HostBlocksAdded(Control, frozen=True, eq=False):
     memory_generation: int = 0
 
 
-class SaveUnanswered(Control, frozen=True, eq=False):
-    """To itself: the store has not answered in time which blocks of a finished request it has."""
+class JobDeadline(Control, frozen=True, eq=False):
+    """To itself: the time of a load that waits for storage is over, or that of an offload or a save
+    that waits for slots, or of a save that waits for the store's answer."""
 
-    op: int
-
-
-class SlotDeadline(Control, frozen=True, eq=False):
-    """To itself: an offload or a save has waited long enough for slots."""
-
-    op: int
-
-
-class FetchDeadline(Control, frozen=True, eq=False):
-    """To itself: the deadline of a load that waits for storage."""
-
-    op: int
+    number: int  # of the timer
 
 
 ShareMessage = EvictFirst | PinHostBlocks | UnpinHostBlocks | SetHostQuota

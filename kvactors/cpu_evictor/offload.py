@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from kvactors.cpu_evictor.memory import HostJob, Placed
-from kvactors.cpu_evictor.messages import Offload, Offloaded, Save, Saved, SlotDeadline
+from kvactors.cpu_evictor.messages import Offload, Offloaded, Save, Saved
 from kvactors.cpu_evictor.slots import PLAIN_BLOCK, BlockTraits, HostBlock, SlotState
 from kvactors.data_plane.base import Direction
 from kvactors.types import hash_at
@@ -33,7 +33,7 @@ class JobToHost(HostJob):
             return
         self.memory.movements.enter(self)
         if self.waiting:
-            self.timer = self.out.after(wait_s, SlotDeadline(self.message.op))
+            self.start_timer(wait_s)
 
     def take(self, most: int) -> None:
         if self.generation != self.host.generation or not self.is_current:
@@ -47,6 +47,12 @@ class JobToHost(HostJob):
         slots = [block for _, block in blocks]
         then = self.window(blocks, self.on_copied)
         self.requests.copy(Direction.TO_HOST, device_blocks, slots, then)
+
+    def on_deadline(self) -> None:
+        movements = self.memory.movements
+        movements.behind = True
+        movements.leave(self)
+        self.give_up()
 
     def give_up(self) -> None:
         """End without the blocks that lack a slot, and count those that are not written."""

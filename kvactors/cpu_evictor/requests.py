@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 from kvactors.actor import ActorRef
@@ -23,6 +24,7 @@ from kvactors.storage.messages import (
     DeviceSaved,
     DeviceStoreMessage,
     FetchDevice,
+    Outcome,
     Probed,
     ProbeStore,
     Read,
@@ -53,29 +55,40 @@ class Kind(NamedTuple):
     """A kind of request.
 
     Attributes:
-        order: in which the requests to a failed peer are ended.
         answer: the message that ends it.
+        report: what a job needs of the answer.
+        unanswered: the report on so many blocks if the peer fails.
         holds_slots: whether host slots can be in use for it.
         holds_writes: whether writes are held back until it is answered: a store of limited size
             must not evict for them what is about to be read.
         loads_peer: whether its blocks count when a peer of a pool is chosen.
     """
 
-    order: int
     answer: type[Any]
+    report: Callable[[Any], Any]
+    unanswered: Callable[[int], Any]
     holds_slots: bool = False
     holds_writes: bool = False
     loads_peer: bool = False
 
 
-COPY = Kind(0, Copied, holds_slots=True)
-FETCH = Kind(1, DeviceFetched)
-SAVE = Kind(2, DeviceSaved)
-CLEAR = Kind(3, StoreCleared)
-READ_PROBE = Kind(4, Probed, holds_slots=True, holds_writes=True, loads_peer=True)
-WRITE_PROBE = Kind(5, Probed, holds_slots=True)
-READ = Kind(6, ReadDone, holds_slots=True, loads_peer=True)
-WRITE = Kind(7, Written, holds_slots=True, loads_peer=True)
+def _nothing(_size: int) -> int:
+    return 0
+
+
+def _unavailable(size: int) -> bytes:
+    return bytes([Outcome.UNAVAILABLE]) * size
+
+
+_outcomes, _found, _moved = attrgetter("outcomes"), attrgetter("found"), attrgetter("num_blocks")
+COPY = Kind(Copied, lambda end: frozenset(end.failed), lambda size: range(size), holds_slots=True)
+FETCH = Kind(DeviceFetched, _moved, _nothing)
+SAVE = Kind(DeviceSaved, _moved, _nothing)
+CLEAR = Kind(StoreCleared, lambda end: end, lambda _size: None)
+READ_PROBE = Kind(Probed, _found, _nothing, holds_slots=True, holds_writes=True, loads_peer=True)
+WRITE_PROBE = Kind(Probed, _found, _nothing, holds_slots=True)
+READ = Kind(ReadDone, _outcomes, _unavailable, holds_slots=True, loads_peer=True)
+WRITE = Kind(Written, _outcomes, _unavailable, holds_slots=True, loads_peer=True)
 
 
 class Request(NamedTuple):
@@ -83,7 +96,7 @@ class Request(NamedTuple):
 
     Attributes:
         size: blocks that it is about.
-        then: called with the checked report of its answer.
+        then: called with the report of its answer.
         progress: called with the layers of a copy that have arrived.
     """
 
@@ -233,10 +246,8 @@ class RequestTable:
         return request
 
     def open_at(self, peer: str) -> list[tuple[int, Request]]:
-        """Requests that an actor has not answered, with their numbers, in the order in which they
-        are ended if it fails."""
-        found = [one for one in self._table.items() if one[1].peer.name == peer]
-        return sorted(found, key=lambda one: one[1].kind.order)
+        """Requests that an actor has not answered, with their numbers."""
+        return [one for one in self._table.items() if one[1].peer.name == peer]
 
     def _enter(self, request: Request) -> int:
         op = next(self._ops)

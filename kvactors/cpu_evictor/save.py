@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from kvactors.cpu_evictor.memory import HostJob, Placed
-from kvactors.cpu_evictor.messages import PrefetchToHost, Save, Saved, SaveUnanswered
+from kvactors.cpu_evictor.messages import PrefetchToHost, Save, Saved
 from kvactors.cpu_evictor.offload import JobToHost
 from kvactors.cpu_evictor.requests import WRITE_PROBE
 from kvactors.cpu_evictor.slots import BlockTraits, SlotState
+from kvactors.storage.messages import Probed
 
 ASK_TIMEOUT_S = 1.0
 """Seconds, `storage.timeout_s` if that is less, that a store may take to answer which blocks of a
@@ -28,6 +29,7 @@ class SaveJob(JobToHost):
 
     ANSWER = Saved
     message: Save
+    _probe: int | None = None  # number of the request for which blocks are stored
     _offered: frozenset[int] = frozenset()  # positions that were written
 
     def begin(self) -> None:
@@ -37,11 +39,20 @@ class SaveJob(JobToHost):
             return
         limit = min(ASK_TIMEOUT_S, self.memory.storage.timeout_s)
         hashes, deadline = self.hashes[: message.save[-1] + 1], requests.clock() + limit
-        op = requests.probe(hashes, deadline, self._on_probed, WRITE_PROBE)
-        self.timer = self.out.after(limit, SaveUnanswered(op))
+        self._probe = requests.probe(hashes, deadline, self._on_probed, WRITE_PROBE)
+        self.start_timer(limit)
+
+    def on_deadline(self) -> None:
+        """Of a store that has not answered every block counts as stored: nothing is written, and
+        the device blocks are not held. The next finish offers the blocks again."""
+        if self._probe is None:
+            super().on_deadline()
+        elif (probe := self.requests.take(self._probe, Probed)) is not None:
+            probe.then(probe.size)
 
     def _on_probed(self, found: int) -> None:
         self.stop_timer()
+        self._probe = None
         if self.generation == self.host.generation:
             self._copy(found)
         else:  # the host tier was cleared: blocks of before may not enter it

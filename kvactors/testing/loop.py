@@ -34,7 +34,7 @@ SPINS = 100
 """Passes in a row in which nothing ran but anyio's delivery of a cancellation, after which the
 clock moves on all the same."""
 
-DEADLINES = frozenset({"LoadDeadline", "FetchDeadline", "AdmissionDeadline"})
+DEADLINES = frozenset({"LoadDeadline", "JobDeadline", "AdmissionDeadline"})
 """Messages that actors send themselves when a deadline comes."""
 
 TIDY_STEPS = 10_000

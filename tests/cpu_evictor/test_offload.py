@@ -122,7 +122,7 @@ def test_an_eviction_waits_for_slots_as_long_as_is_set_and_the_next_ones_not_at_
     moves.complete()  # the copy: its write holds all slots
     (timer,) = host.timers
     assert timer.delay == 0.5
-    moves.run(host.memory.movements.overdue, timer.message.op)
+    moves.run(host.memory.timed[timer.message.number].on_deadline)
     assert host.memory.counts["shed"] == 2
     assert len(moves.of(Offloaded)) == 1
     moves.run(offload(host, path(2, family=1)).begin)

@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.cpu_evictor.memory import count_of, outcomes_of
 from kvactors.prefix_index.messages import Abandon, Acquire, Clear, Commit, Finish, Prefetch, Ready
 from kvactors.storage.messages import Outcome, Write
-from kvactors.types import indices_of
 from tests.cpu_evictor.tiers_walk import BLOCK, TiersWalk
 
 QUIET = {
     "stored": False,
     "policy": "none",
-    "liar": False,
     "losses": False,
     "failures": False,
     "low": 0,
@@ -44,12 +41,6 @@ def test_walks_through_every_order(first):
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_walks_with_as_few_slots_as_there_can_be(slots, transit, policy):
     walked(1000, 25, slots=slots, transit=transit, policy=policy, stored=True)
-
-
-def test_walks_with_a_store_and_copies_that_report_nonsense():
-    """Fewer or more outcomes than keys, other types, values that are none: a miss, never a wrong
-    byte, a failure or a slot in use for good."""
-    walked(2000, 60, liar=True, stored=True, policy="write_through")
 
 
 class Calm(TiersWalk):
@@ -208,26 +199,3 @@ def test_a_store_that_does_not_answer_holds_the_blocks_of_a_finished_request_for
         walk.to_prefix()
     assert not walk.prefix.actor.saves
     walk.rest()
-
-
-@pytest.mark.parametrize("report", [b"", b"\0", b"\0\0\0", None, "ok", 7, [0, 0], object()])
-def test_a_report_that_does_not_fit_its_keys_is_a_failure_of_all_of_them(report):
-    assert outcomes_of(report, 2) == bytes([Outcome.UNAVAILABLE] * 2)
-
-
-def test_reports_within_their_limits_are_taken_as_they_are():
-    assert outcomes_of(bytearray([0, 2]), 2) == bytes([0, 2])
-    assert outcomes_of(bytes([0, 200]), 2) == bytes([Outcome.OK, Outcome.UNAVAILABLE])
-    assert [count_of(value, 3) for value in (0, 3, 4, -1, "3", None, 2.0, True)] == [
-        0,
-        3,
-        0,
-        0,
-        0,
-        0,
-        0,
-        1,
-    ]
-    assert indices_of((0, 2), 3) == {0, 2}
-    assert indices_of((), 3) == frozenset()
-    assert indices_of((3,), 3) == indices_of(None, 3) == indices_of(("0",), 3) == {0, 1, 2}

@@ -55,7 +55,6 @@ class TiersWalk:
             "policy": random.choice(["none", "write_through", "write_back"]),
             "stored": random.random() < 0.7,
             "capacity": random.choice([2, 6, 100]),
-            "liar": random.random() < 0.3,
             "low": random.choice([0, 2]),
             "losses": random.random() < 0.3,
             "failures": random.random() < 0.3,
@@ -239,8 +238,6 @@ class TiersWalk:
                 self.slots[slot] = JUNK if i in failed else self.device.get(block, JUNK)
             else:
                 self.device[block] = JUNK if i in failed else self.slots.get(slot, JUNK)
-        if self.draw.liar and not good and self.random.random() < 0.2:
-            failed = self.random.choice([(len(copy.blocks),), (-1,), None, ("x",)])
         self.of_evictor(self.evictor.turn(Copied(copy.op, failed)))
 
     def stored(self, *, good: bool = False) -> None:
@@ -249,14 +246,10 @@ class TiersWalk:
             return
         message = self.asked.pop(self.random.choice(sorted(self.asked)))
         keys = split_hashes(message.keys)
-        lie = self.draw.liar and not good and self.random.random() < 0.4
         bad = self.draw.failures and not good and self.random.random() < 0.3
         if isinstance(message, ProbeStore):
-            found: Any = next((i for i, key in enumerate(keys) if key not in self.store), len(keys))
-            found = (
-                self.random.choice([-3, "7", None, len(keys) + 5]) if lie else 0 if bad else found
-            )
-            self.of_evictor(self.evictor.turn(Probed(message.op, found)))
+            found = next((i for i, key in enumerate(keys) if key not in self.store), len(keys))
+            self.of_evictor(self.evictor.turn(Probed(message.op, 0 if bad else found)))
             return
         outcomes = bytearray()
         bad = (
@@ -284,24 +277,8 @@ class TiersWalk:
                 outcomes.append(Outcome.MISS)
         while len(self.store) > self.draw.capacity:
             del self.store[next(iter(self.store))]
-        report: Any = bytes(outcomes)
-        if lie:
-            if isinstance(message, Read):
-                for slot in message.slots:
-                    self.slots[slot] = JUNK
-            report = self.random.choice(
-                [
-                    report[:-1],
-                    b"",
-                    None,
-                    bytes([99]) * len(keys),
-                    "OK",
-                    [0] * len(keys),
-                    report + b"\0",
-                ]
-            )
         kind = Written if isinstance(message, Write) else ReadDone
-        self.of_evictor(self.evictor.turn(kind(message.op, report)))
+        self.of_evictor(self.evictor.turn(kind(message.op, bytes(outcomes))))
 
     def deliver(self) -> None:
         if self.to_evictor and (not self.to_index or self.random.random() < 0.5):
