@@ -191,7 +191,7 @@ class TierCache:
         if self._hands_over(self.end_step):
             return
         self._end_step()
-        if self._moves.started or (self._stored and self._short[0]):
+        if self._moves.fetching or (self._stored and self._short[0]):
             self._pace.step_ended()
 
     def _end_step(self) -> None:

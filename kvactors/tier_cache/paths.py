@@ -70,7 +70,7 @@ class SinkFeed:
 
     Attributes:
         resend: the state is to be sent again: FlushNotifier lost it, or messages were dropped.
-        wanted: the incarnation of FlushNotifier that is to have the state. Set by the event loop.
+        incarnation: the incarnation of FlushNotifier, from any thread.
         token_root: root hash of the scope for sinks that identify blocks by tokens, empty for none.
     """
 
@@ -88,7 +88,8 @@ class SinkFeed:
         # An incarnation of FlushNotifier marks that the messages before it are the whole state.
         self.outbox: deque[Report | int] = deque()
         self.resend = False
-        self.wanted = 0
+        self.incarnation: Callable[[], int] = lambda: 0
+        self._sent = 0  # the incarnation to which the whole state was sent
         self.wake: Callable[[], object] = lambda: None
         self.token_root = b""
         self._scope = scope
@@ -182,14 +183,16 @@ class SinkFeed:
             self.outbox.append(message)
 
     def flush(self) -> None:
+        incarnation = self.incarnation()
+        if incarnation != self._sent:  # the ledger of a new incarnation is empty
+            self.resend = True
         if self.resend and len(self.outbox) < OUTBOX:
-            self._send_everything()
+            self._send_everything(incarnation)
         if self.outbox:
             self.wake()
 
-    def _send_everything(self) -> None:
-        incarnation = self.wanted
-        self.resend = False
+    def _send_everything(self, incarnation: int) -> None:
+        self.resend, self._sent = False, incarnation
         self.outbox.clear()
         for tier in self.tiers:
             self.outbox.append(TierCleared(tier, Reason.RESTART))

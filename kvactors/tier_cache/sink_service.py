@@ -9,8 +9,6 @@ from concurrent.futures import Future
 from contextlib import AsyncExitStack, suppress
 from typing import Any
 
-import anyio
-
 from kvactors.actor import ActorRef, ActorSpec, Group, InFlight, Supervisor
 from kvactors.errors import ActorFailed, CacheClosed, KVActorsError
 from kvactors.flush_notifier.actor import FlushNotifier
@@ -22,19 +20,12 @@ from kvactors.substitutes import NoNotifier
 from kvactors.tier_cache.paths import SinkFeed
 
 BOUND = 1024  # messages in FlushNotifier's channel
-WATCH = 0.5  # seconds between two looks at the health of the sinks
-RESTART = 0.02  # seconds between a failure of FlushNotifier and the next call
 
 
 class SinkService:
-    """Runs FlushNotifier. A `Service`: every method is called on the loop.
-
-    Attributes:
-        troubles: why sinks do not work, as of the last look. Read from any thread.
-    """
+    """Runs FlushNotifier. A `Service`: every method is called on the loop."""
 
     def __init__(self, feed: SinkFeed, sinks: Sequence[Sink]) -> None:
-        self.troubles: tuple[str, ...] = ()
         self.feed = feed
         self._sinks = tuple(sinks)
         self._config = FlushConfig()
@@ -46,7 +37,7 @@ class SinkService:
         self._notifier: ActorRef[Report] = self._supervisor.make_ref(FlushNotifier, BOUND)
         self._stated = 0  # the incarnation that has the whole state
         self._pump: asyncio.Task[None] | None = None
-        self._watch: asyncio.Task[None] | None = None
+        feed.incarnation = lambda: self._notifier.incarnation
 
     async def open(self) -> None:
         spec = ActorSpec(
@@ -65,7 +56,6 @@ class SinkService:
         except BaseException:
             await self._stack.aclose()
             raise
-        self._watch = asyncio.ensure_future(self._look())
         self.take()
 
     def _make(self, ref: ActorRef) -> FlushNotifier:
@@ -100,55 +90,41 @@ class SinkService:
                     elif message == self._notifier.incarnation:
                         self._stated = message
 
-    async def _look(self) -> None:
-        while True:
-            self.troubles = tuple(self._find_troubles())
-            self._has_state()
-            await anyio.sleep(WATCH)
-
     def _has_state(self) -> bool:
         """Whether FlushNotifier has the whole state. If not, the owner's next step sends it."""
-        incarnation, feed = self._notifier.incarnation, self.feed
-        if incarnation not in (self._stated, feed.wanted):
-            feed.wanted = incarnation
-            feed.resend = True
-        return incarnation == self._stated and not feed.resend
+        return self._notifier.incarnation == self._stated and not self.feed.resend
 
-    def _find_troubles(self) -> list[str]:
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Why sinks do not work. Read from any thread."""
         supervisor = self._supervisor
         if supervisor.failed is not None:
-            return ["sinks: FlushNotifier has failed"]
+            return ("sinks: FlushNotifier has failed",)
         found = [
             f"sinks: FlushNotifier is switched off: {one.cause}"
-            for one in supervisor.switched_off.values()
+            for one in list(supervisor.switched_off.values())
         ]
         with suppress(KeyError):
             sinks = self.actor.sinks.deliveries
             found += [f"sink {one.sink.name}: {one.last_error}" for one in sinks if one.failures]
-        return found
+        return tuple(found)
 
     async def flushed(self, limit: float) -> bool | None:
         """Whether every sink that works has acknowledged what was handed over, within `limit`
         seconds. None: the owner has to send the state again first."""
-        loop = asyncio.get_running_loop()
-        until = loop.time() + limit
-        while loop.time() < until:
-            self.take()
-            if self._pump is not None:
-                await asyncio.wait([self._pump], timeout=until - loop.time())
-            if not self._has_state():
-                return None
-            try:
-                done = await self._notifier.ask(WaitFlushed(healthy=True), deadline=until)
-                if self._has_state():  # else the answer may be that of an empty ledger
-                    return done
-            except ActorFailed:  # FlushNotifier restarts: the call is for its next incarnation
-                if self._supervisor.failed is not None:
-                    return False
-                await anyio.sleep(RESTART)
-            except KVActorsError:
-                return False
-        return False
+        until = asyncio.get_running_loop().time() + limit
+        self.take()
+        if self._pump is not None:
+            await asyncio.wait([self._pump], timeout=limit)
+        if not self._has_state():
+            return None
+        try:
+            done = await self._notifier.ask(WaitFlushed(healthy=True), deadline=until)
+        except ActorFailed:  # FlushNotifier restarts, unless it has failed for good
+            return None if self._supervisor.failed is None else False
+        except KVActorsError:
+            return False
+        return done if self._has_state() else None  # the answer may be that of an empty ledger
 
     def ask(self, limit: float, answer: Future[bool | None]) -> None:
         task = asyncio.ensure_future(self.flushed(limit))
@@ -158,8 +134,6 @@ class SinkService:
 
     async def close(self, limit: float) -> None:
         """Send what is due, for half of `limit` at most, and close the sinks."""
-        if self._watch is not None:
-            self._watch.cancel()
         if limit > 0:
             await self.flushed(0.5 * limit)
         if self._pump is not None:

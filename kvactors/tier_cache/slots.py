@@ -197,7 +197,8 @@ class SlotTable:
         Returns:
             The keys that could be read, children before parents as far as that is known.
         """
-        removed = children_first(block for block in self._blocks.values() if not block.arriving)
+        leaving = [*self.tier.victims(len(self._blocks)), *self._blocks.values()]
+        removed = list(dict.fromkeys(block.hash for block in leaving if not block.arriving))
         self.tier.clear()
         self.held.clear()
         self.awaited.clear()
@@ -210,21 +211,6 @@ class SlotTable:
     @property
     def in_flight(self) -> int:
         return len(self._stores) + len(self._loads)
-
-
-def children_first(blocks: Iterable[HostBlock]) -> list[bytes]:
-    """Keys, each after its known descendants."""
-    parents = {block.hash: block.parent for block in blocks}
-    depths: dict[bytes, int] = {}
-    for key in parents:
-        path = []
-        above = key
-        while above in parents and above not in depths:
-            path.append(above)
-            above = parents[above]
-        start = depths.get(above, 0) + 1
-        depths.update((below, start + i) for i, below in enumerate(reversed(path)))
-    return sorted(parents, key=lambda key: -depths[key])
 
 
 # -- Memory of host slots: new memory, memory of an engine, or a file that several processes map.

@@ -31,7 +31,7 @@ AWAITED = 1.0
 """Seconds that a fetched block waits for the engine to ask again before it can be evicted."""
 
 RETRY = 5.0
-"""Seconds after which a store that does not work, or a key whose fetch failed, is tried again."""
+"""Seconds after which a key whose fetch failed is tried again."""
 
 
 class StorageMoves:
@@ -67,9 +67,8 @@ class StorageMoves:
         self._step = 0
         self._to_serve = False  # a key came since slots were last sought for them
         self._in_flight: dict[Hashable, list[HostBlock]] = {}
-        self._late: set[bytes] = set()  # keys whose fetch takes longer than the store's timeout
         self._missing: dict[bytes, float] = {}  # absent or unreadable keys, and until when
-        self.started: dict[Hashable, float] = {}  # of fetches
+        self.fetching: dict[HostBlock, float] = {}  # blocks of fetches in flight, and since when
         # keys of a store that does not list its objects: to be asked about, asked about and when
         self._unasked: dict[bytes, None] = {}
         self._asked: dict[bytes, float] = {}
@@ -87,7 +86,6 @@ class StorageMoves:
         self._announced: set[bytes] = set()  # stored keys that an event named
         self._job = 0
         self._saving = 0  # blocks
-        self._retry_at = 0.0
         self._trouble: str | None = None  # of the store, None if it is to be read again
 
     # -- look-ups
@@ -128,20 +126,19 @@ class StorageMoves:
 
     def pending(self, key: bytes) -> Lookup:
         """Where a key is whose bytes are on their way into its slot."""
-        return MISS if key in self._late else PENDING
+        storage, since = self.storage, self.fetching.get(self._tier.blocks[key])
+        late = since is not None and storage.clock() - since > storage.timeout + 1.0
+        return MISS if late else PENDING
 
     def _works(self, key: bytes) -> bool:
-        """Whether the store may be asked for a key. A failure and an absence hold for a while."""
-        trouble = self._trouble
-        if trouble is None:
-            trouble = self._trouble = self.storage.trouble
-        if not trouble and key not in self._missing:
-            return True
-        now = self.storage.clock()
-        if now < self._missing.get(key, 0.0) or (trouble and now < self._retry_at):
+        """Whether the store may be asked for a key: it works, and the key was not missing a short
+        time ago."""
+        if self._trouble is None:
+            self._trouble = self.storage.trouble
+        if self._trouble:
             return False
-        self._retry_at = now + RETRY
-        return True
+        until = self._missing.get(key)
+        return until is None or self.storage.clock() >= until
 
     # -- changes of the host tier
 
@@ -255,8 +252,6 @@ class StorageMoves:
         self._to_serve = bool(self._wanted)
         self._step += 1
         self._submit_saves()
-        if self.started:
-            self._find_late()
         if self.waits:
             self.waits.forget_before(self.storage.clock())
 
@@ -279,7 +274,7 @@ class StorageMoves:
         for start in range(0, len(blocks), BATCH):
             some = blocks[start : start + BATCH]
             self._begin(self.storage.submit_load, some, *self._memory_of(some))
-            self.started[self._job] = self.storage.clock()
+            self.fetching.update(dict.fromkeys(some, self.storage.clock()))
 
     def _submit_saves(self) -> None:
         self._write(max(1, self._tier.capacity // SAVING))
@@ -306,14 +301,6 @@ class StorageMoves:
         view = self._memory.view
         return [block.hash for block in blocks], [view(block.slot) for block in blocks]
 
-    def _find_late(self) -> None:
-        limit = self.storage.clock() - self.storage.timeout - 1.0
-        for job, started in list(self.started.items()):
-            if started > limit:
-                return
-            del self.started[job]
-            self._late.update(block.hash for block in self._in_flight[job])
-
     def collect(self) -> None:
         self._trouble = None
         for result in self.storage.poll():
@@ -330,9 +317,8 @@ class StorageMoves:
             self._submit_saves()
 
     def _fetched(self, result: StorageResult, blocks: list[HostBlock]) -> None:
-        self.started.pop(result.job, None)
-        if self._late:
-            self._late.difference_update(result.keys)
+        for block in blocks:
+            self.fetching.pop(block, None)
         failed = frozenset(i for i, ok in enumerate(result.ok) if not ok)
         self._note_misses(result, RETRY)
         landed = [block.hash for block in self._tier.land(blocks, failed)]

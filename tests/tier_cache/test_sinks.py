@@ -119,9 +119,6 @@ def test_a_wait_ends_only_when_the_state_was_sent_after_a_restart(
     monkeypatch, waiter, where, limit
 ):
     """A new incarnation of FlushNotifier has nothing that could be due, so it answers at once."""
-    monkeypatch.setattr(
-        "kvactors.tier_cache.sink_service.WATCH", 600.0
-    )  # only the wait notices the restart
     sink = TreeSink()
     cache = open_with(sink)
     describe(cache, 0)
@@ -155,7 +152,6 @@ def test_a_wait_ends_only_when_the_state_was_sent_after_a_restart(
 
 
 def test_a_wait_of_another_thread_ends_unflushed_while_the_owner_does_nothing(monkeypatch):
-    monkeypatch.setattr("kvactors.tier_cache.sink_service.WATCH", 600.0)
     sink = TreeSink()
     cache = open_with(sink)
     describe(cache, 0)
@@ -191,7 +187,6 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 def test_what_sinks_are_sent_is_a_tree_and_exact(monkeypatch, num_slots, capacity, trouble):
     if trouble == "overflow":
         monkeypatch.setattr(paths, "OUTBOX", 2)
-    monkeypatch.setattr("kvactors.tier_cache.sink_service.WATCH", 0.01)
     noise = random.Random(num_slots * 100 + capacity)
     if trouble == "restarts":
         whole, left = Ledger.apply, [3]
@@ -332,7 +327,6 @@ def test_wrong_paths_are_refused_in_the_thread_that_calls(arguments):
 
 
 def test_a_sink_that_fails_degrades_the_health_and_nothing_else(monkeypatch):
-    monkeypatch.setattr("kvactors.tier_cache.sink_service.WATCH", 0.01)
 
     class Failing(TreeSink):
         ok = False
