@@ -50,7 +50,7 @@ def _paddle_device(layout: Layout, num_blocks: int, place: str) -> Device:
 
 
 HOST_ONLY = {"copy_threads"}
-CUDA_ONLY = {"dma_min_bytes", "merge_min_blocks", "staging_bytes", "staging_min_bytes"}
+CUDA_ONLY = {"dma_min_bytes"}
 """Settings of `[host]` for copies of one kind of device."""
 
 
@@ -206,8 +206,6 @@ def check_copy_settings(kind: str, config: HostConfig) -> None:
     """ConfigError that names a setting of copies that is given and has no use with this device. An
     engine may pass its own device, so `device.kind` alone does not decide."""
     given = changed_in(config)
-    if not config.staging_bytes:
-        given.discard("staging_bytes")  # none is what a device of the host has
     on_gpu = kind == "cuda"
     for name in sorted(given & (HOST_ONLY if on_gpu else CUDA_ONLY)):
         where = "with" if on_gpu else "without"
@@ -224,12 +222,5 @@ def make_engine(device: Device, arena: Arena, config: HostConfig, *, inline: boo
 
         if not isinstance(device, CudaDevice):
             raise DeviceError(f"a device of kind 'cuda' is no {type(device).__name__}")
-        return CudaCopyEngine(
-            device,
-            arena,
-            batch_from=config.dma_min_bytes,
-            stage_from=config.staging_min_bytes,
-            merge_from=config.merge_min_blocks,
-            staging_bytes=config.staging_bytes,
-        )
+        return CudaCopyEngine(device, arena, batch_from=config.dma_min_bytes)
     return ThreadedCopies(device, arena, config.copy_threads)

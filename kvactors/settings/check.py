@@ -30,7 +30,6 @@ Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 Number = Annotated[int, Meta(ge=0, le=1 << 31)]
 """A count that may be zero, or a number that counts from zero."""
 
-Several = Annotated[int, Meta(ge=2, le=1 << 31)]
 BlockTokens = Annotated[int, Meta(ge=1, le=1 << 14)]
 """Tokens a block. Engines use up to about 2,000, and the index prepares memory by blocks."""
 

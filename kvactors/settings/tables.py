@@ -31,7 +31,6 @@ from kvactors.settings.check import (
     ObjectCount,
     RankCount,
     Seconds,
-    Several,
     Share,
     SmallCount,
     SmallNumber,
@@ -71,7 +70,6 @@ _WITH_HOST = UsedIf(
     "without a host tier (host.slots = 0)",
     at_default=False,  # watermarks of 0 are off
 )
-_STAGED = UsedIf(lambda c: c.host.staging_bytes, "with host.staging_bytes = 0")
 _QUANTIZED = UsedIf(
     lambda c: c.layout.quantization != "none" or c.layout.kind not in LAYOUTS,
     "without layout.quantization",
@@ -256,13 +254,7 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         numa_node: the NUMA node of the arena's memory (Linux), None for the system's choice.
         copy_threads: threads that move bytes between device and arena.
         dma_min_bytes: for a CUDA device, the size in bytes from which on a piece goes by the copy
-            engines instead of kvactors' kernel. Measured at start if not set.
-        staging_bytes: for a CUDA device, device memory in each direction that pieces below
-            dma_min_bytes are gathered in, so that one copy moves many of them. 0: none.
-        staging_min_bytes: for a CUDA device, bytes of such pieces in a batch from which on they are
-            gathered. Measured at start if not set.
-        merge_min_blocks: for a CUDA device, neighbouring blocks in neighbouring slots from which on
-            a piece of theirs is one copy. Measured at start if not set.
+            engines instead of kvactors' kernel.
     """
 
     slots: Number = 0
@@ -276,10 +268,7 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     pinned: bool = False
     numa_node: DeviceNumber | None = None
     copy_threads: Threads = 1
-    dma_min_bytes: ByteCount | None = None
-    staging_bytes: ByteCount = 16 << 20
-    staging_min_bytes: Annotated[ByteCount | None, _STAGED] = None
-    merge_min_blocks: Several | None = None
+    dma_min_bytes: ByteCount = 32 << 10
 
     def policy_below(self, device: DeviceConfig) -> Literal["lru", "retain"]:
         """The order of eviction under this device tier."""

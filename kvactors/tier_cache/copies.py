@@ -108,7 +108,8 @@ class CopyWorker:
         places = memory.num_slots * blocks_per_slot
         try:
             if self._on_gpu:  # a process without a GPU imports no part of its queue
-                from kvactors.data_plane.cuda.copy_queue import CudaCopyQueue, HostSlotPlan
+                from kvactors.data_plane.cuda.copies import HostSlotPlan
+                from kvactors.data_plane.cuda.copy_queue import CudaCopyQueue
                 from kvactors.data_plane.cuda.driver import load_driver
 
                 sizes = (memory.nbytes, offset, memory.stride, blocks_per_slot, places)

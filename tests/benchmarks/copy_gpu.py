@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from itertools import product
 from statistics import median
 
 from kvactors.data_plane.base import Direction
@@ -33,6 +34,8 @@ def layouts(*, quick: bool) -> dict[str, Layout]:
     return found
 
 
+PATHS = {"kernel": 1 << 40, "copy engines": 0}
+"""By name: the setting `host.dma_min_bytes` that sends every piece that way."""
 WAYS = (Direction.TO_HOST, Direction.TO_DEVICE)
 
 
@@ -56,9 +59,10 @@ async def gpu_rows(
     rows: list[Row] = []
     total = total or (64 << 20 if quick else 1 << 30)
     rounds = 3 if quick else 9
-    for name, layout in layouts(quick=quick).items():
+    for (name, layout), (way, batch_from) in product(layouts(quick=quick).items(), PATHS.items()):
         blocks = max(2, total // layout.block_bytes)
-        async with opened(layout, blocks, driver) as executor:
+        name = f"{name}, {way}"
+        async with opened(layout, blocks, driver, batch_from) as executor:
             ids, slots = list(range(blocks - 1, -1, -1)), list(range(blocks))
             for direction in WAYS:
                 limit = await large(total, direction, rounds, driver)
@@ -90,12 +94,14 @@ async def gpu_rows(
 
 
 @asynccontextmanager
-async def opened(layout: Layout, blocks: int, driver: CudaDriver) -> AsyncIterator[CudaCopyEngine]:
+async def opened(
+    layout: Layout, blocks: int, driver: CudaDriver, batch_from: int | None = None
+) -> AsyncIterator[CudaCopyEngine]:
     """A device, a pinned arena and an engine that copies between them."""
     device = CudaDevice.allocate(layout, blocks, driver=driver)
     arena = Arena(blocks, layout.block_bytes)
     arena.fresh.touch()
-    executor = CudaCopyEngine(device, arena)
+    executor = CudaCopyEngine(device, arena, batch_from=batch_from)
     try:
         await executor.open()
         yield executor

@@ -15,12 +15,7 @@ from kvactors.layout.gqa import GQALayout
 from tests.support.cuda import opened_gpu
 
 LAYOUT = {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32, "dtype": "bfloat16"}
-FOR_CUDA = {
-    "dma_min_bytes": 4096,
-    "merge_min_blocks": 2,
-    "staging_bytes": 1 << 20,
-    "staging_min_bytes": 1,
-}
+FOR_CUDA = {"dma_min_bytes": 4096}
 
 
 def config_of(kind: str = "host", **host: Any) -> kvactors.Config:
@@ -52,11 +47,6 @@ async def test_settings_of_a_gpus_copies_have_no_use_in_host_memory(name: str) -
     text = f"host.{name} has no use without a CUDA device"
     with pytest.raises(ConfigError, match=text):
         await opened(config_of(**{name: FOR_CUDA[name]}))
-
-
-async def test_no_staging_is_what_a_device_in_host_memory_has() -> None:
-    async with kvactors.open(config_of(staging_bytes=0)) as cache:
-        assert cache.check() == []
 
 
 async def test_copying_threads_have_no_use_with_a_gpu_and_its_memory_is_free_again(

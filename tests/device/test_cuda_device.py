@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from kvactors.data_plane.cuda.copies import HostPin
 from kvactors.data_plane.cuda.device import CudaDevice, DeviceMemory, cuda_region_of
 from kvactors.data_plane.cuda.driver import CudaDriver, CudaError
-from kvactors.data_plane.cuda.host_pin import HostPin
 from kvactors.device.arena import Arena
 from kvactors.device.tensors import address_of
 from kvactors.errors import DeviceError, LayoutError

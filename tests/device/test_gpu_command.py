@@ -131,7 +131,7 @@ def test_every_benchmark_row_runs_on_the_stand_in(fake, monkeypatch):
     monkeypatch.setattr(copy_gpu, "layouts", lambda **_: small)
     rows = asyncio.run(gpu_rows(quick=True, driver=CudaDriver(fake.path), total=40_000))
     cases = [row.case for row in rows]
-    assert len(set(cases)) == len(cases) == 9
+    assert len(set(cases)) == len(cases) == 18
     for text in ("to_host, beside a matrix product", "the product beside it", "both ways at once"):
         assert any(text in case for case in cases), text
     assert all(row.ours > 0 for row in rows)

@@ -14,7 +14,6 @@ import numpy as np
 
 import kvactors
 from kvactors.data_plane.base import Direction
-from kvactors.data_plane.cuda.copies import NEVER
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout, make_layout
@@ -33,16 +32,9 @@ LAYOUTS: dict[str, Layout] = {
     "DSA": DSALayout(3, 64),
 }
 WAYS: dict[str, dict[str, int]] = {
-    "measured": {},
-    "copy engines": {"batch_from": 0, "merge_from": NEVER},
-    "neighbours together": {"batch_from": 0, "merge_from": 2},
-    "kernel": {"batch_from": 1 << 40, "stage_from": NEVER},
-    "gathered": {"batch_from": 1 << 40, "stage_from": 0, "merge_from": 2},
-    "gathered in a small buffer": {
-        "batch_from": 1 << 40,
-        "stage_from": 0,
-        "staging_bytes": 1 << 20,
-    },
+    "default": {},
+    "copy engines": {"batch_from": 0},
+    "kernel": {"batch_from": 1 << 40},
 }
 
 
@@ -67,7 +59,7 @@ async def copies(driver: CudaDriver) -> str:
 async def events(driver: CudaDriver) -> str:
     """An engine's stream waits for each layer of a load, and finds its bytes."""
     layout = LAYOUTS["1 KiB"]
-    for way in ("copy engines", "gathered"):
+    for way in ("copy engines", "kernel"):
         async with opened(Stand(driver, layout, blocks=BLOCKS, slots=BLOCKS, **WAYS[way])) as bench:
             device, size = bench.device, int(bench.device.piece_bytes[0])
             bench.device.fill(range(BLOCKS), bench.names)
@@ -101,7 +93,7 @@ async def events(driver: CudaDriver) -> str:
 async def cancelled(driver: CudaDriver) -> str:
     """A cancelled batch ends before it returns, and later batches are right."""
     count = 0
-    for way in ("copy engines", "gathered"):
+    for way in ("copy engines", "kernel"):
         async with opened(
             Stand(driver, LAYOUTS["64 KiB"], blocks=BLOCKS, slots=BLOCKS, **WAYS[way])
         ) as bench:

@@ -12,7 +12,6 @@ from typing import Any
 
 import kvactors
 from kvactors import NotReady, Step
-from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import NON_BLOCKING, NOT_READY, UNTIMED, CudaDriver
 from kvactors.layout import make_layout
@@ -197,9 +196,8 @@ async def loads_under_a_stream(driver: CudaDriver) -> str:
     shared before the load has succeeded."""
     async with engine(driver, 7) as made:  # one block is free for a fork
         await displaced(made)
-        lane = made.cache.system.plane.engine._lanes[Direction.TO_DEVICE]  # type: ignore[attr-defined]
-        copies = dict.fromkeys((lane.stream, lane.kernels))
-        with made.held(*copies) as go_on:
+        copies = made.cache.system.plane.engine._copies  # type: ignore[attr-defined]
+        with made.held(copies.lanes[True].stream) as go_on:
             lease = await made.cache.acquire("again", [1] * 81)
             ensure(lease.pending, "nothing is loaded")
             block = lease.block_table[4]

@@ -80,18 +80,13 @@ class Stand:
 
 
 @asynccontextmanager
-async def standing(fake, *, blocks=6, layerwise=True, gathered=False):
+async def standing(fake, *, blocks=6, layerwise=True, kernel=False):
     layout = GQALayout(3, 2, 32, 16, "bfloat16")
     device = CudaDevice.allocate(layout, blocks, driver=CudaDriver(fake.path))
     settings = {
         "cache": {"block_size": 16, "default_deadline_s": 60.0},
         "device": {"num_blocks": blocks, "layerwise": layerwise},
-        "host": {
-            "slots": 16,
-            "dma_min_bytes": 1 << 40 if gathered else 0,
-            "staging_min_bytes": 0,
-            "merge_min_blocks": 1 << 30,
-        },
+        "host": {"slots": 16, "dma_min_bytes": 1 << 40 if kernel else 0},
         "layout": {"num_layers": 3, "num_kv_heads": 2, "head_dim": 32, "dtype": "bfloat16"},
     }
     try:
@@ -312,11 +307,11 @@ async def test_a_driver_that_refuses_an_event_commits_nothing(fake, function):
         await lease.finish()
 
 
-@pytest.mark.parametrize("gathered", [False, True])
-async def test_a_stream_waits_for_all_layers_in_place_of_the_caller(fake, monkeypatch, gathered):
+@pytest.mark.parametrize("kernel", [False, True])
+async def test_a_stream_waits_for_all_layers_in_place_of_the_caller(fake, monkeypatch, kernel):
     """The call returns while the copies are held, and the stream's work comes after all of them."""
     monkeypatch.setattr(cuda_engine, "GROUP", 1)
-    async with standing(fake, gathered=gathered) as stand:
+    async with standing(fake, kernel=kernel) as stand:
         for seed in (1, 2):
             await stand.stored(seed)
         lease = await stand.cache.acquire("again", [1] * 81)
@@ -343,16 +338,15 @@ async def test_a_stream_waits_for_all_layers_in_place_of_the_caller(fake, monkey
 
 
 @pytest.mark.parametrize(
-    ("form", "gathered"), [("handle", False), ("object", False), ("object", True)]
+    ("form", "kernel"), [("handle", False), ("object", False), ("object", True)]
 )
-async def test_a_stream_waits_for_one_layer_of_each_copy(fake, monkeypatch, form, gathered):
+async def test_a_stream_waits_for_one_layer_of_each_copy(fake, monkeypatch, form, kernel):
     """Each layer is a copy, or a copy and a kernel. The stream goes on after its layer, without the
     loop."""
     monkeypatch.setattr(cuda_engine, "GROUP", 1)
-    async with standing(fake, gathered=gathered) as stand:
+    async with standing(fake, kernel=kernel) as stand:
         found = stand.cache.statistics().copies
-        limits = found.batch_from, found.stage_from, found.merge_from, found.timings
-        assert limits == (1 << 40 if gathered else 0, 0, 1 << 30, ()), "the settings of [host]"
+        assert found.batch_from == (1 << 40 if kernel else 0), "the setting of [host]"
         for seed in (1, 2):
             await stand.stored(seed)
         lease = await stand.cache.acquire("again", [1] * 81)
@@ -414,11 +408,11 @@ async def test_a_stream_waits_for_copies_that_begin_after_the_call(fake):
         let = threading.Event()
         loop = asyncio.get_running_loop()
 
-        def later(op):
-            if op.lane.to_device:
+        def later(copies, op):
+            if op.transfer.to_device:
                 loop.call_soon_threadsafe(begun.set)
                 assert let.wait(20)
-            put(op)
+            put(copies, op)
 
         engine._put = later
         lease = await stand.cache.acquire("again", [1] * 81)

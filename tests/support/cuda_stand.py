@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from kvactors.data_plane.base import Direction
-from kvactors.data_plane.cuda.copies import NEVER
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
@@ -87,8 +86,7 @@ async def opened(stand: Stand) -> AsyncIterator[Stand]:
 
 
 def made(fake: FakeCuda, layout: Any = SMALL, **options: Any) -> Stand:
-    """A stand on the stand-in driver, without gathered pieces and rectangles unless asked for."""
-    options = {"merge_from": NEVER, "stage_from": NEVER, **options}
+    """A stand on the stand-in driver."""
     return Stand(CudaDriver(fake.path), layout, **options)
 
 

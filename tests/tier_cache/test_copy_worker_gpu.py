@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 from kvactors import CacheClosed, DeviceError, LayoutError
-from kvactors.data_plane.cuda import copy_queue
-from kvactors.data_plane.cuda.copies import NEVER, Calibration, Choice
+from kvactors.data_plane.cuda import copies, copy_queue
 from kvactors.data_plane.cuda.driver import ABANDONED, CudaDriver, CudaError
 from kvactors.tier_cache import CopyWorker, SlotMemory
 from tests.support.cuda import EVERYTHING, Gpu, GpuTensor, PointerTensor, opened_gpu
@@ -29,10 +28,6 @@ ILLEGAL, INVALID_HANDLE, OUT_OF_MEMORY, DESTROYED = 700, 400, 2, 709
 def gpu():
     with opened_gpu() as found:
         yield found
-
-
-def chosen(batch_from: int, **more: int) -> Calibration:
-    return Calibration(Choice(batch_from, **{"stage_from": NEVER, "merge_from": NEVER, **more}))
 
 
 def block(tensors: list[Any], number: int) -> bytes:
@@ -49,7 +44,7 @@ def ended(worker: CopyWorker, *jobs: str) -> dict[Any, str]:
 @pytest.mark.parametrize("batched", [True, False], ids=["batches", "singles"])
 def test_stores_and_loads_move_every_byte(gpu, batch_from, batched, monkeypatch):
     gpu.fake.set("no cuMemcpyBatchAsync", not batched)
-    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: chosen(batch_from))
+    monkeypatch.setattr(copies, "BATCH_FROM", batch_from)
     driver = CudaDriver(gpu.fake.path)
     tensors = gpu.tensors(16, 100, 7, 4096)
     memory = SlotMemory(8, 5000)
@@ -74,7 +69,7 @@ def test_stores_and_loads_move_every_byte(gpu, batch_from, batched, monkeypatch)
 
 @pytest.mark.parametrize("batch_from", [0, 1 << 20])
 def test_strided_tensors_and_several_blocks_in_a_slot_of_two_ranks(gpu, batch_from, monkeypatch):
-    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: chosen(batch_from))
+    monkeypatch.setattr(copies, "BATCH_FROM", batch_from)
     (packed,) = gpu.tensors(8, 300)
     strided = [
         GpuTensor(packed.address + start, (8, 100), "uint8", strides=(300, 1)) for start in (0, 150)
@@ -249,7 +244,7 @@ def test_a_copy_that_could_not_be_begun_whole_fails_when_nothing_of_it_runs(
 ):
     """The slots may be reused after the result, so it must not come before the last copy."""
     small = function == "cuLaunchKernel"
-    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: chosen(1 << 20 if small else 0))
+    monkeypatch.setattr(copies, "BATCH_FROM", 1 << 20 if small else 0)
     memory = SlotMemory(4, 64)
     worker = CopyWorker(gpu.tensors(4, 64), memory, driver=gpu.driver)
     gpu.fake.gate(0)
@@ -269,7 +264,7 @@ def test_a_copy_that_could_not_be_begun_whole_fails_when_nothing_of_it_runs(
 
 
 def test_a_bad_stream_or_lack_of_memory_copies_nothing_and_later_copies_work(gpu, monkeypatch):
-    monkeypatch.setattr(copy_queue, "calibrate", lambda *_: chosen(1 << 20))
+    monkeypatch.setattr(copies, "BATCH_FROM", 1 << 20)
     memory = SlotMemory(2, 64)
     tensors = gpu.tensors(2048, 64)
     worker = CopyWorker(tensors, memory, driver=gpu.driver)
@@ -352,8 +347,6 @@ def test_a_worker_that_cannot_be_made_leaves_nothing(gpu):
         "cuEventCreate",
         "cuMemHostAlloc",
         "cuMemAlloc",
-        "cuLaunchKernel",
-        "cuEventSynchronize",
     ):
         before = {what: gpu.fake.live(what) for what in EVERYTHING}
         for nth in (1, 2):
@@ -438,4 +431,90 @@ def test_a_child_of_a_process_with_a_worker_gets_an_error_and_leaves_the_gpu_alo
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     worker.submit_store("job", [0], [0], stream=0)
     assert ended(worker, "job") == {"job": ""}
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("batch_from", [64, 1 << 20])
+def test_copies_in_the_order_of_their_submission(gpu, monkeypatch, batch_from):
+    """Stores to the same slots one after another."""
+    tensors = gpu.tensors(32, 100, 7, 48)
+    memory = SlotMemory(32, 256)
+    monkeypatch.setattr(copies, "BATCH_FROM", batch_from)
+    worker = CopyWorker(tensors, memory, driver=gpu.driver)
+    gpu.fake.set("delay_us", 100)
+    stores = [
+        (list(range(k, k + count)), list(range(count))) for k, count in ((0, 12), (3, 2), (9, 8))
+    ]
+    for job, (blocks, slots) in enumerate(stores):
+        worker.submit_store(job, blocks, slots, stream=gpu.stream)
+    assert worker.wait([2], 60.0)
+    assert {one.error for one in worker.get_finished()} == {""}
+    for slot in range(12):
+        number = next(b[slot] for b, s in reversed(stores) if slot in s)
+        assert bytes(memory.view(slot)[:155]) == block(tensors, number)
+    for job, slots in ((3, [0, 1, 2]), (4, [5, 6, 7, 8, 9, 10])):
+        worker.submit_load(job, list(range(20, 20 + len(slots))), slots, stream=gpu.stream)
+    assert worker.wait([4], 60.0)
+    assert {one.error for one in worker.get_finished()} == {""}
+    assert [block(tensors, 20 + i) for i in range(6)] == [
+        bytes(memory.view(s)[:155]) for s in range(5, 11)
+    ]
+    worker.shutdown()
+
+
+def test_whole_blocks_in_one_tensor_are_one_copy(gpu, monkeypatch):
+    """Layers that follow one another in each block, as engines have them that offload."""
+    (packed,) = gpu.tensors(16, 512)
+    layers = [
+        GpuTensor(packed.address + 128 * i, (16, 128), "uint8", strides=(512, 1)) for i in range(4)
+    ]
+    memory = SlotMemory(4, 4 * 512)
+    monkeypatch.setattr(copies, "BATCH_FROM", 0)
+    worker = CopyWorker(layers, memory, blocks_per_slot=4, driver=gpu.driver)
+    before = gpu.fake.calls("pieces")
+    worker.submit_store("store", [3, 4, 5, 6, 9], [4, 5, 6, 7, 2], stream=gpu.stream)
+    assert worker.wait(["store"], 60.0)
+    assert gpu.fake.calls("pieces") - before == 2, "a run of four blocks, and one"
+    assert bytes(memory.view(1)) == b"".join(block([packed], i) for i in (3, 4, 5, 6))
+    assert bytes(memory.view(0))[1024:1536] == block([packed], 9)
+    worker.shutdown()
+
+
+def test_pieces_of_different_allocations_are_not_joined(gpu, monkeypatch):
+    """A copy from one allocation into another one fails, even if their addresses follow one
+    another."""
+    (packed,) = gpu.tensors(16, 512)
+    halves = [
+        GpuTensor(packed.address + 256 * i, (16, 256), "uint8", strides=(512, 1)) for i in range(2)
+    ]
+    memory = SlotMemory(16, 512)
+    bases = {packed.address: 1 << 40, packed.address + 256: 2 << 40}
+    monkeypatch.setattr(type(gpu.driver), "allocation", lambda _, address: bases[address])
+    monkeypatch.setattr(copies, "BATCH_FROM", 0)
+    worker = CopyWorker(halves, memory, driver=gpu.driver)
+    before = gpu.fake.calls("pieces")
+    worker.submit_store("store", [3, 4], [1, 2], stream=gpu.stream)
+    assert worker.wait(["store"], 60.0)
+    assert gpu.fake.calls("pieces") - before == 4
+    assert bytes(memory.view(2)) == block([packed], 4)
+    worker.shutdown()
+
+
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_kernels_of_a_copy_begin_after_the_engines_work(gpu, monkeypatch, way):
+    """The stand-in compares the kernel's memory with that of the engine's copy."""
+    tensors = gpu.tensors(4, 64, 32)
+    memory = SlotMemory(4, 96)
+    monkeypatch.setattr(copies, "BATCH_FROM", 1 << 20)
+    worker = CopyWorker(tensors, memory, driver=gpu.driver)
+    with gpu.driver.current(gpu.context):
+        source = gpu.driver.read("cuMemHostAlloc", 64, 3)
+        gpu.driver.call("cuMemcpyHtoDAsync", tensors[0].address, source, 64, gpu.stream)
+    submit = worker.submit_store if way == "store" else worker.submit_load
+    submit("job", [0, 1], [0, 1], stream=gpu.stream)
+    assert worker.wait(["job"], 60.0)
+    assert gpu.fake.live("races") == 0
+    with gpu.driver.current(gpu.context):
+        gpu.driver.call("cuStreamSynchronize", gpu.stream)
+        gpu.driver.call("cuMemFreeHost", source)
     worker.shutdown()

@@ -1,173 +1,189 @@
-"""Puts copies between a GPU and the arena on streams: large pieces by the copy engines, many in one
-call, and small ones by a kernel.
+"""Copies between a GPU and pinned host memory: large pieces by the copy engines, many in one call,
+and small ones by a kernel.
 
 A copy engine takes a few microseconds a copy at any size and leaves the multiprocessors to the
-model, so neighbours are copied together (`merging`). The kernel is fast at any size, but takes a
-few of the multiprocessors, and over PCIe for as long as the copy takes. Many small pieces are
-therefore gathered on the device first (`gather`). The sizes from which on each way is as fast are
-measured at start (`calibrate`)."""
+model. The kernel is fast at any size, but occupies a few multiprocessors for as long as the copy
+takes. The thread that submits copies puts them on the stream of their direction. Any thread asks
+the driver's events how far they are. No thread waits for the GPU."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvactors.actor.log import get_logger
-from kvactors.data_plane.cuda.copy_plan import (
-    Columns,
-    Numbers,
-    Rectangle,
-    join_columns,
-    plan_copies,
-)
 from kvactors.data_plane.cuda.device import CudaDevice, CudaTensors
 from kvactors.data_plane.cuda.driver import (
     DEVICE_MAP,
-    HIGH_PRIORITY,
-    MAX_PITCH,
+    FATAL,
     NO_KERNEL,
     NON_BLOCKING,
+    NOT_READY,
     NOT_SUPPORTED,
-    OUT_OF_MEMORY,
     PORTABLE,
-    TIMED,
     UNTIMED,
+    CudaContext,
     CudaDriver,
     CudaError,
+    quietly,
 )
-from kvactors.data_plane.cuda.host_pin import LEAST, GatherBuffer, Scratch
+from kvactors.errors import DeviceError
 
-# -- A direction's streams on a GPU, with the events and the memory of its operations.
-
-
-FIRST_PAIRS = 1024
-"""Pairs for which scratch memory is allocated at start. A larger operation replaces it with a
-larger one."""
+Numbers = NDArray[np.int64]
 
 log = get_logger()
 
+# -- Pins of host memory that several users in a process share.
 
-class LaneCounts:
-    """Totals of a direction: calls by kind, bytes and copies that failed."""
 
-    def __init__(self) -> None:
-        self.batches = self.launches = self.singles = self.bytes = self.errors = 0
-        self.rectangles = self.staged = 0
+ALREADY_REGISTERED = 712
+
+PINS: dict[int, list[int]] = {}
+"""Bytes and users of the memory that this process has pinned, by address."""
+
+
+class HostPin:
+    """Host memory that the GPU may address (at `on_device`) until `release`. Memory that its owner
+    has pinned stays the owner's, who keeps it pinned as long as copies of it are made. Pins of the
+    same memory are made by one thread at a time. DeviceError if the memory is pinned in part."""
+
+    def __init__(self, context: CudaContext, address: int, nbytes: int) -> None:
+        self._driver = driver = context.driver
+        self._address = address
+        pinned = PINS.get(address)
+        if pinned is None:
+            code = driver.status("cuMemHostRegister", address, nbytes, PORTABLE | DEVICE_MAP)
+            if code == 0:
+                pinned = PINS[address] = [nbytes, 0]
+            elif code != ALREADY_REGISTERED:
+                raise driver.error("cuMemHostRegister", code)
+        self._pinned = pinned
+        if pinned is not None:
+            pinned[1] += 1
+        try:
+            if not self._reaches(nbytes):
+                raise DeviceError(
+                    f"{nbytes} bytes of host memory are pinned in part: pin all of it or none"
+                )
+            self.on_device = driver.read("cuMemHostGetDevicePointer", address, 0)
+        except BaseException:
+            self.release()
+            raise
+
+    def _reaches(self, nbytes: int) -> bool:
+        """Whether the memory is pinned up to its last byte."""
+        if self._pinned is not None:
+            return self._pinned[0] >= nbytes
+        last = ctypes.byref(ctypes.c_uint64())
+        return not self._driver.status(
+            "cuMemHostGetDevicePointer", last, self._address + nbytes - 1, 0
+        )
+
+    def release(self) -> None:
+        """Unpin the memory if nothing else uses it. The context must be current."""
+        pinned, self._pinned = self._pinned, None
+        if pinned is None:
+            return
+        pinned[1] -= 1
+        if not pinned[1]:
+            del PINS[self._address]
+            quietly(self._driver, "cuMemHostUnregister", self._address)
+
+
+# -- A direction's stream on a GPU, with the events and the memory of its copies.
+
+
+FIRST_PAIRS = 1024
+"""Pairs for which scratch memory is allocated at start. A larger transfer replaces it with a
+larger one."""
+
+
+class Scratch:
+    """Pinned host memory for `count` int64, and as much on the device. `host`: the host memory as
+    an array. `device`: the address on the device."""
+
+    def __init__(self, driver: CudaDriver, count: int) -> None:
+        self.count = count
+        self._driver = driver
+        self._undo = ExitStack()
+        try:
+            flags = PORTABLE | DEVICE_MAP
+            self._pinned = driver.make(self._undo, "cuMemHostAlloc", 8 * count, flags)
+            self.device = driver.make(self._undo, "cuMemAlloc", 8 * count)
+        except BaseException:
+            self._undo.close()
+            raise
+        self.host: Numbers = np.frombuffer(
+            memoryview((ctypes.c_int64 * count).from_address(self._pinned)), np.int64
+        )
+
+    def push(self, numbers: Numbers, stream: int) -> None:
+        """Bring numbers to the device, in the stream's order. CudaError."""
+        self.host[: len(numbers)] = numbers
+        self._driver.call("cuMemcpyHtoDAsync", self.device, self._pinned, numbers.nbytes, stream)
+
+    def close(self) -> None:
+        self._undo.close()
 
 
 @dataclass(eq=False)
 class Transfer:
-    """Copies of some pairs in one direction, and what they use on the GPU: an event for each group
-    of pieces, reached when the group has been copied, and the memory of the pairs' numbers."""
+    """Copies of some pairs in one direction, and what they use on the GPU.
 
-    events: list[int] = field(default_factory=list, init=False)
-    scratch: Scratch | None = field(default=None, init=False)
+    Attributes:
+        events: one for each group of pieces, reached when the group has been copied.
+        reached: how many of the events have been.
+        recorded: whether all events are on the stream.
+        error: why bytes did not arrive, empty if they did.
+        ended: whether no part of the transfer runs any more.
+        seconds: from the submission to the call that found the end.
+        code: the driver's last answer.
+    """
+
+    to_device: bool
+    events: list[int] = field(default_factory=list)
+    scratch: Scratch | None = None
+    began: float = field(default_factory=time.monotonic)
+    reached: int = 0
+    recorded: bool = False
+    error: str = ""
+    ended: bool = False
+    seconds: float = 0.0
+    code: int = 0
 
 
-class GpuStream:
-    """The streams of copies in one direction: one for the copy engines, and one for kernels. With a
-    buffer for small pieces (of staging_bytes, 0 for none, and none without memory for it) the
-    kernels have a separate stream of high priority, so that they run while the engine's kernels
-    have all multiprocessors and the copy engine has work. Without one, both are the same stream.
-    Made and closed with the GPU's context current."""
+class Lane:
+    """One direction: its stream, unused events and scratch memory, and totals: calls for many
+    copies, launches of the kernel, calls for one copy, bytes, and transfers that failed. Made, and
+    closed by `undo`, with the GPU's context current."""
 
-    def __init__(
-        self,
-        driver: CudaDriver,
-        *,
-        to_device: bool,
-        event_flags: int = UNTIMED,
-        staging_bytes: int = 0,
-    ) -> None:
-        self.driver = driver
-        self.to_device = to_device
-        self.counts = LaneCounts()
-        self.buffer: GatherBuffer | None = None
+    def __init__(self, driver: CudaDriver, undo: ExitStack, event_flags: int) -> None:
+        self.batches = self.launches = self.singles = self.bytes = self.errors = 0
+        self.stream = driver.make(undo, "cuStreamCreate", NON_BLOCKING)
+        self._driver = driver
+        self._undo = undo
         self._event_flags = event_flags
-        self._undo = ExitStack()
         self._events: list[int] = []
         self._scratches: list[Scratch] = []
-        self._launched = self._staged = False
-        try:
-            self.stream = self.kernels = driver.make(self._undo, "cuStreamCreate", NON_BLOCKING)
-            self._scratches.append(Scratch(driver, 2 * FIRST_PAIRS))
-            if staging_bytes >= 2 * LEAST:
-                self._add_buffer(staging_bytes)
-        except BaseException:
-            self.close()
-            raise
+        undo.callback(self._close)
+        self._scratches.append(Scratch(driver, 2 * FIRST_PAIRS))
 
-    def _add_buffer(self, nbytes: int) -> None:
-        driver, undo = self.driver, self._undo
-        try:
-            self.buffer = GatherBuffer(driver, nbytes)
-        except CudaError as error:
-            if (error.function, error.code) != ("cuMemAlloc", OUT_OF_MEMORY):
-                raise
-            log.warning("no memory on the GPU to gather small pieces in", bytes=nbytes)
-            return
-        undo.callback(self.buffer.close)
-        priority = NON_BLOCKING, HIGH_PRIORITY
-        self.kernels = driver.make(undo, "cuStreamCreateWithPriority", *priority)
-        self._joint = driver.make(undo, "cuEventCreate", UNTIMED)
-
-    # -- order
-
-    def _order(self, first: int, last: int) -> None:
-        self.driver.call("cuEventRecord", self._joint, first)
-        self.driver.call("cuStreamWaitEvent", last, self._joint, 0)
-
-    def before_launch(self) -> None:
-        """A kernel that reads or writes host slots itself comes next. CudaError."""
-        if self._staged and not self.to_device:  # earlier copies may write the same slots
-            self._order(self.stream, self.kernels)
-            self._staged = False
-        self._launched = True
-
-    def note_staged(self) -> None:
-        self._staged = True
-        self._launched |= self.to_device
-
-    def record(self, event: int, *, whole: bool = False) -> None:
-        """Record an event after everything that both streams have got. whole: whether any part of
-        it may be missing, after an error. CudaError."""
-        last = self.stream
-        if self.kernels != self.stream and (self._launched or whole):
-            # the stream that needs not wait goes on with the next layers
-            first, last = self.stream, self.kernels
-            if not self.to_device:
-                first, last = last, first
-            self._order(first, last)
-            self._launched = False
-        self.driver.call("cuEventRecord", event, last)
-
-    def wait_for(self, event: int) -> None:
-        """Run what comes next after an event. CudaError."""
-        self.driver.call("cuStreamWaitEvent", self.stream, event, 0)
-        if self.kernels != self.stream:
-            self.driver.call("cuStreamWaitEvent", self.kernels, event, 0)
-
-    def settle(self, context: int) -> bool:
-        """Wait without limit until no work on the streams runs any more. Returns whether the
-        context is usable."""
-        return all(
-            self.driver.settle(context, one) for one in dict.fromkeys((self.stream, self.kernels))
-        )
-
-    # -- resources
+    def _close(self) -> None:
+        while self._scratches:
+            self._scratches.pop().close()
 
     def take_event(self) -> int:
-        """An event that no operation uses."""
         if self._events:
             return self._events.pop()
-        return self.driver.make(self._undo, "cuEventCreate", self._event_flags)
+        return self._driver.make(self._undo, "cuEventCreate", self._event_flags)
 
     def take_scratch(self, count: int) -> Scratch:
         found = self._scratches.pop() if self._scratches else None
@@ -175,14 +191,7 @@ class GpuStream:
             if found.count >= count:
                 return found
             found.close()
-        return Scratch(self.driver, max(2 * FIRST_PAIRS, 1 << (count - 1).bit_length()))
-
-    def push_ids(self, scratch: Scratch, blocks: Numbers, slots: Numbers) -> None:
-        """Bring the numbers of n pairs to the device, in the order of the kernels: n blocks, then
-        n slots."""
-        ids = np.concatenate((blocks, slots))
-        scratch.host[: len(ids)] = ids
-        scratch.push(len(ids), self.kernels)
+        return Scratch(self._driver, max(2 * FIRST_PAIRS, 1 << (count - 1).bit_length()))
 
     def give_back(self, transfer: Transfer) -> None:
         """No part of a transfer runs any more: take its resources back."""
@@ -190,115 +199,64 @@ class GpuStream:
         if transfer.scratch is not None:
             self._scratches.append(transfer.scratch)
 
-    def close(self) -> None:
-        """Release every resource. No work may be running. Never raises."""
-        while self._scratches:
-            self._scratches.pop().close()
-        self._undo.close()
+
+# -- Fewer copies for the same bytes: pieces that follow one another on the device and in the slot
+# are one column, and rows of a column that follow one another on both sides are one copy.
 
 
-# -- How pieces are copied: by the copy engines, by a kernel, or gathered first, and from which
-# sizes on. The sizes follow from timings on this machine.
+class Columns(NamedTuple):
+    """Bytes of a block that are contiguous on the device and in a slot: address of the first row,
+    bytes from a row to the next one, bytes of a row, bytes from the start of a slot. Arrays of the
+    same length."""
+
+    regions: Numbers
+    strides: Numbers
+    sizes: Numbers
+    offsets: Numbers
+
+
+def join_columns(columns: Columns, allocations: Numbers) -> Columns:
+    """Columns in which neighbours are joined. A copy must not reach from one allocation into
+    another one, even if their addresses follow one another."""
+    if len(columns.sizes) < 2:
+        return columns
+    regions, strides, sizes, offsets = columns
+    joined = (
+        (regions[:-1] + sizes[:-1] == regions[1:])
+        & (strides[:-1] == strides[1:])
+        & (offsets[:-1] + sizes[:-1] == offsets[1:])
+        & (allocations[:-1] == allocations[1:])
+    )
+    first = np.flatnonzero(np.concatenate(([True], ~joined)))
+    return Columns(regions[first], strides[first], np.add.reduceat(sizes, first), offsets[first])
+
+
+def plan_copies(
+    columns: Columns, rows: Numbers, places: Numbers
+) -> tuple[Numbers, Numbers, Numbers]:
+    """The copies of n pairs: address on the device, address on the host, bytes."""
+    regions, strides, sizes, offsets = columns
+    if len(sizes) == 1 and strides[0] == sizes[0]:
+        broken = (np.diff(rows) != 1) | (np.diff(places) != sizes[0])
+        first = np.flatnonzero(np.concatenate(([True], broken)))
+        lengths = np.diff(np.append(first, len(rows)))
+        rows, places = rows[first], places[first]
+    else:
+        lengths = np.ones(len(rows), np.int64)
+    on_device = regions + rows[:, None] * strides
+    on_host = places[:, None] + offsets
+    return on_device.ravel(), on_host.ravel(), (sizes * lengths[:, None]).ravel()
+
+
+# -- Copies of one GPU's blocks.
 
 
 BATCH_FROM = 32 << 10
-"""Bytes of a piece from which on it goes by the copy engines, unless measured otherwise."""
-
-STAGE_FROM = 256 << 10
-"""Bytes of an operation's small pieces from which on they are gathered, unless measured
-otherwise."""
-
-MERGE_FROM = 4
-"""Blocks of a run from which on a piece of it is one copy, unless measured otherwise."""
-
-NEVER = 1 << 62
-LONGEST = 10.0
-"""Seconds. A longer timing is impossible."""
-
-
-class Choice(NamedTuple):
-    """How pieces go.
-
-    Attributes:
-        batch_from: bytes of a piece from which on it goes by the copy engines.
-        stage_from: bytes of the small pieces of an operation, or of a group of its layers, from
-            which on they are gathered on the device.
-        merge_from: neighbouring blocks from which on a piece of theirs is one copy.
-    """
-
-    batch_from: int = BATCH_FROM
-    stage_from: int = STAGE_FROM
-    merge_from: int = MERGE_FROM
-
-
-class Timing(NamedTuple):
-    """A measurement of 64 pieces there and back, the best of several.
-
-    Attributes:
-        piece: bytes of a piece.
-        batch: seconds by the copy engines.
-        kernel: seconds by a kernel that reads and writes the host's memory.
-        gathered: seconds by a kernel and one copy, 0 if the buffer is too small.
-    """
-
-    piece: int
-    batch: float
-    kernel: float
-    gathered: float = 0.0
-
-
-class RunTiming(NamedTuple):
-    """A measurement of a piece of neighbouring blocks there and back, the best of several.
-
-    Attributes:
-        blocks: how many.
-        batch: seconds with a copy for each.
-        rectangle: seconds with one copy for all.
-    """
-
-    blocks: int
-    batch: float
-    rectangle: float
-
-
-def choose(timings: Sequence[Timing], runs: Sequence[RunTiming], pieces: int) -> Choice:
-    """The choice that follows from timings."""
-    ways = [(one.piece, one.batch, min(one.kernel, one.gathered or one.kernel)) for one in timings]
-    gathered = [(pieces * one.piece, one.gathered, one.kernel) for one in timings if one.gathered]
-    merged = [(one.blocks, one.rectangle, one.batch) for one in runs]
-    beyond = 2 * timings[-1].piece if timings else BATCH_FROM
-    return Choice(
-        first_not_slower(ways, BATCH_FROM, beyond=beyond),
-        first_not_slower(gathered, STAGE_FROM),
-        first_not_slower(merged, MERGE_FROM),
-    )
-
-
-def first_not_slower(
-    timings: Sequence[tuple[int, float, float]], otherwise: int, *, beyond: int = NEVER
-) -> int:
-    """The smallest size from which on one way is never slower than the other one. timings: the
-    seconds of each way, by ascending size. otherwise: the answer without timings, or if one is
-    impossible. beyond: the answer if the way is slower at the largest size."""
-    if not timings or not all(0 < one < LONGEST for _, *both in timings for one in both):
-        return otherwise
-    best = beyond
-    for size, one, other in reversed(timings):
-        if one > other:
-            break
-        best = size
-    return best
-
+"""Bytes of a piece from which on it goes by the copy engines, unless set otherwise."""
 
 BATCH = 4096
-"""Copies in one call. The driver holds its locks during the call, and the loop's queries wait for
+"""Copies in one call. The driver holds its locks during the call, and queries of events wait for
 them."""
-
-ROWS = 4096
-"""Pairs at most in a half of the buffer for small pieces."""
-
-ROW_ALIGNMENT = 16
-"""Bytes. The kernel moves vectors of 16 bytes where both sides are aligned."""
 
 BLOCKS_OF_THREADS, THREADS = 8, 256
 """Size of the kernel's grid: 8 of an H100's 132 multiprocessors saturate its PCIe link."""
@@ -308,49 +266,65 @@ NAMES = {False: "kvactors_gather", True: "kvactors_scatter"}
 """By whether they copy to the device."""
 
 
+class HostSlotPlan(NamedTuple):
+    """Where blocks are in host memory: rows of `slots_per_row` blocks, `row_stride` bytes apart, in
+    each of which the share of this GPU begins at byte `offset`."""
+
+    address: int
+    nbytes: int
+    offset: int
+    row_stride: int
+    slots_per_row: int
+    num_slots: int
+
+    def places(self, slots: Numbers, block_bytes: int) -> Numbers:
+        """Bytes from the start of the share to each slot."""
+        rows, inside = slots // self.slots_per_row, slots % self.slots_per_row
+        return rows * self.row_stride + inside * block_bytes
+
+
 class Copies:
-    """Puts copies on its streams, which it has by whether they are to the device. Made with the
-    GPU's context current. address: of the first host slot. stride: bytes from a slot to the next
-    one, in the numbers that `put` is given. mapped: the address of the slots, which are pinned, as
-    the GPU sees it. step: bytes from the slot of a block to that of its neighbour. undo: receives
-    the clean-up of each resource."""
+    """Puts copies on the streams of a GPU, and asks how far they are. Made with the GPU's context
+    current. batch_from: bytes of a piece from which on it goes by the copy engines. undo: receives
+    the clean-up of each resource, to be run when every transfer has ended.
+
+    Attributes:
+        lanes: by whether they copy to the device.
+        broken: why no more copies are made, empty while they are possible.
+        lost: whether the GPU's memory may have been lost.
+    """
 
     def __init__(
         self,
         device: CudaDevice | CudaTensors,
-        address: int,
-        stride: int,
-        mapped: int,
-        step: int,
+        plan: HostSlotPlan,
         undo: ExitStack,
         *,
-        staging_bytes: int,
+        batch_from: int | None = None,
         event_flags: int = UNTIMED,
     ) -> None:
         self.device = device
         self.driver = driver = device.driver
-        self._address, self._stride, self._mapped, self._step = address, stride, mapped, step
+        self.broken = ""
+        self.lost = False
         self.has_batch = driver.has_batch
+        self.block_bytes = int(device.piece_bytes.sum())
+        self._plan = plan
+        pin = HostPin(device, plan.address, plan.nbytes)
+        undo.callback(pin.release)
+        self._address, self._mapped = plan.address + plan.offset, pin.on_device + plan.offset
         self.kernels = self._load_kernels(undo)
-        count = len(device.piece_bytes)
-        self._table = Scratch(driver, 6 * count + ROWS)
-        undo.callback(self._table.close)
-        self._staged_table = self._table.device + 24 * count
-        self._row_numbers = self._table.device + 48 * count
         # a separate number for each region whose allocation the driver does not tell
         bases = [driver.allocation(address) for address in device.regions.tolist()]
         self._allocations = np.array([base or -1 - i for i, base in enumerate(bases)], np.int64)
-        self._max_pitch = driver.read_int("cuDeviceGetAttribute", MAX_PITCH, device.ordinal)
-        self.choice = Choice()
-        self.streams: dict[bool, GpuStream] = {}
-        for to_device in (False, True):
-            gpu = self.streams[to_device] = GpuStream(
-                driver,
-                to_device=to_device,
-                event_flags=event_flags,
-                staging_bytes=staging_bytes if self.kernels is not None else 0,
-            )
-            undo.callback(gpu.close)
+        self.batch_from = BATCH_FROM if batch_from is None else batch_from
+        rows = self._split()
+        table = Scratch(driver, max(1, len(rows)))
+        undo.callback(table.close)
+        self._table = table.device
+        self.lanes = {way: Lane(driver, undo, event_flags) for way in (False, True)}
+        table.push(rows, self.lanes[True].stream)
+        driver.call("cuStreamSynchronize", self.lanes[True].stream)
 
     def _load_kernels(self, undo: ExitStack) -> dict[bool, int] | None:
         """The kernels, or None if this driver cannot make them out of their text."""
@@ -366,161 +340,110 @@ class Copies:
             for way, name in NAMES.items()
         }
 
-    def split(self, choice: Choice, stream: int) -> None:
-        """Decide how each piece goes. Pieces with gaps from one block to the next go by the copy
-        engines, because the kernel has no number for the gap. Waits for the stream. CudaError."""
-        if self.kernels is None:
-            choice = choice._replace(batch_from=0)
-        self.choice = choice
+    def _split(self) -> Numbers:
+        """Decide how each piece goes. Returns the kernel's table. Pieces with gaps from one block
+        to the next go by the copy engines, because the kernel has no number for the gap."""
         device = self.device
-        by_kernel = (device.piece_bytes < choice.batch_from) & (
-            device.strides == device.piece_bytes
-        )
+        if self.kernels is None:
+            self.batch_from = 0
+        by_kernel = (device.piece_bytes < self.batch_from) & (device.strides == device.piece_bytes)
         self._small, self._large = np.flatnonzero(by_kernel), np.flatnonzero(~by_kernel)
-        sizes = device.piece_bytes[self._small]
-        self._packed = np.concatenate(([0], np.cumsum(sizes)))
-        count, small = len(device.piece_bytes), len(self._small)
-        if not small:
-            return
-        table = self._table.host
-        for first, offsets in ((0, device.offsets[self._small]), (3 * count, self._packed[:-1])):
-            rows = np.stack([device.regions[self._small], sizes, offsets], axis=1)
-            table[first : first + 3 * small] = rows.ravel()
-        table[6 * count :] = np.arange(ROWS)
-        self._table.push(len(table), stream)
-        self.driver.call("cuStreamSynchronize", stream)
+        columns = device.regions, device.piece_bytes, device.offsets
+        return np.stack([one[self._small] for one in columns], axis=1).ravel()
 
-    def prepare(self, transfer: Transfer, pairs: int, groups: int, gpu: GpuStream) -> None:
-        """Take what a transfer needs. CudaError: nothing was begun, and it may have got a part."""
-        for _ in range(groups):
-            transfer.events.append(gpu.take_event())
-        if self._small.size:
-            transfer.scratch = gpu.take_scratch(2 * pairs)
+    # -- submission
 
-    def put(
+    def submit(
         self,
         transfer: Transfer,
         blocks: Numbers,
         slots: Numbers,
         groups: Sequence[range],
-        gpu: GpuStream,
+        after: Sequence[int] = (),
     ) -> None:
-        """Put the copies of n pairs on a stream, and an event after each group of pieces (in
-        contract order). CudaError: some of it may run nevertheless."""
+        """Put the copies of n pairs on the stream of their direction, behind the events `after`,
+        and an event after each group of pieces (in contract order). CudaError: nothing was begun.
+        An error after the first copy was begun is the transfer's, since bytes may be on their way.
+        The context must be current. Calls of one direction come one at a time."""
+        lane = self.lanes[transfer.to_device]
+        try:
+            for _ in groups:
+                transfer.events.append(lane.take_event())
+            if self._small.size:
+                transfer.scratch = lane.take_scratch(2 * len(blocks))
+            for event in after:
+                self.driver.call("cuStreamWaitEvent", lane.stream, event, 0)
+        except BaseException:
+            lane.give_back(transfer)
+            raise
+        try:
+            self._put(transfer, lane, blocks, slots, groups)
+            transfer.recorded = True
+        except Exception as error:
+            self._fail(transfer, error)
+
+    def _put(
+        self,
+        transfer: Transfer,
+        lane: Lane,
+        blocks: Numbers,
+        slots: Numbers,
+        groups: Sequence[range],
+    ) -> None:
         order = np.argsort(slots, kind="stable")  # neighbours are copied together
-        blocks, slots, ids = blocks[order], slots[order], 0
-        if transfer.scratch is not None:
-            gpu.push_ids(transfer.scratch, blocks, slots)
-            ids = transfer.scratch.device
+        blocks = blocks[order]
+        places = self._plan.places(slots[order], self.block_bytes)
+        if transfer.scratch is not None and len(blocks):
+            transfer.scratch.push(np.concatenate((blocks, places)), lane.stream)
         for pieces, event in zip(groups, transfer.events, strict=True):
             if len(blocks):
-                self._enqueue(blocks, slots, pieces, ids, gpu)
-            gpu.record(event)
+                self._enqueue(transfer, lane, blocks, places, pieces)
+            self.driver.call("cuEventRecord", event, lane.stream)
 
     def _enqueue(
-        self, blocks: Numbers, slots: Numbers, pieces: range, ids: int, gpu: GpuStream
+        self, transfer: Transfer, lane: Lane, blocks: Numbers, places: Numbers, pieces: range
     ) -> None:
-        """Copy some pieces. ids: the device's address of the n blocks and, behind them, the n
-        slots, there by the time `gpu.kernels` gets so far."""
-        device, places = self.device, self._address + slots * self._stride
+        device, n = self.device, len(blocks)
         first, last = np.searchsorted(self._small, (pieces.start, pieces.stop)).tolist()
         if last > first:
-            self._enqueue_small(range(first, last), places, ids, gpu)
+            assert transfer.scratch is not None
+            ids, row = transfer.scratch.device, self._table + 24 * first
+            # host memory is counted in bytes, so the stride of the kernel's slots is 1
+            arguments = (row, last - first, ids, ids + 8 * n, n, self._mapped, 1)
+            self._launch(transfer.to_device, arguments, lane.stream)
+            lane.launches += 1
         first, last = np.searchsorted(self._large, (pieces.start, pieces.stop)).tolist()
         if last > first:
             large = self._large[first:last]
             tables = device.regions, device.strides, device.piece_bytes, device.offsets
             columns = Columns(*(table[large] for table in tables))
             joined = join_columns(columns, self._allocations[large])
-            self._by_engine(joined, blocks, places, gpu)
-        sizes = device.piece_bytes[pieces.start : pieces.stop]
-        gpu.counts.bytes += len(blocks) * int(sizes.sum())
+            copies = plan_copies(joined, blocks, self._address + places)
+            for at in range(0, len(copies[0]), BATCH):
+                self._by_engine(transfer.to_device, lane, *(one[at : at + BATCH] for one in copies))
+        lane.bytes += n * int(device.piece_bytes[pieces.start : pieces.stop].sum())
 
-    def _enqueue_small(self, small: range, places: Numbers, ids: int, gpu: GpuStream) -> None:
-        n, packed = len(places), self._packed
-        buffer = gpu.buffer
-        if n * int(packed[small.stop] - packed[small.start]) < self.choice.stage_from:
-            buffer = None
-        first = small.start
-        while first < small.stop:
-            last = small.stop
-            if buffer is not None:
-                limit = packed[first] + buffer.half_bytes - ROW_ALIGNMENT
-                last = min(last, int(np.searchsorted(packed, limit, side="right")) - 1)
-            if buffer is not None and last > first:
-                self._stage(range(first, last), places, ids, gpu, buffer)
-            else:  # a piece larger than half of the buffer goes directly, too
-                last = max(last, first + 1)
-                gpu.before_launch()
-                row = self._table.device + 24 * first
-                arguments = (row, last - first, ids, ids + 8 * n, n, self._mapped, self._stride)
-                self.launch(gpu.to_device, arguments, gpu.kernels)
-                gpu.counts.launches += 1
-            first = last
-
-    def _stage(
-        self, small: range, places: Numbers, ids: int, gpu: GpuStream, buffer: GatherBuffer
+    def _by_engine(
+        self, to_device: bool, lane: Lane, on_device: Numbers, on_host: Numbers, sizes: Numbers
     ) -> None:
-        """Copy small pieces through the buffer, in which each pair has a row."""
-        chosen = self._small[small.start : small.stop]
-        sizes, offsets = self.device.piece_bytes[chosen], self.device.offsets[chosen]
-        base = int(self._packed[small.start])
-        inside = self._packed[small.start : small.stop] - base
-        row = -(-int(sizes.sum()) // ROW_ALIGNMENT) * ROW_ALIGNMENT
-        columns = join_columns(
-            Columns(inside, np.full(len(chosen), row), sizes, offsets),
-            np.zeros(len(chosen), np.int64),
-        )
-        step = max(1, min(buffer.half_bytes // row, ROWS))
-        table, numbers = self._staged_table + 24 * small.start, self._row_numbers
-
-        def by_kernel(at: int, half: int) -> None:
-            pairs = len(places[at : at + step])
-            pieces = (table, len(chosen), ids + 8 * at, numbers, pairs, half - base, row)
-            self.launch(gpu.to_device, pieces, gpu.kernels)
-
-        def by_engine(at: int, half: int) -> None:
-            part = places[at : at + step]
-            here = columns._replace(regions=columns.regions + half)
-            self._by_engine(here, np.arange(len(part)), part, gpu)
-
-        for at in range(0, len(places), step):
-            put, take = (gpu.kernels, partial(by_kernel, at)), (gpu.stream, partial(by_engine, at))
-            if gpu.to_device:
-                put, take = take, put
-            buffer.carry(*put, *take)
-            gpu.counts.staged += 1
-        gpu.note_staged()
-
-    def _by_engine(self, columns: Columns, rows: Numbers, places: Numbers, gpu: GpuStream) -> None:
-        to_device, stream = gpu.to_device, gpu.stream
-        plan = plan_copies(
-            columns, rows, places, self._step, max(2, self.choice.merge_from), self._max_pitch
-        )
-        on_device, on_host, sizes, rectangles = plan
-        for rectangle in rectangles:
-            self.driver.copy_rectangle(to_device, rectangle, stream)
-        gpu.counts.rectangles += len(rectangles)
-        if self.has_batch:
-            for at in range(0, len(sizes), BATCH):
-                part = slice(at, at + BATCH)
-                self.batch(to_device, on_device[part], on_host[part], sizes[part], stream)
-                gpu.counts.batches += 1
-        else:
-            self.driver.copy_singly(to_device, on_device, on_host, sizes, stream)
-            gpu.counts.singles += len(sizes)
-
-    def batch(
-        self, to_device: bool, on_device: Numbers, on_host: Numbers, sizes: Numbers, stream: int
-    ) -> None:
-        """One call for many copies, in any order. The arrays are read during the call.
-        CudaError."""
+        """Put copies on a stream, in any order: by one call, or by one for each copy, which is all
+        that drivers before 12.8 have."""
         targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
-        targets, sources, sizes = map(np.ascontiguousarray, (targets, sources, sizes))
-        addresses = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
-        self.driver.copy_batch(*addresses, len(sizes), stream)
+        if self.has_batch:
+            targets, sources, sizes = map(np.ascontiguousarray, (targets, sources, sizes))
+            addresses = targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data
+            try:
+                self.driver.copy_batch(*addresses, len(sizes), lane.stream)
+                lane.batches += 1
+                return
+            except CudaError as error:
+                if error.code != NOT_SUPPORTED:
+                    raise
+                self.has_batch = False
+        self.driver.copy_singly(to_device, targets, sources, sizes, lane.stream)
+        lane.singles += len(sizes)
 
-    def launch(self, to_device: bool, arguments: tuple[int, ...], stream: int) -> None:
+    def _launch(self, to_device: bool, arguments: tuple[int, ...], stream: int) -> None:
         """Launch a kernel with the arguments of block_copy.cu. Raises CudaError."""
         assert self.kernels is not None
         values = (ctypes.c_int64 * len(arguments))(*arguments)
@@ -534,143 +457,55 @@ class Copies:
         kernel = self.kernels[to_device]
         self.driver.call("cuLaunchKernel", kernel, *shape, stream, pointers, None)
 
+    # -- progress
 
-# -- Calibration at start: how pieces of which sizes are copied fastest on this machine.
+    def ask(self, transfer: Transfer) -> bool:
+        """Ask the driver how far a transfer is. Returns whether no part of it runs any more. An
+        event that was reached stays reached: errors come later."""
+        if transfer.ended:
+            return True
+        try:
+            with self.device.current():
+                function, code = self._query(transfer)
+        except CudaError as error:
+            function, code = error.function, error.code
+        if code not in (0, NOT_READY):
+            self._fail(transfer, self.driver.error(function, code))
+        # a code that persists is that of a context which runs nothing any more
+        if code == 0 or (code in FATAL and code == transfer.code):
+            transfer.seconds = time.monotonic() - transfer.began
+            transfer.ended = True
+        transfer.code = code
+        return transfer.ended
 
+    def _query(self, transfer: Transfer) -> tuple[str, int]:
+        driver, events = self.driver, transfer.events
+        if not transfer.recorded:  # copies that were begun before an error end before this event
+            stream = self.lanes[transfer.to_device].stream
+            if code := driver.status("cuEventRecord", events[-1], stream):
+                return "cuEventRecord", code
+            transfer.recorded = True
+        if transfer.error:
+            return "cuEventQuery", driver.status("cuEventQuery", events[-1])
+        while transfer.reached < len(events):
+            if code := driver.status("cuEventQuery", events[transfer.reached]):
+                return "cuEventQuery", code
+            transfer.reached += 1
+        return "", 0
 
-SIZES = (4 << 10, 8 << 10, 16 << 10, 32 << 10, 64 << 10)
-"""Bytes of the pieces tried."""
-RUNS = (2, 4, 8, 16, 32)
-"""Neighbouring blocks tried, with pieces of `RUN_PIECE` bytes."""
-RUN_PIECE = 32 << 10
-PIECES = 64
-TRIES = 3
+    def _fail(self, transfer: Transfer, error: BaseException) -> None:
+        transfer.error = transfer.error or str(error)
+        self.break_off(error)
 
-
-class Calibration(NamedTuple):
-    """The measurements, and the choice that follows from them."""
-
-    choice: Choice = Choice()
-    timings: tuple[Timing, ...] = ()
-    runs: tuple[RunTiming, ...] = ()
-
-
-def calibrate(
-    copies: Copies, gpu: GpuStream, given: Mapping[str, int] | None = None
-) -> Calibration:
-    """Measure, for about 20 ms, and find out whether the driver has batched copies. Waits for the
-    streams. given: fields of `Choice` that need not be measured."""
-    known = given or {}
-    with ExitStack() as undo:
-        bench = _Bench(copies, gpu, undo)
-        if copies.has_batch:
-            try:
-                bench.seconds(bench.batch, SIZES[0])
-            except CudaError as error:
-                if error.code != NOT_SUPPORTED:
-                    raise
-                copies.has_batch = False
-        if not copies.has_batch:  # a call for each copy is slower than one for a rectangle
-            return Calibration(Choice(merge_from=2)._replace(**known))
-        runs = tuple(
-            RunTiming(
-                blocks,
-                bench.seconds(bench.batch, RUN_PIECE, blocks),
-                bench.seconds(bench.rectangle, RUN_PIECE, blocks),
+    def break_off(self, error: BaseException) -> None:
+        """Copy nothing more: the state of the GPU's work is unknown. Transfers in flight end."""
+        lost = isinstance(error, CudaError) and error.code in FATAL
+        if not self.broken or (lost and not self.lost):
+            self.broken = str(error)
+            self.lost |= lost
+            log.error(
+                "no more copies of this GPU's memory",
+                gpu=self.device.name,
+                error=str(error),
+                memory_lost=lost,
             )
-            for blocks in (() if "merge_from" in known else RUNS)
-        )
-        timings: tuple[Timing, ...] = ()
-        gathers = "stage_from" not in known
-        if copies.kernels is not None and (gathers or "batch_from" not in known):
-            timings = tuple(
-                Timing(
-                    size,
-                    bench.seconds(bench.batch, size),
-                    bench.seconds(bench.kernel, size),
-                    bench.seconds(bench.gathered, size)
-                    if gathers and bench.has_room(size)
-                    else 0.0,
-                )
-                for size in SIZES
-            )
-    return Calibration(choose(timings, runs, PIECES)._replace(**known), timings, runs)
-
-
-class _Bench:
-    def __init__(self, copies: Copies, gpu: GpuStream, undo: ExitStack) -> None:
-        self.copies, self.driver, self.gpu, self.stream = copies, copies.driver, gpu, gpu.stream
-        driver, total = self.driver, PIECES * SIZES[-1]
-        self.device = driver.make(undo, "cuMemAlloc", total)
-        self.host = driver.make(undo, "cuMemHostAlloc", total, PORTABLE | DEVICE_MAP)
-        ctypes.memset(self.host, 0, total)
-        self.mapped = driver.read("cuMemHostGetDevicePointer", self.host, 0)
-        self.ids = Scratch(driver, PIECES + 3)
-        undo.callback(self.ids.close)
-        self.events = [driver.make(undo, "cuEventCreate", TIMED) for _ in range(2)]
-        # no copy runs when the memory is freed
-        for stream in dict.fromkeys((gpu.stream, gpu.kernels)):
-            undo.callback(driver.status, "cuStreamSynchronize", stream)
-
-    def has_room(self, size: int) -> bool:
-        """Whether half of the buffer is large enough for the pieces."""
-        return self.gpu.buffer is not None and self.gpu.buffer.half_bytes >= PIECES * size
-
-    def seconds(
-        self, way: Callable[[int, bool, int], None], size: int, pieces: int = PIECES
-    ) -> float:
-        """The best time of a way to copy pieces there and back."""
-        self.ids.host[:3] = (self.device, size, 0)
-        self.ids.host[3:] = np.arange(PIECES)
-        self.ids.push(PIECES + 3, self.stream)
-        return min(self._once(way, size, pieces) for _ in range(TRIES))
-
-    def _once(self, way: Callable[[int, bool, int], None], size: int, pieces: int) -> float:
-        self.driver.call("cuEventRecord", self.events[0], self.stream)
-        way(size, True, pieces)
-        way(size, False, pieces)
-        self.driver.call("cuEventRecord", self.events[1], self.stream)
-        self.driver.call("cuEventSynchronize", self.events[1])
-        milliseconds = ctypes.c_float()
-        self.driver.call("cuEventElapsedTime", ctypes.byref(milliseconds), *self.events)
-        return milliseconds.value / 1000
-
-    def batch(self, size: int, to_device: bool, pieces: int) -> None:
-        """By the copy engines."""
-        steps = np.arange(pieces) * size
-        sizes = np.full(pieces, size)
-        self.copies.batch(to_device, self.device + steps, self.host + steps, sizes, self.stream)
-
-    def rectangle(self, size: int, to_device: bool, pieces: int) -> None:
-        """By the copy engines, all pieces at once."""
-        self.driver.copy_rectangle(
-            to_device, Rectangle(self.device, self.host, size, pieces, size, 2 * size), self.stream
-        )
-
-    def kernel(self, size: int, to_device: bool, pieces: int) -> None:
-        """By the kernel."""
-        self._launch(to_device, self.mapped, size, pieces, self.stream)
-
-    def gathered(self, size: int, to_device: bool, pieces: int) -> None:
-        """By the kernel and one copy."""
-        gpu, nbytes, host = self.gpu, pieces * size, self.host
-
-        def by_kernel(half: int) -> None:
-            self._launch(to_device, half, size, pieces, gpu.kernels)
-
-        def by_engine(half: int) -> None:
-            if to_device:
-                self.driver.call("cuMemcpyHtoDAsync", half, host, nbytes, gpu.stream)
-            else:
-                self.driver.call("cuMemcpyDtoHAsync", host, half, nbytes, gpu.stream)
-
-        put, take = (gpu.kernels, by_kernel), (gpu.stream, by_engine)
-        if to_device:
-            put, take = take, put
-        assert gpu.buffer is not None
-        gpu.buffer.carry(*put, *take)
-
-    def _launch(self, to_device: bool, slots: int, size: int, pieces: int, stream: int) -> None:
-        """A table of one piece, and as many blocks as slots."""
-        ids = self.ids.device + 24
-        self.copies.launch(to_device, (self.ids.device, 1, ids, ids, pieces, slots, size), stream)

@@ -185,10 +185,11 @@ class CudaDevice(CudaContext, Device):
         sizes = self.piece_bytes[pieces]
         on_device = self.regions[pieces] + ids[:, None] * sizes
         on_host = arena.address + places[:, None] * arena.stride + self.offsets[pieces]
-        nbytes = np.broadcast_to(sizes, on_device.shape)
+        nbytes = np.broadcast_to(sizes, on_device.shape).ravel()
+        targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
         with self._settled():
             self.driver.copy_singly(
-                to_device, on_device.ravel(), on_host.ravel(), nbytes.ravel(), self._stream
+                to_device, targets.ravel(), sources.ravel(), nbytes, self._stream
             )
 
     @contextmanager

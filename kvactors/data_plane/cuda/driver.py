@@ -16,11 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.log import get_logger
-from kvactors.data_plane.cuda.copy_plan import Rectangle
 from kvactors.errors import DeviceError
 
 LIBRARY = "libcuda.so.1"
-OUT_OF_MEMORY = 2
 NOT_READY = 600
 NOT_SUPPORTED = 801
 NO_KERNEL = {209, 218, 221, 222, 223, 801}
@@ -35,14 +33,10 @@ SETTLE_PAUSE = 0.01
 
 NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: no waiting for other work on the default stream."""
-HIGH_PRIORITY = -100
-"""Priority of a stream. The driver takes the highest that it has."""
-MAX_PITCH = 11
-"""CU_DEVICE_ATTRIBUTE_MAX_PITCH, the driver's number."""
-ON_HOST, ON_DEVICE = 1, 2
-"""CUmemorytype, of the sides of a rectangle and of cuMemAlloc's allocations."""
-TIMED, UNTIMED = 0, 2
-"""Flags of events. Events without a time are cheaper."""
+ON_DEVICE = 2
+"""CUmemorytype of cuMemAlloc's allocations."""
+UNTIMED = 2
+"""Flag of events. Events without a time are cheaper."""
 PORTABLE, DEVICE_MAP = 1, 2
 """Flags of pinned memory, alike for memory allocated and memory registered."""
 STREAM_ORDER = 1
@@ -75,7 +69,6 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuPointerGetAttribute": (_ptr, _int, _u64),
     "cuMemGetAddressRange": (_ptr, _ptr, _u64),
     "cuStreamCreate": (_ptr, _u32),
-    "cuStreamCreateWithPriority": (_ptr, _u32, _int),
     "cuStreamDestroy": (_ptr,),
     "cuStreamSynchronize": (_ptr,),
     "cuStreamWaitEvent": (_ptr, _ptr, _u32),
@@ -84,11 +77,9 @@ FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuEventRecord": (_ptr, _ptr),
     "cuEventQuery": (_ptr,),
     "cuEventSynchronize": (_ptr,),
-    "cuEventElapsedTime": (_ptr, _ptr, _ptr),
     "cuMemcpyHtoDAsync": (_u64, _ptr, _u64, _ptr),
     "cuMemcpyDtoHAsync": (_ptr, _u64, _u64, _ptr),
     "cuMemcpyDtoDAsync": (_u64, _u64, _u64, _ptr),
-    "cuMemcpy2DAsync": (_ptr, _ptr),
     "cuModuleLoadData": (_ptr, ctypes.c_char_p),
     "cuModuleUnload": (_ptr,),
     "cuModuleGetFunction": (_ptr, _ptr, ctypes.c_char_p),
@@ -102,7 +93,6 @@ GIVEN_BACK = {
     "cuMemHostAlloc": "cuMemFreeHost",
     "cuModuleLoadData": "cuModuleUnload",
     "cuStreamCreate": "cuStreamDestroy",
-    "cuStreamCreateWithPriority": "cuStreamDestroy",
 }
 """By function that makes a resource: the one that gives it back."""
 
@@ -125,23 +115,6 @@ class _CopyAttributes(ctypes.Structure):
     """CUmemcpyAttributes."""
 
     _fields_ = (("order", _int), ("source", _Location), ("target", _Location), ("flags", _u32))
-
-
-class _Rectangle(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
-
-    _fields_ = (
-        *(
-            (f"{side}_{name}", kind)
-            for side in ("source", "target")
-            for name, kind in (
-                *(("x", _size), ("y", _size), ("type", _u32), ("host", _ptr)),
-                *(("device", _u64), ("array", _ptr), ("pitch", _size)),
-            )
-        ),
-        ("width", _size),
-        ("height", _size),
-    )
 
 
 class CudaDriver:
@@ -243,35 +216,19 @@ class CudaDriver:
     def copy_singly(
         self,
         to_device: bool,
-        on_device: NDArray[np.int64],
-        on_host: NDArray[np.int64],
+        targets: NDArray[np.int64],
+        sources: NDArray[np.int64],
         sizes: NDArray[np.int64],
         stream: int,
     ) -> None:
-        """Put copies between host and device memory on a stream, one call each. The arrays are
-        int64 with one element a copy. After a CudaError the copies before the failed one are on the
-        stream."""
+        """Put copies between host and device memory on a stream, one call each. The arrays have one
+        element a copy. After a CudaError the copies before the failed one are on the stream."""
         function = "cuMemcpyHtoDAsync" if to_device else "cuMemcpyDtoHAsync"
-        targets, sources = (on_device, on_host) if to_device else (on_host, on_device)
         for target, source, size in zip(
             targets.tolist(), sources.tolist(), sizes.tolist(), strict=True
         ):
             if size:
                 self.call(function, target, source, size, stream)
-
-    def copy_rectangle(self, to_device: bool, rectangle: Rectangle, stream: int) -> None:
-        """Put a copy of rows with gaps between host and device memory on a stream. CudaError."""
-        on_device, on_host, width, height, device_pitch, host_pitch = rectangle
-        copy = _Rectangle(width=width, height=height)
-        device, host = ("target", "source") if to_device else ("source", "target")
-        for side, kind, memory, address, pitch in (
-            (device, ON_DEVICE, "device", on_device, device_pitch),
-            (host, ON_HOST, "host", on_host, host_pitch),
-        ):
-            setattr(copy, f"{side}_type", kind)
-            setattr(copy, f"{side}_{memory}", address)
-            setattr(copy, f"{side}_pitch", pitch)
-        self.call("cuMemcpy2DAsync", ctypes.byref(copy), stream)
 
     def allocation(self, address: int) -> int:
         """Start of the allocation that device memory belongs to. 0 if the driver does not tell."""

@@ -92,7 +92,6 @@ struct Access {
 struct Event {
     Clock clock;  // of the operation that it was recorded after
     u64 recorded = 0, reached = 0;  // how often it was recorded, and which of these was reached
-    std::chrono::steady_clock::time_point at;
 };
 
 struct Op {
@@ -355,51 +354,6 @@ Result batch(const char* name, const u64* to, const u64* from, const std::size_t
         "a batch");
     if (wrong != OK && failed != nullptr) *failed = taken;
     return wrong;
-}
-
-// CUDA_MEMCPY2D.
-struct Rectangle {
-    std::size_t from_x, from_y;
-    unsigned from_type;
-    const void* from_host;
-    u64 from_device;
-    void* from_array;
-    std::size_t from_pitch, to_x, to_y;
-    unsigned to_type;
-    void* to_host;
-    u64 to_device;
-    void* to_array;
-    std::size_t to_pitch, width, height;
-};
-
-Result copy_rectangle(const Rectangle& r, Stream* stream) {
-    World& w = world();
-    constexpr unsigned kHost = 1, kDevice = 2;
-    if (!known(stream)) return INVALID_HANDLE;
-    if (!((r.from_type == kHost && r.to_type == kDevice) || (r.from_type == kDevice && r.to_type == kHost))) return INVALID_VALUE;
-    const u64 most = u64(setting("max_pitch", 0x7fffffff));
-    if (r.width == 0 || r.height == 0 || r.from_x + r.width > r.from_pitch || r.to_x + r.width > r.to_pitch ||
-        r.from_pitch > most || r.to_pitch > most || r.from_array != nullptr || r.to_array != nullptr)
-        return INVALID_VALUE;
-    const bool up = r.to_type == kDevice;
-    const u64 to = (up ? r.to_device : reinterpret_cast<u64>(r.to_host)) + r.to_y * r.to_pitch + r.to_x;
-    const u64 from = (up ? reinterpret_cast<u64>(r.from_host) : r.from_device) + r.from_y * r.from_pitch + r.from_x;
-    const u64 device = up ? to : from, host = up ? from : to;
-    const u64 device_pitch = up ? r.to_pitch : r.from_pitch, host_pitch = up ? r.from_pitch : r.to_pitch;
-    const u64 rows = r.height - 1;
-    if (!inside(w.device, device, rows * device_pitch + r.width)) return INVALID_VALUE;
-    if (!inside(w.pinned, host, rows * host_pitch + r.width)) ++w.calls["pageable"];
-    enqueue(
-        stream, true,
-        [=](Access& access) {
-            for (u64 row = 0; row <= rows; ++row)
-                if (const Result result = copy_now(to + row * r.to_pitch, from + row * r.from_pitch, r.width,
-                                                   device + row * device_pitch, access))
-                    return result;
-            return Result(OK);
-        },
-        "a copy of a rectangle");
-    return OK;
 }
 
 struct Launch {
@@ -718,15 +672,6 @@ API Result cuPointerGetAttribute(void* value, int attribute, u64 address) {
     return OK;
 }
 
-API Result cuStreamCreateWithPriority(Stream** stream, unsigned flags, int) {
-    ENTER("cuStreamCreateWithPriority");
-    if (flags > 1) return INVALID_VALUE;
-    *stream = new Stream;
-    (*stream)->number = ++world().numbered;
-    world().streams.insert(*stream);
-    (*stream)->worker = std::thread(run_stream, *stream);
-    return OK;
-}
 API Result cuStreamCreate(Stream** stream, unsigned) {
     ENTER("cuStreamCreate");
     *stream = new Stream;
@@ -813,7 +758,6 @@ API Result cuEventRecord(Event* event, Stream* stream) {
     enqueue(stream, false, [kept, number](Access&) {
         Guard lock(world().mutex);
         kept->reached = number;
-        kept->at = std::chrono::steady_clock::now();
         world().changed.notify_all();
         return Result(OK);
     });
@@ -835,14 +779,6 @@ API Result cuEventSynchronize(Event* event) {
     if (w.sticky == OK) seen(kept->clock);
     return w.sticky;
 }
-API Result cuEventElapsedTime(float* milliseconds, Event* from, Event* to) {
-    ENTER("cuEventElapsedTime");
-    if (world().events.count(from) == 0 || world().events.count(to) == 0) return INVALID_HANDLE;
-    if (from->reached == 0 || to->reached == 0) return INVALID_HANDLE;
-    *milliseconds = setting("still", 0) ? 0.0f : std::chrono::duration<float, std::milli>(to->at - from->at).count();
-    return OK;
-}
-
 API Result cuMemcpyHtoDAsync_v2(u64 to, const void* from, std::size_t bytes, Stream* stream) {
     ENTER("cuMemcpyHtoDAsync");
     return copy_async(to, reinterpret_cast<u64>(from), bytes, to, reinterpret_cast<u64>(from), stream);
@@ -865,11 +801,6 @@ API Result cuMemcpyBatchAsync(u64* to, u64* from, std::size_t* sizes, std::size_
 API Result cuMemcpyBatchAsync_v2(const u64* to, const u64* from, const std::size_t* sizes, std::size_t count,
                                  Attributes* attributes, std::size_t* starts, std::size_t kinds, Stream* stream) {
     return batch("cuMemcpyBatchAsync", to, from, sizes, count, attributes, starts, kinds, nullptr, stream);
-}
-
-API Result cuMemcpy2DAsync_v2(const Rectangle* rectangle, Stream* stream) {
-    ENTER("cuMemcpy2DAsync");
-    return copy_rectangle(*rectangle, stream);
 }
 
 API Result cuModuleLoadData(Module** module, const void* image) {
