@@ -328,6 +328,7 @@ async def test_a_stream_waits_for_all_layers_in_place_of_the_caller(fake, monkey
         for call in (lease.commit(80), lease.finish(80), lease.preempt(80), lease.fork()):
             with pytest.raises(NotReady):
                 await call
+        fake.set("delay_us", 5000)  # work that does not wait overtakes the last layers
         fake.gate(-1)
         await lease.wait_ready()
         assert await lease.commit(80, stream=stand.stream) == 5
