@@ -16,6 +16,7 @@ from statistics import median
 import msgspec
 
 from kvactors.cache import open_cache
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
@@ -31,7 +32,7 @@ BAR = 1000.0
 
 
 def _copy(ids: tuple[int, ...], op: int) -> CopyBlocks:
-    return CopyBlocks(op, True, ids, ids)
+    return CopyBlocks(op, Direction.TO_DEVICE, ids, ids)
 
 
 async def rank_rows(batches: int) -> list[Row]:

@@ -17,7 +17,7 @@ from kvactors.layout import GQALayout
 from kvactors.prefix_index.messages import Proceed
 from kvactors.settings import DeviceConfig
 from kvactors.testing.loop import simulate
-from tests.ranks.simulated import Clients, Rank
+from tests.ranks.simulated import Rank, load
 from tests.ranks.simulated import settings as rank_settings
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
@@ -241,11 +241,10 @@ def test_ranks_join_when_the_number_is_set():
                 await cache.set_num_blocks(16)
                 assert cache.health().status == "ok"
                 assert cache.free_blocks().total == 16
-                clients = Clients(cache, ranks, 1)
-                for number in range(12):
-                    await clients.serve(list(range(100 * (number % 4), 100 * (number % 4) + 24)))
-                assert clients.bad == []
-                assert clients.reused
+                requests = load(cache, ranks)
+                await requests.run(30)
+                assert requests.wrong == requests.broken == 0
+                assert sum(requests.hits)
         finally:
             for rank in ranks:
                 await rank.close()

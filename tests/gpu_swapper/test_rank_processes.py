@@ -15,10 +15,10 @@ from tests.gpu_swapper.rank_processes import (
     BLOCK,
     HANG,
     IMPATIENT,
-    Clients,
     at_rest,
     healthy,
     led,
+    load,
     settings,
 )
 from tests.support.rank_process import SILENT
@@ -41,10 +41,10 @@ def impatient(tmp_path, **over):
 @pytest.mark.parametrize("ranks", [2, 4])
 async def test_blocks_go_through_every_tier_of_every_rank(tmp_path, ranks):
     async with led(settings(tmp_path, ranks)) as (cache, workers):
-        engine = Clients(cache, workers)
+        engine = load(cache, workers)
         await engine.run(requests=150)
         await at_rest(cache)
-        assert engine.served == 150
+        assert engine.totals.finished == 150
         assert engine.wrong == engine.broken == 0
         assert min(engine.hits) > 0, engine.hits
         assert [rank.health for rank in cache.system.ranks.statistics()] == ["healthy"] * ranks
@@ -55,9 +55,9 @@ async def test_over_tcp(tmp_path, unused_tcp_port_factory):
     secret = "known to leader and ranks"
     config = settings(tmp_path, ranks=RanksConfig(2, f"tcp://127.0.0.1:{port}", 30.0, 60.0, secret))
     async with led(config) as (cache, workers):
-        engine = Clients(cache, workers)
+        engine = load(cache, workers)
         await engine.run(requests=30)
-        assert engine.served == 30
+        assert engine.totals.finished == 30
         assert engine.wrong == 0
 
 
@@ -66,7 +66,7 @@ async def test_the_store_outlives_leader_and_ranks(tmp_path):
     prompts = [[f * 1000 + i for i in range(6 * BLOCK)] for f in range(16)]
     for life in range(2):
         async with led(config) as (cache, workers):
-            engine = Clients(cache, workers)
+            engine = load(cache, workers)
             for prompt in prompts:
                 await engine.serve(prompt)
             await at_rest(cache)
@@ -77,7 +77,7 @@ async def test_the_store_outlives_leader_and_ranks(tmp_path):
 
 async def test_a_killed_rank_invalidates_its_blocks_and_is_admitted_again(tmp_path):
     async with led(settings(tmp_path)) as (cache, workers):
-        engine = Clients(cache, workers)
+        engine = load(cache, workers)
         await engine.run(requests=40)
         prompt = [7] * (3 * BLOCK)
         await engine.serve(prompt)
@@ -96,9 +96,9 @@ async def test_a_killed_rank_invalidates_its_blocks_and_is_admitted_again(tmp_pa
         await other.finish()
         await workers[1].start()
         await healthy(cache)
-        served = engine.served
+        served = engine.totals.finished
         await engine.run(requests=60)
-        assert engine.served == served + 60
+        assert engine.totals.finished == served + 60
         assert engine.wrong == 0
         await at_rest(cache)
 
@@ -107,7 +107,7 @@ async def test_a_stopped_rank_holds_no_request(tmp_path):
     """Its loads become misses after ranks.timeout_s, not after the request's deadline: a request ends
     while the rank is still stopped."""
     async with led(impatient(tmp_path)) as (cache, workers):
-        engine = Clients(cache, workers)
+        engine = load(cache, workers)
         await engine.run(requests=60)
         await healthy(cache)
         await workers[0].inject(SILENT)
@@ -135,7 +135,7 @@ async def test_closing_with_a_stopped_rank_does_not_hang(tmp_path):
     config = impatient(tmp_path, actors=ActorsConfig(drain_timeout_s=1.0))
     with anyio.fail_after(HANG):
         async with led(config) as (cache, workers):
-            engine = Clients(cache, workers)
+            engine = load(cache, workers)
             await engine.run(requests=60)
             await workers[0].inject(SILENT)
             family = 0

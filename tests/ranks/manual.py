@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import asynccontextmanager
 
+from kvactors.data_plane.base import Direction
 from kvactors.data_plane.ranks.connection import check_leader, connect
 from kvactors.data_plane.ranks.leader import RankGroup
 from kvactors.data_plane.ranks.plane import RankStore
@@ -87,7 +88,7 @@ def simulated(main):
 
 
 def copy(op: int) -> CopyBlocks:
-    return CopyBlocks(op, True, (1, 2), (3, 4), True)
+    return CopyBlocks(op, Direction.TO_DEVICE, (1, 2), (3, 4), True)
 
 
 async def settle() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from contextlib import asynccontextmanager
 
 import anyio
@@ -11,7 +10,6 @@ import anyio
 import kvactors
 from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
-from kvactors.scenario.engine import ScenarioRequest
 from kvactors.settings import (
     CacheConfig,
     Config,
@@ -23,7 +21,7 @@ from kvactors.settings import (
 from kvactors.settings.ranks import RanksConfig
 from kvactors.storage.memory import MemoryBackend
 from kvactors.testing.sim import problems_at_rest
-from tests.support.rank_model import RankModel
+from tests.support.rank_model import RankLoad, RankModel
 from tests.support.rank_process import keys_on_rank
 from tests.support.sim_rank import SimRank
 
@@ -108,81 +106,22 @@ def wrong(lease, ranks, count: int) -> list[int]:
     ]
 
 
-class Clients:
-    """Requests of the reference engine, with random pauses: prompts of shared prefixes. Every cached
-    block is checked on every rank before it is used."""
+def load(cache, ranks) -> RankLoad:
+    """Requests of an engine, which computes nothing without all of its workers."""
+    return RankLoad(
+        cache, RankModel(ranks[0].layout, lambda: [rank.serving and rank.device for rank in ranks])
+    )
 
-    def __init__(self, cache, ranks, seed: int) -> None:
-        self.cache = cache
-        self.ranks = ranks
-        self.model = RankModel(ranks[0].layout, lambda: [rank.device for rank in ranks])
-        self.rng = random.Random(seed)
-        self.served = self.broken = self.layers = 0
-        self.reused = 0
-        self.bad: list[str] = []
 
-    async def serve(self, tokens: list[int], how: str = "finish") -> None:
-        """One request. how: its end. A lost rank may end it, any other error is raised."""
-        try:
-            async with await self.cache.acquire(f"r{self.served}", tokens, deadline=5.0) as lease:
-                incarnations = [rank.serving for rank in self.ranks]
-                if self.cache.config.device.layerwise:
-                    await self._by_layers(lease)
-                await lease.wait_ready()
-                await asyncio.sleep(self.rng.random() * 0.05)
-                request = ScenarioRequest(lease, BLOCK, self.model)
-                request.landed()
-                cached, full = request.known, request.full
-                if any(rank.serving is None for rank in self.ranks):
-                    raise kvactors.RankLost("no engine computes without all of its workers")
-                found = await request.verify()
-                await request.compute()
-                await asyncio.sleep(self.rng.random() * 0.05)
-                if found:
-                    await asyncio.sleep(1.0)
-                await lease.commit(full * BLOCK)  # RankLost: the bytes may be gone
-                if found and incarnations == [rank.serving for rank in self.ranks]:
-                    self.bad.append(
-                        f"{lease.request_id}: blocks {found} of {cached} at "
-                        f"{asyncio.get_running_loop().time():.3f}"
-                    )
-                if how == "preempt":
-                    await lease.preempt(full * BLOCK)
-                elif how == "extend":
-                    await lease.extend([7] * BLOCK, deadline=1.0)
-                self.served += 1
-                self.reused += cached
-        except (
-            kvactors.RankLost,
-            kvactors.LeaseEnded,
-            kvactors.NoRoom,
-            kvactors.DeadlineExceeded,
-            kvactors.ActorFailed,
-        ):
-            self.broken += 1
-
-    async def _by_layers(self, lease) -> None:
-        for layer in range(3):
-            cached = await lease.wait_layer(layer)
-            self.layers += cached > 0
-
-    async def run(self, requests: int) -> None:
-        left = iter(range(requests))
-
-        async def client() -> None:
-            for _ in left:
-                family, blocks = self.rng.randrange(8), self.rng.randrange(1, 6)
-                how = self.rng.choice(["finish", "finish", "preempt", "extend", "cancel"])
-                work = self.serve(prompt(family, blocks, self.rng.randrange(BLOCK)), how)
-                if how == "cancel":
-                    with anyio.move_on_after(self.rng.random() * 0.2):
-                        await work
-                else:
-                    await work
-
-        async with anyio.create_task_group() as tasks:
-            for _ in range(3):
-                tasks.start_soon(client)
+async def serve(cache, ranks, tokens, **options):
+    """One request from acquire to its end. Returns the lease, and the blocks with other bytes."""
+    async with await cache.acquire("r", tokens, **options) as lease:
+        await lease.wait_ready()
+        cached, full = lease.cached_tokens // BLOCK, len(tokens) // BLOCK
+        bad = wrong(lease, ranks, cached)
+        compute(lease, ranks, cached, full)
+        await lease.commit(full * BLOCK)
+    return lease, bad
 
 
 async def all_there(cache) -> None:

@@ -15,7 +15,7 @@ from kvactors.settings import HostConfig
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import A, B, come, group_at, opened, settle, simulated
-from tests.ranks.simulated import BLOCK, Rank, all_there, at_rest, compute, prompt, settings, stored
+from tests.ranks.simulated import Rank, all_there, at_rest, prompt, serve, settings, stored
 
 
 async def answer_clear(wire, outcome: int = Outcome.OK) -> int:
@@ -90,20 +90,14 @@ def test_a_leader_that_stops_before_all_ranks_have_cleared():
         for rank in ranks:
             await rank.start()
         async with kvactors.open(config, inline_copies=True) as cache:
-            async with await cache.acquire("a", prompt(0, 3)) as lease:
-                await lease.wait_ready()
-                compute(lease, ranks, 0, 3)
-                await lease.commit(3 * BLOCK)
+            await serve(cache, ranks, prompt(0, 3))
             await cache.wait_idle()
         assert [len(rank.store.keys()) for rank in ranks] == [3, 3]
         await ranks[0].store.clear(1)  # the leader stopped before it asked rank 1
         async with kvactors.open(config, inline_copies=True) as cache:
             await all_there(cache)
-            async with await cache.acquire("b", prompt(0, 3)) as lease:
-                await lease.wait_ready()
-                assert lease.cached_tokens == 0
-                compute(lease, ranks, 0, 3)
-                await lease.commit(3 * BLOCK)
+            lease, _ = await serve(cache, ranks, prompt(0, 3))
+            assert lease.cached_tokens == 0
             await at_rest(cache)
             assert not cache.system.backend.clear_pending
         assert {rank.store.generation for rank in ranks} == {2}

@@ -100,7 +100,7 @@ async def test_connections_that_send_nothing_or_something_else_are_closed():
         assert await odd.receive() is None
         assert await silent.receive() is None
         assert group.healthy
-        assert group.strangers.counts == {"not authenticated": 2}
+        assert group.refused == {"not authenticated": 2}
 
 
 @simulated

@@ -16,7 +16,7 @@ import structlog
 import kvactors
 from kvactors.data_plane.ranks import connection
 from kvactors.data_plane.ranks.connection import Listener, check_leader, connect, mac
-from kvactors.data_plane.ranks.leader import SOURCES, UNCLAIMED, Strangers
+from kvactors.data_plane.ranks.leader import UNCLAIMED
 from kvactors.data_plane.ranks.protocol import (
     NONCE_BYTES,
     UNPROVEN_BYTES,
@@ -57,7 +57,7 @@ async def test_a_rank_with_another_secret_or_none_is_refused_and_nothing_changes
         await settle()
         assert group.healthy
         assert [rank.losses for rank in group.statistics()] == [0, 0]
-        assert group.strangers.counts["not authenticated"] == 2
+        assert group.refused["not authenticated"] == 2
 
 
 @simulated
@@ -118,7 +118,7 @@ def test_the_secret_is_in_no_repr_or_log():
         repr(Secret(SECRET)),
         repr(vars(group)),
     ]
-    shown.append(repr(group.statistics()) + repr(group.strangers.counts))
+    shown.append(repr(group.statistics()) + repr(group.refused))
     assert not [text for text in shown if SECRET in text]
     assert msgspec.json.decode(msgspec.json.encode(config), type=Config) == config
 
@@ -178,7 +178,7 @@ async def test_unauthenticated_clients_hold_no_more_connections_than_the_limit_a
         await settle()
         assert len(group._unclaimed) == most
         assert [await wire.receive() for wire in strangers[: 2 * most]] == [None] * (2 * most)
-        assert group.strangers.counts["too many connections"] == 2 * most
+        assert group.refused["too many connections"] == 2 * most
         assert group.healthy
         assert (await authenticated()) is not None  # beside all allowed unauthenticated ones
         assert [rank.losses for rank in group.statistics()] == [0, 0]
@@ -203,23 +203,10 @@ async def test_an_unauthenticated_client_makes_the_leader_read_no_more_than_a_sm
     writer.close()
     ranks = [await come(rank, endpoint=f"unix://{tmp_path}/ranks") for rank in range(2)]
     await opening
-    assert group.strangers.counts == {"not authenticated": 1}
+    assert group.refused == {"not authenticated": 1}
     await group.close()
     for wire in ranks:
         wire.close()
-
-
-def test_each_source_is_logged_once_and_sources_are_bounded():
-    strangers = Strangers()
-    with structlog.testing.capture_logs() as logs:
-        for _ in range(100):
-            strangers.refused("10.0.0.1", "not authenticated", "closed before a hello")
-        for number in range(3 * SOURCES):
-            strangers.refused(f"10.0.1.{number}", "does not fit", "why", show=True)
-    assert len(logs) == 1 + 3 * SOURCES
-    assert len(strangers._logged) == SOURCES
-    assert strangers.counts == {"not authenticated": 100, "does not fit": 3 * SOURCES}
-    assert strangers.shown == ["why"]
 
 
 # -- unix sockets
@@ -369,29 +356,6 @@ def test_endpoints(endpoint, parts):
 def test_endpoints_that_cannot_be(endpoint, word):
     with pytest.raises(kvactors.ConfigError, match=word):
         split_endpoint(endpoint)
-
-
-async def test_ranks_over_ipv6(unused_tcp_port_factory):
-    with socket.socket(socket.AF_INET6) as probe:
-        try:
-            probe.bind(("::1", 0))
-        except OSError:
-            return  # this machine has no IPv6
-        port = probe.getsockname()[1]
-    endpoint = f"tcp://[::1]:{port}"
-    group = group_at(endpoint, startup_timeout_s=100.0)
-    opening = asyncio.ensure_future(group.open())
-    wires = []
-    while len(wires) < 2:
-        try:
-            wires.append(await come(len(wires), endpoint=endpoint))
-        except ConnectionRefusedError:
-            await asyncio.sleep(0.01)
-    await opening
-    assert group.healthy
-    await group.close()
-    for wire in wires:
-        wire.close()
 
 
 async def test_a_port_in_use_is_an_error_that_names_it(unused_tcp_port_factory):

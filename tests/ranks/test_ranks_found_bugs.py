@@ -9,36 +9,23 @@ import anyio
 import pytest
 
 import kvactors
-from kvactors.settings import ActorsConfig, DeviceConfig, HostConfig, LayoutConfig
+from kvactors.settings import ActorsConfig, DeviceConfig
 from kvactors.settings.ranks import RanksConfig
 from kvactors.testing.loop import simulate
 from tests.ranks.simulated import (
     BLOCK,
     ENDPOINT,
-    Clients,
     all_there,
     at_rest,
     compute,
     led,
+    load,
     prompt,
+    serve,
     settings,
     stored,
     wrong,
 )
-
-ALONE = {
-    "count": 1,
-    "layout": LayoutConfig(num_layers=3, num_kv_heads=1, head_dim=4, dtype="uint8"),
-    "ranks": RanksConfig(),
-    "device": DeviceConfig(num_blocks=8),
-}
-
-
-async def serve(cache, ranks, family: int, blocks: int) -> None:
-    async with await cache.acquire(f"r{family}", prompt(family, blocks, 0)) as lease:
-        await lease.wait_ready()
-        compute(lease, ranks, lease.cached_tokens // BLOCK, blocks)
-        await lease.commit(blocks * BLOCK)
 
 
 @pytest.mark.parametrize("after", ["silent", "cut", "error"])
@@ -48,7 +35,7 @@ def test_closing_waits_for_no_silent_rank(after):
             actors=ActorsConfig(drain_timeout_s=0.1), ranks=RanksConfig(2, ENDPOINT, timeout_s=2.0)
         )
         async with led(config) as (cache, ranks):
-            await Clients(cache, ranks, 0).run(60)
+            await load(cache, ranks).run(60)
             ranks[0].gate.close()
             for family in range(8):
                 with contextlib.suppress(kvactors.NoRoom):
@@ -72,31 +59,10 @@ def test_closing_waits_for_no_silent_rank(after):
     simulate(limited, 1)
 
 
-@pytest.mark.parametrize("end", ["finish", "preempt"])
-def test_a_lease_may_end_while_it_waits_for_more_blocks(end):
-    async def main(steps: int) -> None:
-        async with kvactors.open(settings(**ALONE), inline_copies=True) as cache:
-            async with await cache.acquire("a", prompt(0, 4)) as lease:
-                await lease.commit(4 * BLOCK) if not lease.pending else await lease.wait_ready()
-            lease = await cache.acquire("b", prompt(1, 2))
-            more = asyncio.ensure_future(lease.extend([1] * (4 * BLOCK)))
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            await getattr(lease, end)()
-            result = (await asyncio.gather(more, return_exceptions=True))[0]
-            assert isinstance(result, tuple | kvactors.LeaseEnded)
-            await cache.wait_idle()
-            assert cache.check() == []
-            assert cache.statistics().supervisor.failures == 0
-
-    for steps in range(14):
-        simulate(lambda steps=steps: main(steps), 1)
-
-
 def test_blocks_computed_before_an_unseen_restart_of_a_rank_do_not_count():
     async def main() -> None:
         async with led(settings()) as (cache, ranks):
-            await Clients(cache, ranks, 0).run(10)
+            await load(cache, ranks).run(10)
             await ranks[1].stop()
             await asyncio.sleep(1.0)
             ranks[1].gate.close()  # its Hello is in flight
@@ -121,7 +87,7 @@ def test_an_offload_pending_at_a_stopped_rank_leaves_other_blocks_usable():
     async def main() -> None:
         async with led(settings()) as (cache, ranks):
             for family in range(3):
-                await serve(cache, ranks, family, 5)
+                await serve(cache, ranks, prompt(family, 5, 0))
             await cache.wait_idle()
             ranks[0].gate.close()
             for family in range(10, 14):
@@ -143,7 +109,7 @@ def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
         }
         async with led(settings(**tiers)) as (cache, ranks):
             for family in (0, 1):
-                await serve(cache, ranks, family, 6)
+                await serve(cache, ranks, prompt(family, 6, 0))
             await cache.wait_idle()
             ranks[0].gate.close()
             asked = [asyncio.ensure_future(cache.acquire("x", prompt(10, 7, 0), deadline=60.0))]
@@ -160,25 +126,5 @@ def test_a_block_that_leaves_later_than_its_parent_is_not_loaded():
             await all_there(cache)
             await at_rest(cache)
             assert cache.statistics().supervisor.failures == 0
-
-    simulate(main, 1)
-
-
-def test_a_clear_that_did_not_reach_every_rank_is_repeated():
-    async def main() -> None:
-        host = HostConfig(slots=16, transit_slots=16, mode="inclusive")
-        async with led(settings(storage=stored(write_policy="write_through"), host=host)) as (
-            cache,
-            ranks,
-        ):
-            await serve(cache, ranks, 0, 3)
-            await cache.wait_idle()
-            await ranks[1].stop()
-            await asyncio.sleep(0.1)
-            await cache.clear(storage=True)
-            await ranks[1].start()
-            await all_there(cache)
-            await cache.wait_idle()
-            assert [rank.store.keys() for rank in ranks] == [[], []]
 
     simulate(main, 1)

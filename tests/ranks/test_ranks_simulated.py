@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 import kvactors
-from kvactors.data_plane.ranks.protocol import RankCopyWithin
+from kvactors.data_plane.base import Direction
+from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.data_plane.ranks.worker import _Refuse, _Serving
 from kvactors.device.base import DeviceBlocks
 from kvactors.settings import DeviceConfig, HostConfig
@@ -18,13 +19,13 @@ from kvactors.testing.loop import simulate
 from tests.ranks.simulated import (
     BLOCK,
     ENDPOINT,
-    Clients,
     Rank,
     all_there,
     at_rest,
-    compute,
     led,
+    load,
     prompt,
+    serve,
     settings,
     stored,
     wrong,
@@ -41,10 +42,18 @@ LAYERS = {
 def test_layers_are_reported_by_ranks():
     async def main() -> None:
         async with led(settings(**LAYERS)) as (cache, ranks):
-            engine = Clients(cache, ranks, 3)
-            await engine.run(60)
-            assert engine.layers
-            assert engine.bad == []
+            requests = load(cache, ranks)
+            await requests.run(60)
+            assert requests.wrong == 0
+            for family in (90, 91, 92):
+                await serve(cache, ranks, prompt(family, 5))
+            await cache.wait_idle()
+            lease = await cache.acquire("by layers", prompt(90, 5))
+            assert lease.pending
+            assert [await lease.wait_layer(layer) for layer in range(3)] == [5 * BLOCK] * 3
+            await lease.wait_ready()
+            assert wrong(lease, ranks, 5) == []
+            await lease.finish()
             await at_rest(cache)
 
     simulate(main, 3)
@@ -57,7 +66,7 @@ def test_a_lease_granted_before_a_loss_raises_and_leaks_nothing(end):
             cache,
             ranks,
         ):
-            engine = Clients(cache, ranks, 1)
+            engine = load(cache, ranks)
             await engine.run(40)
             held = [await cache.acquire(f"h{f}", prompt(f, 2), deadline=60.0) for f in range(2)]
             for rank in ranks:
@@ -86,7 +95,7 @@ def test_a_lease_granted_before_a_loss_raises_and_leaks_nothing(end):
             ranks[1].gate.open()
             await all_there(cache)
             await engine.run(20)
-            assert engine.bad == []
+            assert engine.wrong == 0
             await at_rest(cache)
 
     simulate(main, 1)
@@ -95,7 +104,7 @@ def test_a_lease_granted_before_a_loss_raises_and_leaks_nothing(end):
 def test_requests_that_wait_when_a_rank_is_lost_are_matched_again():
     async def main(seed: int) -> None:
         async with led(settings(device=DeviceConfig(num_blocks=10))) as (cache, ranks):
-            engine = Clients(cache, ranks, seed)
+            engine = load(cache, ranks)
             await engine.run(20)
             ranks[0].gate.close()
             asked = [
@@ -113,7 +122,7 @@ def test_requests_that_wait_when_a_rank_is_lost_are_matched_again():
                         await task.result().finish()
             await all_there(cache)
             await engine.run(20)
-            assert engine.bad == []
+            assert engine.wrong == 0
             await at_rest(cache)
 
     for seed in range(4):
@@ -136,10 +145,10 @@ def test_a_rank_that_connects_and_fails_before_the_others_connect():
 
         coming = asyncio.ensure_future(come())
         async with kvactors.open(config, inline_copies=True) as cache:
-            engine = Clients(cache, ranks, 0)
+            engine = load(cache, ranks)
             await engine.run(30)
-            assert engine.served
-            assert engine.bad == []
+            assert engine.totals.finished
+            assert engine.wrong == 0
             await at_rest(cache)
         await coming
         for rank in ranks:
@@ -155,10 +164,7 @@ def test_a_restarted_leader_finds_the_blocks_that_all_ranks_kept():
         for rank in ranks:
             await rank.start()
         async with kvactors.open(config, inline_copies=True) as cache:
-            async with await cache.acquire("a", prompt(0, 3)) as lease:
-                await lease.wait_ready()
-                compute(lease, ranks, 0, 3)
-                await lease.commit(3 * BLOCK)
+            await serve(cache, ranks, prompt(0, 3))
             await cache.wait_idle()
         lacking = next(iter(ranks[1].store.objects))
         await ranks[1].store.remove([lacking])
@@ -166,9 +172,8 @@ def test_a_restarted_leader_finds_the_blocks_that_all_ranks_kept():
             held = cache.system.backend.keys()
             assert len(held) == 2
             assert lacking not in held
-            async with await cache.acquire("b", prompt(0, 3)) as lease:
-                await lease.wait_ready()
-                assert wrong(lease, ranks, lease.cached_tokens // BLOCK) == []
+            _, bad = await serve(cache, ranks, prompt(0, 3))
+            assert bad == []
             await at_rest(cache)
         for rank in ranks:
             await rank.close()
@@ -203,11 +208,8 @@ def test_a_chunk_begins_after_the_blocks_that_all_ranks_have_stored(lost):
     async def main() -> None:
         async with led(settings(**WRITE_THROUGH)) as (cache, ranks):
             tokens = prompt(1, 9)
-            async with await cache.acquire("first", tokens[: 5 * BLOCK + 1]) as lease:
-                await lease.wait_ready()
-                compute(lease, ranks, 0, 5)
-                await lease.commit(5 * BLOCK)
-                last = lease.hashes(4, 5)
+            first, _ = await serve(cache, ranks, tokens[: 5 * BLOCK + 1])
+            last = first.hashes(4, 5)
             await cache.wait_idle()
             await cache.clear()
             known = 5
@@ -260,5 +262,5 @@ def test_a_rank_refuses_copies_that_overlap_or_are_out_of_range(sources, targets
     serving = _Serving.__new__(_Serving)
     serving.plane = SimpleNamespace(device=DeviceBlocks("host", None, 16))
     with pytest.raises(_Refuse):
-        serving._check_within(RankCopyWithin(1, sources, targets))
-    serving._check_within(RankCopyWithin(1, (0, 0), (1, 2)))
+        serving._check_copy(CopyBlocks(1, Direction.WITHIN, sources, targets))
+    serving._check_copy(CopyBlocks(1, Direction.WITHIN, (0, 0), (1, 2)))

@@ -19,9 +19,9 @@ from tests.ranks.simulated import (
     Rank,
     all_there,
     at_rest,
-    compute,
     led,
     prompt,
+    serve,
     settings,
     stored,
 )
@@ -137,15 +137,6 @@ def config(**over):
     )
 
 
-async def served(cache, ranks, tokens) -> int:
-    """Serve one request. Returns the cached blocks."""
-    async with await cache.acquire("a", tokens, deadline=2.0) as lease:
-        await lease.wait_ready()
-        compute(lease, ranks, lease.cached_tokens // BLOCK, len(tokens) // BLOCK)
-        await lease.commit(len(tokens) // BLOCK * BLOCK)
-        return lease.cached_tokens // BLOCK
-
-
 @simulated
 async def test_a_store_that_hangs_in_one_rank_costs_misses_and_no_copy():
     hanging = None
@@ -154,7 +145,7 @@ async def test_a_store_that_hangs_in_one_rank_costs_misses_and_no_copy():
             await all_there(cache)
             layout = ranks[0].layout
             for family in range(12):  # more than device and host hold
-                await served(cache, ranks, prompt(family, 4))
+                await serve(cache, ranks, prompt(family, 4), deadline=2.0)
             await cache.wait_idle()
             await ranks[0].stop()
             hanging = Hanging(layout.fingerprint, layout.block_bytes, 60, what="read")
@@ -166,12 +157,12 @@ async def test_a_store_that_hangs_in_one_rank_costs_misses_and_no_copy():
             await ranks[0].start()
             await all_there(cache)
             began = now()
-            await served(cache, ranks, prompt(0, 4))
+            await serve(cache, ranks, prompt(0, 4), deadline=2.0)
             assert hanging.hung
             assert now() - began < 3.0
             for family in (20, 21, 20, 21):  # device and host work, although the read still hangs
-                cached = await served(cache, ranks, prompt(family, 4))
-            assert cached == 4
+                lease, _ = await serve(cache, ranks, prompt(family, 4), deadline=2.0)
+            assert lease.cached_tokens == 4 * BLOCK
             assert cache.system.ranks.healthy
             reasons = {one.component: one.why for one in cache.health().reasons}
             assert reasons == {"store": "a call of read does not return"}
@@ -186,7 +177,7 @@ async def test_a_rank_ends_in_time_while_its_store_hangs_and_ignores_its_cancell
         async with led(config()) as (cache, ranks):
             await all_there(cache)
             for family in range(12):
-                await served(cache, ranks, prompt(family, 4))
+                await serve(cache, ranks, prompt(family, 4), deadline=2.0)
             await cache.wait_idle()
             hanging = [rank.store for rank in ranks]
             for rank, store in zip(ranks, hanging, strict=True):
@@ -198,7 +189,7 @@ async def test_a_rank_ends_in_time_while_its_store_hangs_and_ignores_its_cancell
                     return await load(key, into)
 
                 store.load = late
-            await served(cache, ranks, prompt(0, 4))
+            await serve(cache, ranks, prompt(0, 4), deadline=2.0)
             assert all(store.hang.hung for store in hanging)
             servings = [rank.serving for rank in ranks]
             for serving in servings:

@@ -232,7 +232,7 @@ async def test_ranks_answer_late_fall_silent_are_cut_off_and_lose_their_memory()
     await group.open()
 
     def copy(op: int) -> CopyBlocks:
-        return CopyBlocks(op, False, (0,), (0,))
+        return CopyBlocks(op, Direction.TO_HOST, (0,), (0,))
 
     began = now()
     assert all(answer is not None for answer in await group.scatter(copy, outcomes=1))

@@ -1,18 +1,23 @@
-"""Models of the reference engine whose blocks are spread over
-ranks, and the bytes that a block with a given hash must have."""
+"""Models of the reference engine whose blocks are spread over ranks, the bytes that a block with a
+given hash must have, and requests that check them."""
 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
+from itertools import count
 
+import anyio
 import numpy as np
 
+from kvactors.cache import KVCache
 from kvactors.device.arena import Arena
 from kvactors.device.host import HostDevice
-from kvactors.errors import KVActorsError
+from kvactors.errors import DeadlineExceeded, KVActorsError, LeaseEnded, NoRoom, RankLost
 from kvactors.layout.base import Layout
-from kvactors.scenario.engine import Model
+from kvactors.scenario.engine import Engine, Model, ScenarioRequest
+from kvactors.scenario.report import Totals
 from kvactors.types import HASH_BYTES, split_hashes
 from tests.support.rank_process import RankProcess, keys_on_rank
 
@@ -105,3 +110,63 @@ class ProcessModel(Model):
         except ConnectionError as error:
             raise WorkerGone(str(error)) from error
         return sorted({index for bad in found for index in bad})
+
+
+class RankLoad:
+    """Requests of the reference engine to a cache whose blocks are spread over ranks, always the
+    same ones: prompts of 12 families. Every cached block is checked on every rank.
+
+    Attributes:
+        totals: served requests, hits and errors.
+        broken: requests that a lost rank or a deadline ended.
+    """
+
+    def __init__(self, cache: KVCache, model: Model) -> None:
+        self.totals = Totals()
+        self.broken = 0
+        self._block_size = cache.block_size
+        self._numbers = count()
+        self._rng = random.Random(0)
+        self._engine = Engine(cache, self.totals, model, thorough=True, on_wrong=self._judge)
+
+    @property
+    def wrong(self) -> int:
+        """Blocks with other bytes, and other errors."""
+        return self.totals.corrupt_blocks_served + len(self.totals.errors)
+
+    @property
+    def hits(self) -> list[int]:
+        """Blocks found, by tier."""
+        return [self.totals.device, self.totals.host, self.totals.storage]
+
+    async def serve(self, tokens: list[int]) -> None:
+        """One request. A lost rank may end it, any other error is raised."""
+        try:
+            await self._engine.serve(f"r{next(self._numbers)}", tokens)
+        except (WorkerGone, RankLost, LeaseEnded, NoRoom, DeadlineExceeded):
+            self.broken += 1
+
+    async def _judge(self, request: ScenarioRequest, _positions: object, _when: str) -> None:
+        """Blocks without their bytes are wrong, unless the cache reports that a rank's memory was
+        lost."""
+        with anyio.move_on_after(10.0):
+            while True:
+                await asyncio.sleep(0.01)
+                await request.lease.commit(request.lease.cached_tokens)  # RankLost ends the request
+
+    async def run(self, requests: int) -> None:
+        """So many requests, three at a time."""
+        left = iter(range(requests))
+
+        async def client() -> None:
+            for number in left:
+                family, blocks = number * 5 % 12, 1 + number * 7 % 6
+                more = number % self._block_size
+                await self.serve(
+                    [family * 1000 + i for i in range(blocks * self._block_size + more)]
+                )
+                await asyncio.sleep(0)
+
+        async with anyio.create_task_group() as tasks:
+            for _ in range(3):
+                tasks.start_soon(client)

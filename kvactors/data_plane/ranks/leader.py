@@ -13,8 +13,8 @@ finishes them before it sends its identity).
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -33,7 +33,6 @@ from kvactors.data_plane.ranks.protocol import (
     FROM_RANK_BYTES,
     MOST_NAMES,
     PAGE_NAMES,
-    WINDOW,
     Arrived,
     Frame,
     Identity,
@@ -77,9 +76,7 @@ class Link:
         self.identity = identity
         self.received = 0
         self.admitted = False
-        self._pages: deque[Names] = deque()
-        self._asked = 0
-        self._page: asyncio.Future[None] | None = None
+        self._page: asyncio.Future[Names | None] | None = None
         self._pong: asyncio.Future[bool] | None = None
 
     async def answers(self, limit: float = PING_LIMIT) -> bool:
@@ -98,7 +95,7 @@ class Link:
 
     def names(self, page: Names) -> None:
         """A page of names has arrived. Violation if it was not asked for or is not a page."""
-        if not self._asked:
+        if self._page is None or self._page.done():
             raise Violation("names that were not asked for")
         if (
             len(page.keys) % HASH_BYTES
@@ -106,32 +103,26 @@ class Link:
             or not (page.keys or page.last)
         ):
             raise Violation(f"a page of {len(page.keys)} bytes of names")
-        self._asked -= 1
         self.received += len(page.keys) // HASH_BYTES
         if self.received > min(self.identity.objects, MOST_NAMES):
             raise Violation(f"{self.received} names, {self.identity.objects} were announced")
-        self._pages.append(page)
-        if self._page is not None and not self._page.done():
-            self._page.set_result(None)
+        self._page.set_result(page)
 
     async def next_page(self) -> Names | None:
-        """The next page of names, with WINDOW pages in flight; None after PAGE_LIMIT seconds
-        without one, or when the connection is lost."""
-        more = WINDOW - self._asked - len(self._pages)
-        if more > 0:
-            self._asked += more
-            self.connection.send(SendNames(more))
-        if not self._pages:
-            self._page = asyncio.get_running_loop().create_future()
-            await asyncio.wait((self._page,), timeout=PAGE_LIMIT)
-        return self._pages.popleft() if self._pages else None
+        """The next page of names; None after PAGE_LIMIT seconds without one, or when the connection
+        is lost."""
+        self._page = asyncio.get_running_loop().create_future()
+        self.connection.send(SendNames())
+        done, _ = await asyncio.wait((self._page,), timeout=PAGE_LIMIT)
+        return self._page.result() if done else None
 
     def over(self) -> None:
         """The connection is lost: close it, and wake the tasks that wait for the rank."""
         self.connection.close()
-        for waiting, result in ((self._pong, False), (self._page, None)):
-            if waiting is not None and not waiting.done():
-                waiting.set_result(result)  # type: ignore[arg-type]
+        if self._pong is not None and not self._pong.done():
+            self._pong.set_result(False)
+        if self._page is not None and not self._page.done():
+            self._page.set_result(None)
 
 
 class RankState(Enum):
@@ -272,41 +263,6 @@ class Joins:
             joining.abandon()
 
 
-# -- Connections that a leader refused: counted by reason, logged once for each source.
-
-
-SOURCES = 256
-"""Sources remembered as logged. The one that was seen longest ago is dropped first."""
-
-
-class Strangers:
-    """counts: refused connections by kind. shown: the latest reasons of ranks that do not fit, for
-    the error of `open`."""
-
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self.shown: list[str] = []
-        self._logged: OrderedDict[tuple[str, str], None] = OrderedDict()
-
-    def refused(self, source: str, kind: str, reason: str, *, show: bool = False) -> None:
-        """Count a refused connection. Log it unless its source was logged for this kind before."""
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        if show and reason not in self.shown:
-            self.shown = [*self.shown[-2:], reason]
-        if (source, kind) in self._logged:
-            self._logged.move_to_end((source, kind))
-            return
-        self._logged[source, kind] = None
-        if len(self._logged) > SOURCES:
-            self._logged.popitem(last=False)
-        log.warning(
-            "connection to the rank endpoint refused", source=source, kind=kind, reason=reason
-        )
-
-
-# -- Reasons for refusing a rank, and the ranks that a leader still waits for.
-
-
 def misfit(identity: Identity, wanted: RankGroup) -> str:
     """Why a rank does not meet the requirements, with both values. Empty if it meets them."""
     ours, count = wanted.identity, wanted.config.count
@@ -332,15 +288,6 @@ def misfit(identity: Identity, wanted: RankGroup) -> str:
     return ""
 
 
-def lacking(ranks: Iterable[Rank], config: RanksConfig, strangers: Strangers) -> str:
-    """The ranks that did not join in time, and the refused connections."""
-    missing = [rank.number for rank in ranks if rank.health is not RankState.HEALTHY]
-    refused = [f"{number} connections refused: {kind}" for kind, number in strangers.counts.items()]
-    details = "; ".join([*strangers.shown, *refused])
-    text = f"ranks {missing} of {config.count} did not come to {config.endpoint} in time"
-    return f"{text} ({details})" if details else text
-
-
 # -- All ranks of a cache.
 
 
@@ -356,7 +303,7 @@ time."""
 class RankGroup:
     """All ranks of one cache. memory_generation: the count of losses of memory. names: keys that
     the stores of all ranks hold, if there are stores. layers: of a block. used: whether a cache
-    relies on the ranks' memory."""
+    relies on the ranks' memory. refused: refused connections by kind."""
 
     def __init__(
         self,
@@ -377,7 +324,8 @@ class RankGroup:
         self.changed: Callable[[int, RankState], None] = lambda _rank, _health: None
         self.names: RankNames | None = None
         self.memory_generation = 0
-        self.strangers = Strangers()
+        self.refused: Counter[str] = Counter()
+        self._misfits: list[str] = []  # the latest reasons, for the error of `open`
         self._ops = count(1)
         self.used = False
         self._secret = Secret(config.secret)
@@ -391,9 +339,8 @@ class RankGroup:
         self._ranks = [Rank(number) for number in range(self.config.count)]
         self._joins = Joins()
         self._closing = False
-        refused = self.strangers.refused
         self._listener = Listener(
-            self.accept, lambda source, why: refused(source, "another user", why)
+            self.accept, lambda source, why: self._refused(source, "another user", why)
         )
 
     @property
@@ -414,11 +361,20 @@ class RankGroup:
                 self._admission = asyncio.get_running_loop().create_future()
                 await asyncio.wait((self._admission,), timeout=left)
             if not self.healthy:
-                raise RankError(lacking(self._ranks, self.config, self.strangers))
+                raise RankError(self._lacking())
         except BaseException:
             await uncancelled(self.close())
             self._begin()
             raise
+
+    def _lacking(self) -> str:
+        """The ranks that did not join in time, and the refused connections."""
+        missing = [rank.number for rank in self._ranks if rank.health is not RankState.HEALTHY]
+        refused = [f"{number} connections refused: {kind}" for kind, number in self.refused.items()]
+        details = "; ".join([*self._misfits, *refused])
+        endpoint = self.config.endpoint
+        text = f"ranks {missing} of {len(self._ranks)} did not come to {endpoint} in time"
+        return f"{text} ({details})" if details else text
 
     def abandon_pending(self) -> None:
         """Nothing will be reused any more: operations that wait for a silent or lost rank need not
@@ -508,7 +464,7 @@ class RankGroup:
     async def _identified(self, connection: Connection) -> Identity | None:
         """The identity of a rank that has the secret and fits, once its number is free; None if the
         connection was refused or lost."""
-        refused, source = self.strangers.refused, connection.source
+        refused, source = self._refused, connection.source
         self._unclaimed.add(connection)
         reason, answer = await check_rank(connection, self._secret)
         if connection not in self._unclaimed:
@@ -527,7 +483,9 @@ class RankGroup:
             return None
         reason = misfit(identity, self) or await self._claim(identity)
         if reason:
-            refused(source, "does not fit", reason, show=True)
+            refused(source, "does not fit", reason)
+            if reason not in self._misfits:
+                self._misfits = [*self._misfits[-2:], reason]
             await refuse(connection, reason)
             return None
         self._unclaimed.discard(connection)
@@ -535,7 +493,13 @@ class RankGroup:
 
     def _displace(self, oldest: Connection) -> None:
         oldest.close()
-        self.strangers.refused(oldest.source, "too many connections", "closed for a newer one")
+        self._refused(oldest.source, "too many connections", "closed for a newer one")
+
+    def _refused(self, source: str, kind: str, reason: str) -> None:
+        self.refused[kind] += 1
+        log.warning(
+            "connection to the rank endpoint refused", source=source, kind=kind, reason=reason
+        )
 
     async def _claim(self, identity: Identity) -> str:
         """Wait until the rank's number is free. Returns why it is not: another process serves it

@@ -12,13 +12,7 @@ from kvactors.attention_sdk import store_identity
 from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
 from kvactors.data_plane.ranks.leader import RankGroup, RankState, RankStatistics
 from kvactors.data_plane.ranks.names import RankNames, in_slices
-from kvactors.data_plane.ranks.protocol import (
-    FAILED,
-    CopyBlocks,
-    MoveDevice,
-    RankCopyWithin,
-    StoreObjects,
-)
+from kvactors.data_plane.ranks.protocol import FAILED, CopyBlocks, MoveDevice, StoreObjects
 from kvactors.device.arena import Arena, HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError, StoreUnavailable, StoreUnsupported
@@ -456,14 +450,10 @@ class RanksPlane(DataPlane):
         slots: Sequence[int],
         progress: Progress | None = None,
     ) -> tuple[int, ...]:
-        pairs, to_device = (tuple(blocks), tuple(slots)), direction is Direction.TO_DEVICE
-
-        def build(op: int) -> CopyBlocks | RankCopyWithin:
-            if direction is Direction.WITHIN:
-                return RankCopyWithin(op, *pairs)
-            return CopyBlocks(op, to_device, *pairs, progress is not None)
-
-        answers = await self.group.scatter(build, progress, outcomes=len(blocks))
+        layerwise, pairs = progress is not None, (tuple(blocks), tuple(slots))
+        answers = await self.group.scatter(
+            lambda op: CopyBlocks(op, direction, *pairs, layerwise), progress, outcomes=len(blocks)
+        )
         failed = set()
         for answer in answers:
             if answer is None:

@@ -3,9 +3,8 @@ four bytes (little-endian).
 
 rank -> leader: Hello. leader -> rank: Challenge. rank -> leader: Proof. leader -> rank: Proof.
 Before this point no other message is accepted, and no message may exceed UNPROVEN_BYTES. Then rank
--> leader: Identity. leader -> rank: SendNames, answered by one Names for each requested page, until
-the last one. leader -> rank: Welcome. From then on the leader sends operations and the rank answers
-each.
+-> leader: Identity. leader -> rank: SendNames, answered by one Names, again until the last page.
+leader -> rank: Welcome. From then on the leader sends operations and the rank answers each.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvactors.data_plane.base import Direction
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.identity import Lineage
 
-VERSION = 6
+VERSION = 7
 """Version of this protocol. Both ends must have the same."""
 
 MOST_BYTES = 64 << 20
@@ -34,9 +34,6 @@ NONCE_BYTES = 32
 
 PAGE_NAMES = 2048
 """Names in one page at most: handled in one step of the loop."""
-
-WINDOW = 4
-"""Pages of names in flight at most."""
 
 MOST_NAMES = 1 << 25
 """Objects that a rank's store may hold: the leader keeps about 130 bytes for each of them, and 50
@@ -85,9 +82,7 @@ class Identity(Frame, frozen=True):
 
 
 class SendNames(Frame, frozen=True):
-    """Send so many more pages of the names in the store."""
-
-    pages: int
+    """Send the next page of the names in the store."""
 
 
 class Names(Frame, frozen=True):
@@ -116,22 +111,14 @@ class Pong(Frame, frozen=True):
 
 
 class CopyBlocks(Frame, frozen=True):
-    """Copy pairs (blocks[j], slots[j]) of the rank's device and arena. layerwise: report layers as
-    they arrive."""
+    """Copy pairs (blocks[j], slots[j]) of the rank's device and arena, or device block blocks[j] to
+    slots[j]. layerwise: report layers as they arrive."""
 
     op: int
-    to_device: bool
+    direction: Direction
     blocks: tuple[int, ...]
     slots: tuple[int, ...]
     layerwise: bool = False
-
-
-class RankCopyWithin(Frame, frozen=True):
-    """Copy the rank's device block sources[j] to targets[j]. Answered as CopyBlocks."""
-
-    op: int
-    sources: tuple[int, ...]
-    targets: tuple[int, ...]
 
 
 class StoreObjects(Frame, frozen=True):

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Collection, Coroutine, Iterator
-from itertools import islice
+from collections.abc import Callable, Collection, Coroutine
 from typing import Any
 
 import anyio
@@ -34,7 +33,6 @@ from kvactors.data_plane.ranks.protocol import (
     Ping,
     Pong,
     RankAnswer,
-    RankCopyWithin,
     Refused,
     SendNames,
     StoreObjects,
@@ -233,7 +231,12 @@ class _Serving:
             if isinstance(message, Ping):
                 connection.send(Pong())
             elif isinstance(message, SendNames):
-                if not self._send_names(connection, message.pages, names):
+                try:
+                    connection.send(Names(*next(names)))
+                except RuntimeError as error:  # the rank joins again
+                    log.warning(
+                        "store changed while its names were sent", rank=self.rank, error=str(error)
+                    )
                     return False
             else:
                 log.error(
@@ -243,19 +246,6 @@ class _Serving:
                 )
                 return False
         return False
-
-    def _send_names(
-        self, connection: Connection, count: int, names: Iterator[tuple[bytes, bool]]
-    ) -> bool:
-        """Send so many pages. False if the store changed while its names were sent: the rank joins
-        again."""
-        try:
-            for page in islice(names, count):
-                connection.send(Names(*page))
-        except RuntimeError as error:
-            log.warning("store changed while its names were sent", rank=self.rank, error=str(error))
-            return False
-        return True
 
     async def _work(self, connection: Connection) -> None:
         """Execute the leader's operations until the connection is lost and all of them have ended.
@@ -298,17 +288,12 @@ class _Serving:
     ) -> Coroutine[Any, Any, RankAnswer] | None:
         """The work that a message requests. None if it is answered already."""
         if isinstance(message, CopyBlocks):
-            self._check(len(message.blocks), message.slots, message.blocks)
-            direction = Direction.TO_DEVICE if message.to_device else Direction.TO_HOST
+            self._check_copy(message)
 
             def arrived(layers: int) -> None:
                 connection.send(Arrived(message.op, layers))
 
-            progress = arrived if message.layerwise else None
-            return self._copy(message.op, direction, message.blocks, message.slots, progress)
-        if isinstance(message, RankCopyWithin):
-            self._check_within(message)
-            return self._copy(message.op, Direction.WITHIN, message.sources, message.targets)
+            return self._copy(message, arrived if message.layerwise else None)
         if isinstance(message, StoreObjects):
             self._check_store(message)
             return self._store(message)
@@ -351,39 +336,35 @@ class _Serving:
 
     # -- what the leader may request
 
-    def _check(self, count: int, slots: tuple[int, ...], blocks: tuple[int, ...] = ()) -> None:
-        num_slots = self.plane.arena.num_slots
-        if len(slots) != count:
-            raise _Refuse(f"{len(slots)} slots for {count} blocks")
-        if min(slots, default=0) < 0 or max(slots, default=-1) >= num_slots:
-            raise _Refuse(f"slots {min(slots)} to {max(slots)}, there are {num_slots}")
-        self._check_blocks(blocks)
+    def _check_ids(self, kind: str, ids: Collection[int], count: int) -> None:
+        if min(ids, default=0) < 0 or max(ids, default=-1) >= count:
+            raise _Refuse(f"{kind}s {min(ids)} to {max(ids)}, there are {count}")
 
-    def _check_blocks(self, blocks: Collection[int]) -> None:
-        num_blocks = self.plane.device.num_blocks
-        if min(blocks, default=0) < 0 or max(blocks, default=-1) >= num_blocks:
-            raise _Refuse(f"blocks {min(blocks)} to {max(blocks)}, there are {num_blocks}")
-
-    def _check_within(self, message: RankCopyWithin) -> None:
-        sources, targets = message.sources, message.targets
-        blocks = {*sources, *targets}
-        if len(sources) != len(targets) or len(blocks) < len(set(sources)) + len(targets):
-            raise _Refuse(
-                f"copies of blocks {sources} to {targets}, which overlap or have other lengths"
-            )
-        self._check_blocks(blocks)
+    def _check_copy(self, message: CopyBlocks) -> None:
+        device, slots, blocks = self.plane.device, message.slots, message.blocks
+        if len(slots) != len(blocks):
+            raise _Refuse(f"{len(slots)} slots for {len(blocks)} blocks")
+        self._check_ids("block", blocks, device.num_blocks)
+        if message.direction is not Direction.WITHIN:
+            self._check_ids("slot", slots, self.plane.arena.num_slots)
+            return
+        self._check_ids("block", slots, device.num_blocks)
+        if len({*blocks, *slots}) < len(set(blocks)) + len(slots):
+            raise _Refuse(f"copies of blocks {blocks} to {slots}, which overlap")
 
     def _check_store(self, message: StoreObjects) -> None:
         if len(message.keys) % HASH_BYTES:
             raise _Refuse(f"{len(message.keys)} bytes of names")
         if message.kind in ("read", "write"):
-            self._check(len(message.keys) // HASH_BYTES, message.slots)
+            if len(message.slots) != len(message.keys) // HASH_BYTES:
+                raise _Refuse(f"{len(message.slots)} slots for {len(message.keys)} bytes of names")
+            self._check_ids("slot", message.slots, self.plane.arena.num_slots)
         if len(message.lineages) not in (0, len(message.slots)):
             raise _Refuse(f"{len(message.lineages)} lineages for {len(message.slots)} slots")
 
     def _check_move(self, message: MoveDevice) -> None:
         blocks, tokens = message.blocks, len(message.tokens)
-        self._check_blocks(blocks)
+        self._check_ids("block", blocks, self.plane.device.num_blocks)
         if len(set(blocks)) < len(blocks):
             raise _Refuse(f"{len(blocks)} blocks, {len(set(blocks))} different ones")
         block_bytes = 4 * self.plane.device.layout.block_size
@@ -399,23 +380,18 @@ class _Serving:
 
     # -- the leader's operations
 
-    async def _copy(
-        self,
-        op: int,
-        direction: Direction,
-        blocks: tuple[int, ...],
-        slots: tuple[int, ...],
-        progress: Progress | None = None,
-    ) -> RankAnswer:
-        outcomes = bytearray(len(blocks))
+    async def _copy(self, message: CopyBlocks, progress: Progress | None) -> RankAnswer:
+        outcomes = bytearray(len(message.blocks))
         try:
-            failed = await self.plane.copy_pairs(direction, blocks, slots, progress)
+            failed = await self.plane.copy_pairs(
+                message.direction, message.blocks, message.slots, progress
+            )
         except Exception as error:
             log.error("copy failed", rank=self.rank, error=repr(error))
             failed = tuple(range(len(outcomes)))
         for j in failed:
             outcomes[j] = 1
-        return RankAnswer(op, bytes(outcomes))
+        return RankAnswer(message.op, bytes(outcomes))
 
     async def _move(self, message: MoveDevice) -> RankAnswer:
         """The store does not access its blocks after this returns."""
