@@ -159,12 +159,10 @@ class RankLoad:
         left = iter(range(requests))
 
         async def client() -> None:
-            for number in left:
-                family, blocks = number * 5 % 12, 1 + number * 7 % 6
-                more = number % self._block_size
-                await self.serve(
-                    [family * 1000 + i for i in range(blocks * self._block_size + more)]
-                )
+            for _ in left:
+                family, blocks = self._rng.randrange(12), self._rng.randint(1, 6)
+                tokens = blocks * self._block_size + self._rng.randrange(self._block_size)
+                await self.serve([family * 1000 + i for i in range(tokens)])
                 await asyncio.sleep(0)
 
         async with anyio.create_task_group() as tasks:
