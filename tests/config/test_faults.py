@@ -48,10 +48,6 @@ WITHOUT_USE = [
     ("device = {kind = 'cuda', place = 'gpu:0'}", r"place has no use with device\.kind 'cuda'"),
     ("device = {kind = 'paddle', ordinal = 1}", r"ordinal has no use with device\.kind 'paddle'"),
     ("host = {low_watermark = 0.1, high_watermark = 0.2}", "low_watermark has no use without a ho"),
-    (
-        "host = {slots = 4, staging_bytes = 0, staging_min_bytes = 65536}",
-        r"host\.staging_min_bytes has no use with host\.staging_bytes = 0",
-    ),
     ("attention_store.pod_name = 'x'", r"attention_store\.pod_name has no use without a sink"),
     (
         "cache.model = 'm'\nattention_store.namespace = 'x'",
