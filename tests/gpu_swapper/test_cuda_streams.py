@@ -37,6 +37,7 @@ class Stand:
         self.driver = device.driver
         self.stream, self.other = streams
         self.library = ctypes.CDLL(fake.path)
+        self.loop = asyncio.get_running_loop()
         self.kept = []
 
     def work(self, stream, call=lambda: None):
@@ -166,7 +167,7 @@ async def test_a_fork_copies_the_last_block_when_its_stream_has_come_so_far(fake
             call = lease.fork_many(1, stream=SimpleNamespace(cuda_stream=stand.stream))
         else:
             call = asyncio.to_thread(
-                ThreadLease(stand.cache.from_thread, lease).fork, stream=stand.stream
+                ThreadLease(stand.cache.system, stand.loop, lease).fork, stream=stand.stream
             )
         task = asyncio.ensure_future(call)
         await asyncio.sleep(HELD)
@@ -198,7 +199,7 @@ async def test_a_step_is_shared_when_its_stream_has_come_so_far(fake, where):
         if where == "loop":
             call = stand.cache.step([Step(lease, [1], 80)], stream=stand.stream)
         else:
-            entry = Step(ThreadLease(stand.cache.from_thread, lease), [1], 80)
+            entry = Step(ThreadLease(stand.cache.system, stand.loop, lease), [1], 80)
             call = asyncio.to_thread(stand.cache.from_thread.step, [entry], stream=stand.stream)
         step = asyncio.ensure_future(call)
         await asyncio.sleep(HELD)
