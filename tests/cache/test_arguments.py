@@ -361,6 +361,28 @@ async def serve_sixty(cache, found, reading):
     assert cache.check() == []
 
 
+@pytest.mark.parametrize(
+    ("field", "error", "values"),
+    [
+        ("priority", TypeError, [True, 0.5]),
+        ("priority", ValueError, [3, -3]),
+        ("ttl", TypeError, [False, "1"]),
+        ("ttl", ValueError, [nan, inf, 0, -1.0]),
+        ("pin", TypeError, [1, None]),
+        ("session_ends", TypeError, [0]),
+        ("returns_in", TypeError, [np.bool_(True)]),
+        ("returns_in", ValueError, [nan]),
+    ],
+)
+def test_a_wrong_hint_is_refused_by_name(field, error, values):
+    for value in values:
+        with pytest.raises(error, match=f"hints.{field}"):
+            kvactors.Hints(**{field: value})
+    with pytest.raises(ValueError, match="returns_in"):
+        kvactors.Hints(session_ends=True, returns_in=1.0)
+    assert kvactors.Hints(priority=-2, ttl=0.5, pin=True, returns_in=3).priority == -2
+
+
 async def test_a_buffer_is_copied_before_the_call_returns_to_the_loop():
     """The index has the given tokens even if the caller changes its buffer while it waits."""
     async with opened() as cache:

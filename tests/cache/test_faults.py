@@ -11,6 +11,7 @@ import kvactors
 from kvactors.actor import Control
 from kvactors.data_plane.base import Direction
 from kvactors.storage.messages import Outcome
+from kvactors.types import Residency, Tier, split_hashes
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -174,3 +175,77 @@ async def test_any_actor_may_fail_at_any_time(victim):
         for seed in (1, 2, 3, 1):
             await serve(cache, "after", prompt(seed, 6, tail=1))
         await cache.wait_flushed()
+
+
+# -- blocks move between tiers, and are never nowhere in between
+
+
+WRITE_BACK = {"backend": "memory", "write_policy": "write_back"}
+
+
+def slow_writes(cache, seconds: float) -> None:
+    """Every write of the store takes a while longer."""
+    write = cache.system.store.inner.write
+
+    async def slowly(*arguments):
+        await asyncio.sleep(seconds)
+        return await write(*arguments)
+
+    cache.system.store.inner.write = slowly
+
+
+def gaps(sink) -> int:
+    """How often a block that had been announced was nowhere."""
+    held: dict[bytes, int] = {}
+    found = 0
+    for task in sink.tasks:
+        for key in split_hashes(task.hashes):
+            before = held.get(key, 0)
+            held[key] = (
+                before | task.tier if task.residency is Residency.RESIDENT else before & ~task.tier
+            )
+            found += bool(before) and not held[key]
+    return found
+
+
+@pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
+async def test_from_the_host_to_storage(mode):
+    host = {"slots": 8, "transit_slots": 40, "mode": mode}
+    async with opened(device=8, host=host, storage=WRITE_BACK) as cache:
+        slow_writes(cache, 0.002)
+        for i in range(8):
+            await serve(cache, f"r{i}", prompt(i, 6))
+            await serve(cache, f"again {i}", prompt(i // 2, 6))
+        await cache.wait_flushed(10)
+        sink = cache.sinks["memory"]
+        assert len(sink.view()[Tier.STORAGE]) > 20
+        assert gaps(sink) == 0
+
+
+@pytest.mark.parametrize("bound", [1, 1024])
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_from_an_exclusive_host_tier_back_to_the_device(layerwise, bound):
+    """The device is announced before the host copy is dropped, however full the channels are."""
+    host = {"slots": 60, "transit_slots": 40, "mode": "exclusive"}
+    tables = {"actors": {"channel_bound": bound}}
+    async with opened(device=8, host=host, **tables) as cache:
+        cache.system.evictor_actor.layerwise = layerwise
+        for i in range(12):
+            await serve(cache, f"r{i}", prompt(i % 3, 6))
+            await serve(cache, f"again {i}", prompt((i + 1) % 4, 5))
+        await cache.wait_flushed(10)
+        assert cache.statistics().prefix.host_hits > 30
+        assert gaps(cache.sinks["memory"]) == 0
+
+
+async def test_through_the_host_to_storage():
+    async with opened(
+        device=8, host={"slots": 0, "transit_slots": 40}, storage=WRITE_BACK
+    ) as cache:
+        slow_writes(cache, 0.002)
+        for i in range(8):
+            await serve(cache, f"r{i}", prompt(i, 6))
+        await cache.wait_flushed(10)
+        sink = cache.sinks["memory"]
+        assert len(sink.view()[Tier.STORAGE]) > 20
+        assert gaps(sink) == 0

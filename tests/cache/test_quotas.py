@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+import kvactors
 from kvactors import Hints, Step
+from kvactors.prefix_index.settings import OBSERVED_REQUESTS
+from kvactors.settings import CacheConfig, DeviceConfig, HostConfig
+from kvactors.testing.loop import simulate
 from tests.support.cache import opened
 
 BLOCK = 4
@@ -181,3 +187,126 @@ async def test_a_lease_of_before_a_clear_of_its_salt_caches_nothing():
         await lease.finish(2 * BLOCK)
         assert held(cache, 1, salt="a") == 0
         await settle(cache)
+
+
+# -- times to live
+
+
+DAY = 86_400.0
+
+
+def in_virtual_time(main, **options):
+    """Run a test on a cache without threads."""
+
+    async def run() -> None:
+        async with opened(inline=True, **options) as cache:
+            await main(cache)
+
+    simulate(run)
+
+
+@pytest.mark.parametrize("later", [9.0, 11.0])
+def test_blocks_leave_before_others_once_their_time_is_over(later):
+    async def main(cache):
+        await use(cache, 1, hints=Hints(priority=2, ttl=10.0))
+        await asyncio.sleep(later)
+        await use(cache, 2)
+        await use(cache, 3)
+        await use(cache, 4)
+        await use(cache, 5)
+        assert [held(cache, n) for n in (1, 2)] == ([2, 0] if later < 10 else [0, 2])
+        await settle(cache)
+
+    in_virtual_time(main)
+
+
+def test_a_pin_ends_with_its_time():
+    async def main(cache):
+        lease = await use(cache, 1, hints=Hints(pin=True, ttl=10.0))
+        assert lease.pinned_blocks == 2
+        for number in range(2, 6):
+            await use(cache, number, blocks=4)
+        assert held(cache, 1) == 2
+        await asyncio.sleep(10.5)
+        prefix = cache.statistics().prefix
+        assert (prefix.pinned, prefix.pins_expired) == (0, 1)
+        await use(cache, 6, blocks=7)
+        assert held(cache, 1) == 0
+        assert await cache.unpin(tokens_of(1)) == 0
+        await settle(cache)
+
+    in_virtual_time(main)
+
+
+@pytest.mark.parametrize("start", [0.0, 1e9])
+def test_a_pin_ends_when_its_time_is_over_on_the_clocks_of_cache_and_loop(start):
+    """A replay of past requests has a clock that stands still, or leaps, between requests."""
+    time = [start]
+
+    async def run() -> None:
+        async with opened(inline=True, clock=lambda: time[0]) as cache:
+            prefix = cache.statistics
+            await use(cache, 1, hints=Hints(pin=True, ttl=10.0))
+            await asyncio.sleep(50.0)
+            assert (prefix().prefix.pinned, prefix().prefix.pins_expired) == (2, 0)
+            time[0] += 10.0
+            await asyncio.sleep(10.5)
+            assert (prefix().prefix.pinned, prefix().prefix.pins_expired) == (0, 1)
+            await use(cache, 2, hints=Hints(pin=True, ttl=10.0))
+            time[0] += DAY
+            await asyncio.sleep(9.5)
+            assert prefix().prefix.pinned == 2
+            await asyncio.sleep(1.0)
+            assert prefix().prefix.pinned == 0
+            await settle(cache)
+
+    simulate(run)
+
+
+# -- policies
+
+
+@pytest.mark.parametrize(
+    ("device", "host", "expected"),
+    [
+        ({}, {}, "retain"),
+        ({"policy": "lru"}, {}, "lru"),
+        ({}, {"policy": "lru"}, "lru"),
+        ({"policy": "retain"}, {"policy": "lru"}, "lru"),
+        ({"policy": "lru"}, {"policy": "retain"}, "retain"),
+    ],
+)
+async def test_a_host_policy_that_is_not_set_is_that_of_the_device(device, host, expected):
+    config = kvactors.Config(
+        device=DeviceConfig(num_blocks=8, **device), host=HostConfig(slots=8, **host)
+    )
+    async with kvactors.open(config) as cache:
+        assert cache.system.index_actor.index.policy.host is (expected == "retain")
+
+
+async def evictions(policy, requests):
+    """The blocks that the device evicts while prompts of two blocks come one after another, some of
+    them again. One of them is asked for often."""
+    gone: list[tuple[int, ...]] = []
+    device = DeviceConfig(num_blocks=8, policy=policy)
+    config = kvactors.Config(cache=CacheConfig(block_size=1), device=device)
+    async with kvactors.open(config) as cache:
+        held: set[int] = set()
+        for number in range(requests):
+            name = 0 if number % 4 == 0 else number
+            async with await cache.acquire("r", [2 * name, 2 * name + 1, 1000]) as lease:
+                await lease.wait_ready()
+                await lease.finish(2)
+            held |= {2 * name, 2 * name + 1}
+            there = {
+                one for one in held if cache.lookup([one & ~1, one | 1, 1000]).device > one % 2
+            }
+            gone.append(tuple(sorted(held - there)))
+            held = there
+    return gone
+
+
+async def test_the_first_requests_after_a_start_are_evicted_by_lru():
+    lru, retain = [await evictions(policy, 3 * OBSERVED_REQUESTS) for policy in ("lru", "retain")]
+    assert retain[:OBSERVED_REQUESTS] == lru[:OBSERVED_REQUESTS]
+    assert retain != lru

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvactors
+from kvactors import Hints
 from kvactors.device.host import HostDevice
 from kvactors.errors import (
     CacheAsleep,
@@ -24,6 +25,7 @@ from kvactors.errors import (
 from kvactors.layout import GQALayout
 from kvactors.prefix_index.messages import Acquire
 from kvactors.testing.sim import problems_at_rest
+from tests.cache.test_quotas import held, hosted, settle, use
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
 
 HOST = {"slots": 16, "transit_slots": 16}
@@ -112,21 +114,6 @@ async def test_a_closed_cache_may_be_asleep(tmp_path):
         async with kvactors.open(settings(device=8, host=HOST, storage=stored(tmp_path))) as cache:
             await serve(cache, "a", TOKENS)
             await cache.sleep(level)
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2, 4, 8, 16, 32])
-@pytest.mark.parametrize("level", [1, 2])
-async def test_a_cancelled_sleep_leaves_a_defined_state(steps, level, tmp_path):
-    async with opened(device=8, host=HOST, storage=stored(tmp_path), inline=True) as cache:
-        await serve(cache, "a", TOKENS)
-        call = asyncio.ensure_future(cache.sleep(level))
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        if cache.system.asleep:
-            await cache.wake()
-        assert (await serve(cache, "a", TOKENS)).cached_tokens == 3 * BLOCK
 
 
 async def test_a_sleep_that_is_late_leaves_the_cache_awake(monkeypatch):
@@ -237,3 +224,56 @@ async def test_unsupported_parts_refuse(monkeypatch):
         with pytest.raises(ValueError, match="level"):
             await cache.sleep(3)
         await serve(cache, "a", TOKENS)
+
+
+# -- pins, quotas and cancellation
+
+
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_sleep_ends_pins_and_keeps_quotas(level, tmp_path):
+    options = {"quota": {"device": 4}, "hints": {"pin_share": 1.0}}
+    async with opened(device=8, host=HOST, storage=stored(tmp_path), **options) as cache:
+        await cache.set_quota("noisy", device=2)
+        await use(cache, 1, salt="quiet", hints=Hints(pin=True))
+        assert cache.statistics().prefix.pinned == 2
+        await cache.sleep(level)
+        statistics = cache.statistics()
+        assert statistics.prefix.pinned == statistics.host.pinned_blocks == 0
+        await cache.wake()
+        assert held(cache, 1, salt="quiet") == 0
+        assert hosted(cache, 1, salt="quiet") == (2 if level == 1 else 0)
+        await use(cache, 1, salt="quiet")
+        for number in range(2, 6):
+            await use(cache, number, salt="noisy")
+        assert held(cache, 1, salt="quiet") == 2, "the quota of before the sleep is kept"
+        assert cache.statistics().prefix.pinned == 0
+        await settle(cache)
+
+
+async def cancelled(call, steps):
+    """Cancel a call after some steps of the loop."""
+    task = asyncio.ensure_future(call)
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("steps", [*range(10), *range(12, 60, 6)])
+@pytest.mark.parametrize("level", [1, 2])
+async def test_a_cancelled_sleep_or_wake_leaves_the_cache_asleep_or_awake(steps, level, tmp_path):
+    async with opened(device=8, host=HOST, storage=stored(tmp_path), inline=True) as cache:
+        await serve(cache, "a", TOKENS)
+        await cancelled(cache.sleep(level), steps)
+        if not cache.system.asleep:
+            assert (await serve(cache, "a", TOKENS)).cached_tokens == 3 * BLOCK
+            await cache.sleep(level)
+        await cancelled(cache.wake(), steps)
+        while True:  # a wake that has taken memory goes on to its end
+            try:
+                await cache.wake()
+                break
+            except CacheAsleep:
+                await asyncio.sleep(0)
+        assert cache.health() == ("ok", ())
+        assert (await serve(cache, "a", TOKENS)).cached_tokens == 3 * BLOCK
