@@ -85,14 +85,11 @@ def test_the_layout_of_a_model(tmp_path, data, options, kind, token_bytes):
         ({k: v for k, v in LLAMA.items() if k != "torch_dtype"}, "dtype is missing"),
         ({**LLAMA, "is_encoder_decoder": True}, "encoder-decoder"),
         (
-            {**LLAMA, "layer_types": ["full_attention", "linear_attention"]},
-            "not supported .layer_types has linear_attention",
+            {**LLAMA, "layer_types": ["linear_attention"]},
+            "not supported .layer_types has linear_att",
         ),
         ({**LLAMA, "mamba_d_state": 16}, r"not supported \(mamba_d_state\)"),
-        (
-            {"text_config": {}, "architectures": ["X"]},
-            "X.text_config.: num_hidden_layers is missing",
-        ),
+        ({"text_config": {}, "architectures": ["X"]}, "X.text_config.: num_hidden_layers is mi"),
     ],
 )
 def test_a_config_that_is_wrong_or_unknown_is_named(tmp_path, data, complaint):
@@ -116,25 +113,16 @@ def test_transit_slots_follow_from_the_rate_of_the_disk(tmp_path, options, slots
     assert (transit.blocks, transit.setting) == (slots, "host.transit_slots")
 
 
-def test_a_rate_without_a_disk_is_an_error(tmp_path):
+def test_options_that_cannot_be_are_named(tmp_path):
+    path = write(tmp_path, LLAMA)
     with pytest.raises(ConfigError, match="--disk-rate is for"):
-        size_report(write(tmp_path, LLAMA), host="1 GiB", disk_rate="1 GiB")
-
-
-def test_ranks_that_cannot_share_the_heads_are_named(tmp_path):
+        size_report(path, host="1 GiB", disk_rate="1 GiB")
     with pytest.raises(LayoutError, match="8 KV heads cannot be shared among 3 ranks"):
-        size_report(write(tmp_path, LLAMA), tensor_parallel=3)
+        size_report(path, tensor_parallel=3)
 
 
-@pytest.mark.parametrize(
-    ("data", "note"),
-    [
-        (DEEPSEEK, "1 MTP layer.s..* --extra-layers 1"),
-        ({**LLAMA, "layer_types": ["sliding_attention", "full_attention"]}, "sliding window"),
-    ],
-)
-def test_remarks(tmp_path, data, note):
-    import re
-
-    (found,) = read_model(write(tmp_path, data)).notes
-    assert re.search(note, found)
+def test_remarks(tmp_path):
+    sliding = {**LLAMA, "layer_types": ["sliding_attention", "full_attention"]}
+    for data, words in ((DEEPSEEK, "--extra-layers 1"), (sliding, "sliding window")):
+        (note,) = read_model(write(tmp_path, data)).notes
+        assert words in note

@@ -88,13 +88,6 @@ async def test_a_config_that_was_constructed_is_checked_when_a_cache_is_opened()
             pass
 
 
-def test_variables_that_nothing_uses_are_no_error():
-    environ = {"AS_POD_NAME": "x", "AS_WRITE_SLICE_TIMEOUT": "3", "AS_NAMESPACE": "ns"}
-    assert (
-        Config.from_env(environ, Config.from_mapping({"cache": {"model": "m"}})).cache.model == "m"
-    )
-
-
 @pytest.mark.parametrize("kind", ["mla", "dsa"])
 def test_a_config_can_be_dumped_and_read_again(kind, tmp_path):
     text = f'[cache]\nmodel = "m"\n[layout]\nkind = "{kind}"\nkv_lora_rank = 128\n[storage]\nbackend = "file"\ndirectory = "/x"\n'

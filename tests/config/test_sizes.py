@@ -77,19 +77,16 @@ async def test_the_report_has_the_numbers_of_an_open_cache(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tables", "complaint"),
+    ("table", "name", "size", "complaint"),
     [
-        ({"device": {"capacity_bytes": 2559}}, r"device\.capacity_bytes is 2.5 KiB, and one block"),
-        ({"host": {"capacity_bytes": PAGE - 1}}, r"host\.capacity_bytes is .*takes 4 KiB"),
-        (
-            {"host": {"slots": 1, "transit_bytes": PAGE - 1}},
-            r"host\.transit_bytes is .*takes 4 KiB",
-        ),
+        ("device", "capacity_bytes", 2559, "is 2.5 KiB, and one block"),
+        ("host", "capacity_bytes", PAGE - 1, "is .*takes 4 KiB"),
+        ("host", "transit_bytes", PAGE - 1, "is .*takes 4 KiB"),
     ],
 )
-async def test_a_size_that_holds_no_block_is_named(tables, complaint):
-    with pytest.raises(ConfigError, match=complaint):
-        async with kvactors.open(config(**tables)):
+async def test_a_size_that_holds_no_block_is_named(table, name, size, complaint):
+    with pytest.raises(ConfigError, match=rf"{table}\.{name} {complaint}"):
+        async with kvactors.open(config(**{table: {name: size}})):
             pass
 
 
@@ -98,10 +95,9 @@ async def test_a_given_device_has_its_own_size():
     fitting = config(device={"capacity_bytes": 7 * layout.block_bytes + 1})
     async with kvactors.open(fitting, HostDevice(layout, 7)) as cache:
         assert cache.config.device.num_blocks == 7
-    with pytest.raises(
-        ConfigError, match=r"capacity_bytes is '1 MiB', that is 409 blocks, and .* 7"
-    ):
-        async with kvactors.open(config(device={"capacity_bytes": "1 MiB"}), HostDevice(layout, 7)):
+    other = config(device={"capacity_bytes": "1 MiB"})
+    with pytest.raises(ConfigError, match=r"is '1 MiB', that is 409 blocks, and .* 7"):
+        async with kvactors.open(other, HostDevice(layout, 7)):
             pass
 
 
@@ -120,15 +116,9 @@ def test_the_most_blocks_that_fit_some_bytes(layers, extra, ratio, nbytes):
         assert memory(device) == layout.device_bytes(blocks)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("8 GiB", 8 << 30), ("8GB", 8 << 30), ("1.5m", 3 << 19), (" 7 ", 7), ("2 tb", 2 << 40)],
-)
-def test_units(text, size):
-    assert in_bytes(text, "x") == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "-1", "8 XB", "1e9", "8 GiBs", True, 1.5])
-def test_texts_that_are_no_size(text):
-    with pytest.raises(ConfigError, match="x must be a size"):
-        in_bytes(text, "x")
+def test_units():
+    sizes = {"8 GiB": 8 << 30, "8GB": 8 << 30, "1.5m": 3 << 19, " 7 ": 7, "2 tb": 2 << 40}
+    assert {text: in_bytes(text, "x") for text in sizes} == sizes
+    for wrong in ("", "GB", "-1", "8 XB", "1e9", "8 GiBs", True, 1.5):
+        with pytest.raises(ConfigError, match="x must be a size"):
+            in_bytes(wrong, "x")
