@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import gc
 import threading
-import time
 
 import anyio
 import pytest
@@ -15,6 +14,7 @@ import pytest
 import kvactors.from_thread
 from kvactors import Step
 from kvactors.errors import CacheClosed, DeadlineExceeded, LeaseBusy, LeaseEnded, WrongLoop
+from kvactors.from_thread import LoopCaller, ThreadLease
 from kvactors.prefix_index.messages import Commit
 from tests.support.cache import BLOCK, opened, prompt, serve
 
@@ -193,33 +193,14 @@ def test_another_loop_of_the_same_thread_is_refused():
 async def test_every_call_from_another_thread_raises_at_once():
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 3))
-        lookers = [
-            cache.statistics,
-            cache.health,
-            cache.check,
-            cache.count_divergent_blocks,
-            cache.close,
-            lease.abandon,
-            lambda: lease.hashes(0, 1),
-        ]
-        for look in lookers:
+        looks = (cache.statistics, cache.health, cache.check, cache.count_divergent_blocks)
+        for look in (*looks, cache.close, lease.abandon, lambda: lease.hashes(0, 1)):
             with pytest.raises(WrongLoop):
                 await asyncio.to_thread(look)
-        calls = [
-            lambda: cache.acquire("b", [1]),
-            cache.clear,
-            cache.pause,
-            cache.resume,
-            cache.wait_idle,
-            cache.wait_flushed,
-        ]
-        for made in calls:
-
-            async def run(made=made):
-                await made()
-
+        calls = (cache.clear, cache.pause, cache.resume, cache.wait_idle, cache.wait_flushed)
+        for call in (*calls, lambda: cache.acquire("b", [1])):
             with pytest.raises(WrongLoop):
-                await asyncio.to_thread(asyncio.run, run())
+                await asyncio.to_thread(lambda call=call: call().send(None))
         with pytest.raises(WrongLoop):
             cache.from_thread.acquire("b", [1])
         assert agree(cache, lease)
@@ -230,54 +211,36 @@ async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
     """The loop answers after the thread has stopped waiting: the lease has ended, and nothing is
     left of an acquire."""
     monkeypatch.setattr(kvactors.from_thread, "MARGIN_S", 0.0)
+    given_up, schedule = threading.Event(), LoopCaller._schedule
+
+    def late(method):
+        async def call(*args, **kwargs):
+            result = await method(*args, **kwargs)
+            given_up.wait(20)  # the loop is busy until the thread has given up
+            return result
+
+        return call
+
+    def noted(self, callback):
+        if callback.__name__ == "give_up":
+            given_up.set()
+        schedule(self, callback)
+
+    monkeypatch.setattr(LoopCaller, "_schedule", noted)
     async with opened() as cache:
         lease = await cache.acquire("a", prompt(1, 1))
-        gone = threading.Thread(target=lambda: None)
-        gone.start()
-
-        def late(method):
-            async def call(*args, **kwargs):
-                result = await method(*args, **kwargs)
-                deadline = time.monotonic() + 20
-                while not given_up and time.monotonic() < deadline:
-                    time.sleep(0.001)  # noqa: ASYNC251  (the loop is busy until the thread has given up)
-                return result
-
-            return call
-
-        given_up: list[str] = []
-
-        def in_thread(call):
-            def run():
-                try:
-                    call()
-                except DeadlineExceeded as error:
-                    given_up.append(str(error))
-                    raise
-
-            return run
-
-        held = kvactors.from_thread.ThreadLease(cache.system, cache._context.loop, lease)
+        held = ThreadLease(cache.system, cache._context.loop, lease)
         monkeypatch.setattr(lease, "extend", late(lease.extend))
-        give_up = kvactors.from_thread.LoopCaller._schedule
-
-        def noted(self, callback):
-            if callback.__name__ == "give_up":
-                given_up.append("now")
-            give_up(self, callback)
-
-        monkeypatch.setattr(kvactors.from_thread.LoopCaller, "_schedule", noted)
-        with pytest.raises(DeadlineExceeded):
-            await asyncio.to_thread(in_thread(lambda: held.extend([1] * BLOCK, deadline=0.3)))
-        await cache.wait_idle()
-        assert not agree(cache, lease)
-        given_up.clear()
         monkeypatch.setattr(cache, "acquire", late(cache.acquire))
-        with pytest.raises(DeadlineExceeded):
-            await asyncio.to_thread(
-                in_thread(lambda: cache.from_thread.acquire("b", prompt(2, 1), deadline=0.3))
-            )
-        await cache.wait_idle()
+        for call in (
+            lambda: held.extend([1] * BLOCK, deadline=0.3),
+            lambda: cache.from_thread.acquire("b", prompt(2, 1), deadline=0.3),
+        ):
+            given_up.clear()
+            with pytest.raises(DeadlineExceeded):
+                await asyncio.to_thread(call)
+            await cache.wait_idle()
+        assert not agree(cache, lease)
         assert cache.statistics().prefix.leases == 0
 
 

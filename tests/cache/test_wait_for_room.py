@@ -81,23 +81,6 @@ async def test_requests_are_admitted_in_order(monkeypatch):
         assert waiting(cache) == 0
 
 
-@pytest.mark.parametrize("wait", [False, True])
-async def test_a_request_is_overtaken_a_bounded_number_of_times(wait, monkeypatch):
-    """Four of eight blocks are free, and the first request that waits needs all eight."""
-    monkeypatch.setattr(queue, "OVERTAKEN", 3)
-    async with opened(device=8) as cache:
-        runs = await cache.acquire("runs", prompt(1, 4))
-        large = await queued(cache, 1, 1, 8)
-        for number in range(3):
-            await (await cache.acquire("small", prompt(2, 1), wait_for_room=wait)).finish()
-            assert number < 3
-        with pytest.raises(kvactors.DeadlineExceeded if wait else kvactors.NoRoom):
-            await cache.acquire("small", prompt(2, 1), wait_for_room=wait, deadline=0.05)
-        await runs.finish()
-        await (await large).finish()
-        await (await cache.acquire("small", prompt(2, 1), wait_for_room=wait)).finish()
-
-
 @pytest.mark.parametrize("tokens", [13 * BLOCK, 16 * BLOCK])
 async def test_a_request_that_pins_keep_out_is_refused_at_once(tokens):
     async with opened(device=16) as cache:
@@ -115,18 +98,6 @@ async def test_a_request_that_pins_keep_out_is_refused_at_once(tokens):
         assert cache.statistics().prefix.refused_size == 1
         assert await cache.unpin(prompt(1, 4)) == 4
         await (await cache.acquire("large", large)).finish()
-
-
-@pytest.mark.parametrize("ttl", [0.05, 100.0])
-async def test_a_request_waits_for_pins_that_end_before_its_deadline(ttl):
-    async with opened(device=16) as cache:
-        await serve(cache, "system", prompt(1, 4), hints=kvactors.Hints(pin=True, ttl=ttl))
-        call = cache.acquire("large", prompt(2, 16), wait_for_room=True, deadline=20.0)
-        if ttl < 20.0:
-            await (await call).finish()
-        else:
-            with pytest.raises(kvactors.NoRoom, match="4 pinned"):
-                await call
 
 
 async def test_a_pin_refuses_the_requests_that_wait_and_can_get_no_blocks_any_more():

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -61,23 +60,17 @@ def unbuilt(tmp_path: Path) -> Path:
     return tmp_path / "clone"
 
 
-def python(clone: Path, *arguments: str, before: str = "", flags: tuple[str, ...] = ()):
+HIDDEN = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "kvactors" not in repr(type(f))]
+sys.path.insert(0, {clone!r})
+"""
+
+
+def python(clone: Path, script: str, before: str = ""):
     """Python in a folder, whose kvactors comes first and which has no editable install of it."""
-    hidden = (
-        textwrap.dedent(
-            """
-        import sys
-        sys.meta_path[:] = [f for f in sys.meta_path if "kvactors" not in repr(type(f))]
-        sys.path[:] = [p for p in sys.path if p != SITE] if SITE else sys.path
-        sys.path.insert(0, CLONE)
-        """
-        )
-        .replace("CLONE", repr(str(clone)))
-        .replace("SITE", "''")
-    )
-    script = f"{hidden}\n{before}\n" + "\n".join(arguments)
     return subprocess.run(
-        [sys.executable, *flags, "-c", script],
+        [sys.executable, "-c", f"{HIDDEN.format(clone=str(clone))}\n{before}\n{script}"],
         cwd=clone,
         env={**os.environ, "PYTHONPATH": ""},
         capture_output=True,
@@ -134,23 +127,9 @@ for name in ("eventfd", "posix_fallocate", "O_DIRECT", "fdatasync", "preadv"):
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_other_systems_have_settings_and_sizes_and_a_named_error_for_the_rest(tmp_path, system):
     """The functions that these systems lack are removed, since none of them is at hand."""
-    works = (
-        "kvactors",
-        "kvactors.settings",
-        "kvactors.layout",
-        "kvactors.errors",
-        "kvactors.settings.check",
-    )
-    needs = (
-        "kvactors.cache",
-        "kvactors.tier_cache",
-        "kvactors.cli",
-        "kvactors.storage.file.store",
-        "kvactors.storage.inspect",
-        "kvactors.files",
-        "kvactors.threads",
-        "kvactors.native",
-    )
+    works = ["kvactors", *(f"kvactors.{one}" for one in ("settings", "layout", "errors"))]
+    parts = ("cache", "tier_cache", "cli", "storage.file.store", "files", "threads", "native")
+    needs = [f"kvactors.{one}" for one in parts]
     script = f"""
 import importlib, json
 found = {{}}
@@ -171,8 +150,5 @@ print(json.dumps(found))
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert {name: found[name] for name in works} == dict.fromkeys(works, "")
-    for name in (*needs, "open"):
-        assert (
-            f"needs Linux (file locks, O_DIRECT, futexes), and this system is {system}"
-            in (found[name])
-        ), name
+    reason = f"needs Linux (file locks, O_DIRECT, futexes), and this system is {system}"
+    assert all(reason in found[name] for name in (*needs, "open"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 
 import msgspec
@@ -126,20 +125,6 @@ def test_prune_follows_no_link(directory, tmp_path_factory, capsys):
     assert run("prune", directory, "--keep", "0") in (0, 1)
     assert (elsewhere / "store" / "table").exists()
     assert (elsewhere / "store" / "slab-0000").exists()
-
-
-async def test_a_store_that_was_pruned_while_it_was_being_opened_is_not_written_by_two(directory):
-    """The lock file that was removed does not count as the lock."""
-    backend = await made(directory, A, 0)
-    folder = backend.files.folder
-    (folder / "lock").unlink()
-    second = await made(directory, A, 0)
-    fd = os.open(folder / "lock", os.O_RDWR)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(fd)
-    await second.close()
-    await backend.close()
 
 
 def test_a_directory_without_a_store_is_an_error(tmp_path, capsys):
