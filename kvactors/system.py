@@ -68,55 +68,28 @@ from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, Storage
 from kvactors.substitutes import NoDeviceStore, NoNotifier, NoReader, NoWriter
 
 
-class Summary(NamedTuple):
-    """The sizes and parts of an open cache.
-
-    Attributes:
-        block_bytes: of one block on one rank.
-        device_bytes: of all device blocks of one rank.
-        host_bytes: of all host slots of one rank.
-        store_capacity_bytes: bytes that the store holds at most, 0 without a limit.
-    """
-
-    model: str
-    namespace: str
-    block_size: int
-    block_bytes: int
-    device_blocks: int
-    device_bytes: int
-    host_slots: int
-    host_bytes: int
-    store: str
-    store_objects: int
-    store_bytes: int
-    store_capacity_bytes: int
-    sinks: tuple[str, ...]
-    ranks: int
-
-
-def summarize(system: Any) -> Summary:
-    """The summary of an open `System`."""
-    config, storage = system.config, system.storage
-    block_bytes, blocks = system.layout.block_bytes, system.plane.device.num_blocks
-    slots = system.arena.num_slots
-    store = system.store
-    found = store.statistics() if store is not None else None
-    return Summary(
-        config.cache.model,
-        config.cache.namespace,
-        config.cache.block_size,
-        block_bytes,
-        blocks,
-        blocks * block_bytes,
-        slots,
-        slots * block_bytes,
-        storage.backend if system.backend is None else type(system.backend).__name__,
-        0 if found is None else found.objects,
-        0 if found is None else found.objects * found.object_bytes,
-        0 if found is None else found.capacity * found.object_bytes,
-        tuple(system.sinks),
-        config.ranks.count,
-    )
+def summarize(system: System) -> dict[str, Any]:
+    """The sizes and parts of an open cache. Bytes are those of one rank."""
+    config, store = system.config, system.store
+    block_bytes, blocks = system.layout.block_bytes, system.device.num_blocks
+    slots, backend = system.arena.num_slots, system.backend
+    found = None if store is None else store.statistics()
+    return {
+        "model": config.cache.model,
+        "namespace": config.cache.namespace,
+        "block_size": config.cache.block_size,
+        "block_bytes": block_bytes,
+        "device_blocks": blocks,
+        "device_bytes": blocks * block_bytes,
+        "host_slots": slots,
+        "host_bytes": slots * block_bytes,
+        "store": system.storage.backend if backend is None else type(backend).__name__,
+        "store_objects": 0 if found is None else found.objects,
+        "store_bytes": 0 if found is None else found.objects * found.object_bytes,
+        "store_capacity_bytes": 0 if found is None else found.capacity * found.object_bytes,
+        "sinks": tuple(system.sinks),
+        "ranks": config.ranks.count,
+    }
 
 
 Record = TypeVar("Record", bound=NamedTuple)
@@ -353,7 +326,7 @@ class System:
             drain, unused = self.config.actors.drain_timeout_s, self.unused()
             async with self.supervisor.running(*self.groups(), drain=drain, outside=unused):
                 self.opened_at = time.time()
-                log.info("cache opened", **summarize(self)._asdict())
+                log.info("cache opened", **summarize(self))
                 started.set_result(None)
                 try:
                     clean = await leave

@@ -20,7 +20,7 @@ from kvactors.observe.operations import Operation, OperationWatch
 from kvactors.observe.statistics import CacheStatistics, TenantStatistics, collect, named_tenants
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.tree import BlockAges
-from kvactors.system import Summary, System, summarize
+from kvactors.system import System, summarize
 
 if TYPE_CHECKING:
     from kvactors.tier_cache.answers import TierHealth, TierStatistics
@@ -98,7 +98,7 @@ class Snapshot(NamedTuple):
 
     statistics: CacheStatistics
     health: Health
-    summary: Summary
+    summary: dict[str, Any]
     watch: MetricsWatch
     leaked: int
     ranks: tuple[RankStatistics, ...]
@@ -205,7 +205,7 @@ def _of_salts(*fields: str) -> Callable[[Snapshot], Samples]:
 
 HITS = {tier: f"prefix.{tier}_hits" for tier in TIERS[1:]}
 CAPACITIES = {
-    "device": "summary.device_blocks", "host": "host.capacity", "storage": "store.capacity"
+    "device": "prefix.blocks_total", "host": "host.capacity", "storage": "store.capacity"
 }  # fmt: skip
 
 OUTCOMES = (
@@ -215,7 +215,7 @@ OUTCOMES = (
 
 
 def _hit_tokens(s: Snapshot) -> dict[str, float]:
-    return {tier: _at(s, path) * s.summary.block_size for tier, path in HITS.items()}
+    return {tier: _at(s, path) * s.summary["block_size"] for tier, path in HITS.items()}
 
 
 def _resident(s: Snapshot) -> dict[str, float]:
@@ -228,7 +228,7 @@ def _resident(s: Snapshot) -> dict[str, float]:
 
 
 def _resident_bytes(s: Snapshot) -> dict[str, float]:
-    size = s.summary.block_bytes
+    size = s.summary["block_bytes"]
     sizes = {"device": size, "host": size, "storage": _at(s, "store.object_bytes")}
     return {tier: blocks * sizes[tier] for tier, blocks in _resident(s).items()}
 
@@ -267,7 +267,7 @@ def _tasks(s: Snapshot) -> Samples:
 
 
 def _info(s: Snapshot) -> Samples:
-    return [(tuple(str(getattr(s.summary, label)) for label in INFO), 1.0)]
+    return [(tuple(str(s.summary[label]) for label in INFO), 1.0)]
 
 
 INFO = ("model", "block_size", "block_bytes", "device_blocks", "host_slots", "store", "ranks")
@@ -275,7 +275,7 @@ INFO = ("model", "block_size", "block_bytes", "device_blocks", "host_slots", "st
 FAMILIES: tuple[Family, ...] = (
     # hits
     counter("prefix_cache_queries", "Tokens of full blocks that requests looked up.",
-            lambda s: s.statistics.prefix.blocks_looked_up * s.summary.block_size),
+            lambda s: s.statistics.prefix.blocks_looked_up * s.summary["block_size"]),
     counter("prefix_cache_hits", "Tokens that were cached, by the tier that had them.",
             _hit_tokens, "tier"),
     counter("kv_block_queries", "Full blocks that requests looked up.", "prefix.blocks_looked_up"),
@@ -450,10 +450,10 @@ FASTDEPLOY_FAMILIES: tuple[Family, ...] = (
     gauge("available_gpu_block_num", "Device blocks that are free or evictable.",
           lambda s: s.statistics.prefix.blocks_free + s.statistics.prefix.evictable),
     gauge("free_gpu_block_num", "Free device blocks.", "prefix.blocks_free"),
-    gauge("max_gpu_block_num", "Device blocks.", "summary.device_blocks"),
-    gauge("max_cpu_block_num", "Host slots.", "summary.host_slots"),
+    gauge("max_gpu_block_num", "Device blocks.", "prefix.blocks_total"),
+    gauge("max_cpu_block_num", "Host slots.", lambda s: s.summary["host_slots"]),
     gauge("available_gpu_resource", "Free device blocks, of all.",
-          lambda s: _share(s.statistics.prefix.blocks_free, s.summary.device_blocks)),
+          lambda s: _share(s.statistics.prefix.blocks_free, s.summary["device_blocks"])),
     gauge("gpu_cache_usage_perc", "Device blocks in use, of all.", lambda s: _usage(s)["device"]),
 )  # fmt: skip
 """The metrics that FastDeploy's router and dashboards read, under FastDeploy's names."""
