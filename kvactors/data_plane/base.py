@@ -20,7 +20,7 @@ from kvactors.device.events import StreamEvent
 from kvactors.errors import DeviceError, StoreError
 from kvactors.identity import Lineage
 from kvactors.lifecycle import Opening
-from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.backend import Backend, Expired, ReadReport, SlotViews, WriteReport
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome
@@ -175,7 +175,7 @@ class DataPlane(ABC):
         whether the deadline has passed. Keys not begun by then are LATE."""
         if self.store is None or self.refuses(generation):
             return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
-        return await self.store.read_slots(keys, self.slots, slots, expired)
+        return await self.store.read(keys, SlotViews(self.slots, slots), expired)
 
     async def write(
         self,
@@ -190,7 +190,7 @@ class DataPlane(ABC):
         `lineages` and `salts` have one entry per key, or none."""
         if self.store is None or self.refuses(generation):
             return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
-        return await self.store.write_slots(keys, self.slots, slots, expired, lineages, salts)
+        return await self.store.write(keys, SlotViews(self.slots, slots), expired, lineages, salts)
 
     async def fetch(
         self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float

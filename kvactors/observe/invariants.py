@@ -10,7 +10,7 @@ two steps can look like a violation: such an actor is checked again in one step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 
 from kvactors.actor import Actor
@@ -200,26 +200,26 @@ def residency_steps(system: System, where: Residency) -> Iterator[None]:
     for nodes in listing(system):
         where[Tier.DEVICE].update(key for key, state in nodes if state & DEVICE)
         yield
-    evictor = system.evictor_actor
-    yield from _gather(evictor.host.iter_hashes, evictor.host.hashes, where[Tier.HOST])
+    yield from _host_keys(system, where[Tier.HOST])
     if system.store is not None:
-        yield from _gather(system.store.iter_keys, system.store.keys, where[Tier.STORAGE])
+        for page in pages(system.store.snapshot()):
+            where[Tier.STORAGE].update(page)
+            yield
 
 
-def _gather(
-    names: Callable[[], Iterator[bytes]], keys: Callable[[], list[bytes]], found: ShardedSet
-) -> Iterator[None]:
-    """Add the keys from `names` to `found`, in steps. If they change between two steps, the
-    collection starts over, and after GATHER_ATTEMPTS changes `keys` copies all of them at once."""
+def _host_keys(system: System, found: ShardedSet) -> Iterator[None]:
+    """Add the keys of the host tier to `found`, in steps. If they change between two steps, the
+    collection starts over, and after GATHER_ATTEMPTS changes all of them are copied at once."""
+    host = system.evictor_actor.host
     for _ in range(GATHER_ATTEMPTS):
         try:
-            for page in pages(names()):
+            for page in pages(host.iter_hashes()):
                 found.update(page)
                 yield
         except RuntimeError:  # they have changed
             continue
         return
-    for page in pages(keys()):
+    for page in pages(host.hashes()):
         found.update(page)
         yield
 

@@ -2,24 +2,24 @@
 stores of other packages.
 
 Arguments of the batch calls: `keys` are block hashes of 32 bytes. `views` are as many contiguous
-buffers of `block_bytes` bytes, writable for reads (`GuardedBackend` refuses others). In place of
-them, `slots` are as many slot numbers of `arena`. `expired` returns whether the deadline of the
-batch has passed: a store does not begin keys after it, and reports them as LATE."""
+buffers of `block_bytes` bytes, writable for reads (`GuardedBackend` refuses others). From the
+storage actors they are `SlotViews`. `expired` returns whether the deadline of the batch has passed:
+a store does not begin keys after it, and reports them as LATE."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvactors.device.arena import Arena
+from kvactors.device.arena import Arena, HostSlots
 from kvactors.errors import StoreUnsupported
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.identity import Lineage
 from kvactors.storage.catalog import StoreShares
 from kvactors.storage.messages import Outcome
 
-__all__ = ["Backend", "Expired", "ReadReport", "StoreStatistics", "WriteReport"]
+__all__ = ["Backend", "Expired", "ReadReport", "SlotViews", "StoreStatistics", "WriteReport"]
 
 Expired = Callable[[], bool]
 """Whether the deadline of a batch has passed: keys that were not begun by then are LATE."""
@@ -38,6 +38,23 @@ class WriteReport(NamedTuple):
 
     outcomes: bytes
     evicted: list[bytes]
+
+
+class SlotViews(Sequence[memoryview]):
+    """Slots of an arena as views, each of which is made when it is looked at: a store that moves
+    slots by their numbers makes none. The arena of ranks is not in this process, and has none."""
+
+    def __init__(self, arena: HostSlots, slots: Sequence[int]) -> None:
+        self.arena: Any = arena
+        self.slots = slots
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def __getitem__(self, which: Any) -> Any:
+        if isinstance(which, slice):
+            return SlotViews(self.arena, self.slots[which])
+        return self.arena.view(self.slots[which])
 
 
 class Backend(ABC):
@@ -139,29 +156,21 @@ class Backend(ABC):
 
     @abstractmethod
     async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> WriteReport:
-        """Write a batch, least recently used first, each object whole or not at all. Keys that are
-        in the store count as used now. When the call has ended, no view is read any more."""
-
-    async def read_slots(
-        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
-    ) -> ReadReport:
-        """`read` into slots of the arena."""
-        return await self.read(keys, [arena.view(slot) for slot in slots], expired)
-
-    async def write_slots(
         self,
         keys: Sequence[bytes],
-        arena: Arena,
-        slots: Sequence[int],
+        views: Sequence[memoryview],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        """`write` from slots of the arena. `lineages` (only with `keeps_lineages`) and `salts`
-        (numbers, see `quotas.salt_id`, only with `shares`) have one entry a key, or are empty."""
-        return await self.write(keys, [arena.view(slot) for slot in slots], expired)
+        """Write a batch, least recently used first, each object whole or not at all. Keys that are
+        in the store count as used now. When the call has ended, no view is read any more.
+
+        Args:
+            lineages: one a key, or none at all. Only a store with `keeps_lineages` is given any.
+            salts: numbers (see `quotas.salt_id`), likewise. Only a store with `shares` is given
+                any.
+        """
 
     @abstractmethod
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -201,10 +210,6 @@ class Backend(ABC):
     def keys(self) -> list[bytes]:
         """The keys that this process answers for, least recently used first."""
         return []
-
-    def iter_keys(self) -> Iterator[bytes]:
-        """`keys`, lazily and in any order. Raises RuntimeError if the store changes in between."""
-        return iter(self.keys())
 
     def key_slices(self) -> Iterator[list[bytes]]:
         """`keys` in parts. The store may change between two of them: a key that it holds all the

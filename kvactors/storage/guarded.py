@@ -27,6 +27,7 @@ from kvactors.storage.backend import (
     Backend,
     Expired,
     ReadReport,
+    SlotViews,
     StoreCounters,
     StoreStatistics,
     WriteReport,
@@ -190,24 +191,16 @@ class GuardedBackend:
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        if not self._fit(keys, views, writable=True):
-            return ReadReport(self._refused(keys, self.counters.read), [])
-        return await self._read(keys, lambda: self.inner.read(keys, views, expired))
-
-    async def read_slots(
-        self, keys: Sequence[bytes], arena: Any, slots: Sequence[int], expired: Expired
-    ) -> ReadReport:
-        return await self._read(keys, lambda: self.inner.read_slots(keys, arena, slots, expired))
-
-    async def _read(
-        self, keys: Sequence[bytes], call: Callable[[], Awaitable[ReadReport]]
-    ) -> ReadReport:
         gone = list[bytes]()
-        if self.clears.closed:
+        if not self._fit(keys, views, writable=True):
+            outcomes = bytes([Outcome.REFUSED]) * len(keys)
+        elif self.clears.closed:
             outcomes = bytes([Outcome.MISS]) * len(keys)
         else:
             begun = self.clears.begun
-            outcomes, gone = await self._move("read", self.attempts.reads, call, len(keys))
+            outcomes, gone = await self._move(
+                "read", lambda: self.inner.read(keys, views, expired), len(keys)
+            )
             if begun != self.clears.begun:  # the objects read may be from before the clear
                 outcomes = outcomes.replace(bytes([Outcome.OK]), bytes([Outcome.MISS]))
         self.counters.read(outcomes)
@@ -216,17 +209,9 @@ class GuardedBackend:
         return ReadReport(outcomes, gone)
 
     async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> WriteReport:
-        if not self._fit(keys, views, writable=False):
-            return WriteReport(self._refused(keys, self.counters.written), [])
-        return await self._write(keys, lambda: self.inner.write(keys, views, expired))
-
-    async def write_slots(
         self,
         keys: Sequence[bytes],
-        arena: Any,
-        slots: Sequence[int],
+        views: Sequence[memoryview],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int] = (),
@@ -237,30 +222,23 @@ class GuardedBackend:
             more["lineages"] = lineages
         if salts and self.shares is not None:
             more["salts"] = salts
-        return await self._write(
-            keys, lambda: self.inner.write_slots(keys, arena, slots, expired, **more)
-        )
-
-    async def _write(
-        self, keys: Sequence[bytes], call: Callable[[], Awaitable[WriteReport]]
-    ) -> WriteReport:
-        evicted, obstacle = list[bytes](), await self._unwritable()
+        fits = self._fit(keys, views, writable=False)
+        evicted, obstacle = list[bytes](), await self._unwritable() if fits else Outcome.REFUSED
         if obstacle is None:
             with self.clears.writing():
-                outcomes, evicted = await self._move("write", self.attempts.writes, call, len(keys))
+                outcomes, evicted = await self._move(
+                    "write", lambda: self.inner.write(keys, views, expired, **more), len(keys)
+                )
         else:
             outcomes = bytes([obstacle]) * len(keys)
         self.counters.written(outcomes)
         return WriteReport(outcomes, evicted)
 
     async def _move(
-        self,
-        what: Literal["read", "write"],
-        attempts: Attempts,
-        call: Callable[[], Awaitable[Any]],
-        count: int,
+        self, what: Literal["read", "write"], call: Callable[[], Awaitable[Any]], count: int
     ) -> tuple[bytes, list[bytes]]:
         """Outcomes of a call, and the keys that left the store."""
+        attempts = self.attempts.reads if what == "read" else self.attempts.writes
         unmoved = bytes([Outcome.UNAVAILABLE]) * count, list[bytes]()
         if self._refuses(attempts):
             return unmoved
@@ -279,18 +257,15 @@ class GuardedBackend:
     def _fit(self, keys: Sequence[bytes], views: Sequence[memoryview], *, writable: bool) -> bool:
         """Whether every view can hold an object. A store moves `block_bytes` bytes from the start
         of a view, so a shorter one, or one with gaps, would expose the memory behind it."""
-        return len(views) == len(keys) and all(
-            view.nbytes == self.block_bytes
-            and view.c_contiguous
-            and not (writable and view.readonly)
-            for view in views
+        return len(views) == len(keys) and (
+            isinstance(views, SlotViews)
+            or all(
+                view.nbytes == self.block_bytes
+                and view.c_contiguous
+                and not (writable and view.readonly)
+                for view in views
+            )
         )
-
-    @staticmethod
-    def _refused(keys: Sequence[bytes], count: Callable[[bytes], None]) -> bytes:
-        outcomes = bytes([Outcome.REFUSED]) * len(keys)
-        count(outcomes)
-        return outcomes
 
     def take(self, keys: Sequence[bytes]) -> None:
         self._call("take", lambda: self.inner.take(keys), None)
@@ -374,22 +349,6 @@ class GuardedBackend:
         parts = self._call("keys", self.inner.key_slices, iter(()))
         while (part := self._call("keys", lambda: next(parts, None), None)) is not None:
             yield from self._keys("keys", part)
-
-    def iter_keys(self) -> Iterator[bytes]:
-        if self.clears.pending:
-            return
-        key: Any
-        try:
-            for key in self.inner.iter_keys():
-                if not is_key(key):
-                    self._fault("iter_keys", "answered a key that is not 32 bytes")
-                    return
-                yield key
-        except RuntimeError:
-            raise  # the store changed: the caller begins again
-        except BaseException as error:
-            if not self._contains("iter_keys", error):
-                raise
 
     def count(self) -> int:
         if self.clears.pending:

@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 
-from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import Lineage
 from kvactors.storage.backend import Backend, Expired, ReadReport, StoreStatistics, WriteReport
@@ -54,27 +53,20 @@ class CatalogStore(Backend):
 
     @abstractmethod
     async def save_group(
-        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
+        self,
+        keys: Sequence[bytes],
+        data: Sequence[memoryview],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
     ) -> Sequence[Outcome]:
         """Write objects, each whole or not at all: OK, NO_SPACE or UNAVAILABLE, and LATE for those
-        that are not begun before the deadline. When the call has ended, `data` is not read any
-        more."""
+        that are not begun before the deadline. `lineages` as in `Backend.write`. When the call has
+        ended, `data` is not read any more."""
 
     @abstractmethod
     async def erase(self, keys: Sequence[bytes]) -> Outcome | None:
         """Delete objects that the catalog does not have any more. UNAVAILABLE or NO_SPACE if a
         later process may find them."""
-
-    async def seal(self, keys: Sequence[bytes]) -> Outcome:
-        """Make saved payloads readable objects, all or none: OK, NO_SPACE or UNAVAILABLE."""
-        return Outcome.OK
-
-    def abandon(self, keys: Iterable[bytes]) -> None:
-        """Give up payloads that were saved and will not be sealed (a batch was cancelled)."""
-
-    def take_evicted(self) -> list[bytes]:
-        """Keys that were evicted because the space ran out, since the last call."""
-        return []
 
     def present(self, key: bytes) -> bool:
         """Whether an object can be read now, even if a read did not find it: it may have been
@@ -104,28 +96,14 @@ class CatalogStore(Backend):
         await self.erase([key for key in gone if key not in self.catalog])
         return ReadReport(bytes(outcomes), gone)
 
-    async def write_slots(
-        self,
-        keys: Sequence[bytes],
-        arena: Arena,
-        slots: Sequence[int],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
-        salts: Sequence[int | None] = (),
-    ) -> WriteReport:
-        views = [arena.view(slot) for slot in slots]
-        if not salts:
-            return await self.write(keys, views, expired)
-        return await self.write(keys, views, expired, salts)
-
     async def write(
         self,
         keys: Sequence[bytes],
         views: Sequence[memoryview],
         expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        """See `Backend.write`, with the salts of the keys."""
         offered = [key for key in keys if key not in self.pending]
         by_key = dict(zip(keys, salts, strict=True)) if salts else {}
         admission = self.catalog.admit(offered, by_key)
@@ -140,32 +118,25 @@ class CatalogStore(Backend):
         try:
             await self.erase(admission.evicted)
             found = await self.save_group(
-                [keys[i] for i in chosen], [views[i] for i in chosen], expired
+                [keys[i] for i in chosen],
+                [views[i] for i in chosen],
+                expired,
+                [lineages[i] for i in chosen] if lineages else (),
             )
-            for i, outcome in zip(chosen, found, strict=True):
-                outcomes[i] = outcome
-            await self._seal(keys, fresh, outcomes)
+            # The others were evicted by another batch since, or cleared.
+            kept = [keys[i] in self.catalog for i in chosen]
+            for i, outcome, stays in zip(chosen, found, kept, strict=True):
+                outcomes[i] = outcome if stays or outcome != Outcome.OK else Outcome.REFUSED
+            await self.erase([keys[i] for i, stays in zip(chosen, kept, strict=True) if not stays])
         except BaseException:
-            # Saved or not, no object is certain to be sealed.
+            # Saved or not, no object is certain to be readable.
             outcomes[:] = bytes([Outcome.UNAVAILABLE]) * len(keys)
             raise
         finally:
-            self.abandon(fresh)
             self.pending -= fresh
             results = zip(keys, outcomes, strict=True)
             self.catalog.remove({key for key, outcome in results if outcome != Outcome.OK} & fresh)
-        return WriteReport(bytes(outcomes), admission.evicted + self.take_evicted())
-
-    async def _seal(self, keys: Sequence[bytes], fresh: set[bytes], outcomes: bytearray) -> None:
-        saved = [i for i, key in enumerate(keys) if key in fresh and outcomes[i] == Outcome.OK]
-        # The others were evicted by another batch since, or cleared.
-        wanted = [i for i in saved if keys[i] in self.catalog]
-        for i in saved:
-            outcomes[i] = Outcome.REFUSED
-        outcome = await self.seal([keys[i] for i in wanted]) if wanted else Outcome.REFUSED
-        for i in wanted:
-            outcomes[i] = outcome if keys[i] in self.catalog else Outcome.REFUSED
-        await self.erase([keys[i] for i in saved if keys[i] not in self.catalog])
+        return WriteReport(bytes(outcomes), admission.evicted)
 
     def take(self, keys: Sequence[bytes]) -> None:
         self.catalog.remove(key for key in keys if key not in self.pending)
@@ -204,11 +175,8 @@ class CatalogStore(Backend):
         return self.catalog.shares if self.answerable else None
 
     def keys(self) -> list[bytes]:
-        return list(self.iter_keys())
-
-    def iter_keys(self) -> Iterator[bytes]:
         pending = self.pending
-        return (key for key in self.catalog if key not in pending) if self.answerable else iter(())
+        return [key for key in self.catalog if key not in pending] if self.answerable else []
 
     def key_slices(self) -> Iterator[list[bytes]]:
         if not self.answerable:
@@ -258,7 +226,11 @@ class LocalStore(CatalogStore):
         return await self._each(self.load, keys, into, expired)
 
     async def save_group(
-        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
+        self,
+        keys: Sequence[bytes],
+        data: Sequence[memoryview],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
     ) -> Sequence[Outcome]:
         return await self._each(self.save, keys, data, expired)
 

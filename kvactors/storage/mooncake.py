@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
@@ -31,17 +32,9 @@ from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import Lineage, StoreIdentity
 from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
 from kvactors.settings.mooncake import MooncakeConfig
-from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.backend import Backend, Expired, ReadReport, SlotViews, WriteReport
 from kvactors.storage.messages import Outcome
-from kvactors.storage.mooncake_client import (
-    NO_SPACE,
-    NOT_FOUND,
-    NOT_READY,
-    OK,
-    RPC_FAILED,
-    MooncakeClient,
-)
-from kvactors.threads import Workers
+from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, NOT_READY, OK, MooncakeClient
 
 MAGIC = b"KVACTORS"
 VERSION = 1
@@ -86,41 +79,37 @@ class PoolHeaders:
         self._block_bytes = block_bytes
         self._whole = block_bytes + HEADER.size
         without = Outcome.MISS if checksums else Outcome.OK
-        self._outcome_of_fit = bytes.maketrans(
-            bytes([Fit.DIFFERS, Fit.FITS, Fit.NO_CHECKSUM]),
-            bytes([Outcome.CORRUPT, Outcome.OK, without]),
-        )
+        self._outcomes: dict[int, Outcome] = {
+            Fit.DIFFERS: Outcome.CORRUPT,
+            Fit.FITS: Outcome.OK,
+            Fit.NO_CHECKSUM: without,
+        }
 
     def make(self, keys: bytes, pointers: list[list[int]]) -> None:
         make_headers(self._digest, keys, pointers, self._block_bytes, self.checksums)
 
     def compare(self, keys: bytes, pointers: list[list[int]], codes: list[int]) -> Compared:
         """Compare the objects that arrived, by the codes of the client. `keys` are joined."""
-        if codes.count(self._whole) == len(codes) == len(pointers):
-            fits = self._fits(keys, pointers)
-            return Compared(fits.translate(self._outcome_of_fit), self._refused(fits))
         arrived = [i for i, code in enumerate(codes) if code == self._whole]
-        some = b"".join(keys[32 * i : 32 * i + 32] for i in arrived)
-        fits = self._fits(some, [pointers[i] for i in arrived])
+        fits = check_headers(
+            self._digest,
+            b"".join(keys[32 * i : 32 * i + 32] for i in arrived),
+            [pointers[i] for i in arrived],
+            self._block_bytes,
+            self.checksums,
+        )
         outcomes = bytearray(Outcome.CORRUPT if code >= 0 else outcome_of(code) for code in codes)
         for i, fit in zip(arrived, fits, strict=True):
-            outcomes[i] = self._outcome_of_fit[fit]
-        return Compared(bytes(outcomes), self._refused(fits))
+            outcomes[i] = self._outcomes[fit]
+        return Compared(bytes(outcomes), fits.count(Fit.NO_CHECKSUM) if self.checksums else 0)
 
-    def _fits(self, keys: bytes, pointers: list[list[int]]) -> bytes:
-        return check_headers(self._digest, keys, pointers, self._block_bytes, self.checksums)
 
-    def _refused(self, fits: bytes) -> int:
-        return fits.count(Fit.NO_CHECKSUM) if self.checksums else 0
+OUTCOMES = {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS, NOT_READY: Outcome.MISS}
 
 
 def outcome_of(code: int) -> Outcome:
     """The outcome that a return code of the client stands for."""
-    if code >= OK:
-        return Outcome.OK
-    return {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS, NOT_READY: Outcome.MISS}.get(
-        code, Outcome.UNAVAILABLE
-    )
+    return Outcome.OK if code >= OK else OUTCOMES.get(code, Outcome.UNAVAILABLE)
 
 
 # -- the size of a transfer
@@ -175,6 +164,10 @@ RETRY = 0.2
 eviction."""
 
 
+LANES = 2
+"""Transfers of a batch at the same time: checksums of one are computed beside another."""
+
+
 class PoolBatch(NamedTuple):
     """Some objects and their memory."""
 
@@ -186,9 +179,6 @@ class PoolBatch(NamedTuple):
     def part(self, some: slice) -> PoolBatch:
         return self._replace(keys=self.keys[some], pointers=self.pointers[some])
 
-    def joined(self) -> bytes:
-        return b"".join(self.keys)
-
     def chosen(self, which: Sequence[int]) -> PoolBatch:
         keys, pointers = [self.keys[i] for i in which], [self.pointers[i] for i in which]
         return self._replace(keys=keys, pointers=pointers)
@@ -197,18 +187,15 @@ class PoolBatch(NamedTuple):
 class PoolMoved(NamedTuple):
     """The result of a transfer."""
 
-    codes: list[int]
-    objects: int = 0
+    outcomes: bytes
+    objects: int = 0  # that were moved
     seconds: float = 0.0
-    compared: Compared | None = None
+    without_checksum: int = 0
 
 
 class MooncakeBackend(Backend):
-    """A client of a pool.
-
-    A thread of the client makes the headers of a transfer and moves it, or moves it and compares
-    its headers. In a batch of several transfers the checksums are computed beside the transfer
-    before or behind."""
+    """A client of a pool. A thread of the client makes the headers of a transfer and moves it, or
+    moves it and compares its headers."""
 
     slot_trailer_bytes = HEADER.size
 
@@ -219,8 +206,6 @@ class MooncakeBackend(Backend):
         self.arena: Arena | None = None  # registered with the client
         self._prefix = identity.pool_prefix
         self._headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)
-        # One thread for checksums beside a transfer, which would block the loop.
-        self._checksums = Workers(1, "kvactors-mooncake-checksum")
 
     async def open(self) -> None:
         await self.client.open()
@@ -237,7 +222,6 @@ class MooncakeBackend(Backend):
         """Leave the pool, which loses the objects in this node's memory."""
         await self.client.unregister()
         await self.client.close()
-        self._checksums.close()
 
     def name(self, key: bytes) -> str:
         return self._prefix + key.hex()
@@ -279,188 +263,116 @@ class MooncakeBackend(Backend):
             raise StoreUnavailable(f"the pool's master does not answer (code {codes[0]})")
         return [code == 1 for code in codes]
 
-    # -- reads
+    # -- reads and writes
 
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
-        return await self._read(self._in_views(keys, views), expired)
-
-    async def read_slots(
-        self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int], expired: Expired
-    ) -> ReadReport:
-        """Views of slots would cost as much as small objects."""
-        if not self._has_slots(arena, slots, len(keys)):
-            return await super().read_slots(keys, arena, slots, expired)
-        return await self._read(self._in_slots(keys, arena, slots), expired)
-
-    async def _read(self, batch: PoolBatch, expired: Expired) -> ReadReport:
         """Corrupt objects are removed from the pool."""
-        count = len(batch.keys)
-        outcomes = bytearray([Outcome.LATE]) * count
-        compared: list[tuple[slice, Compared]] = []
-        comparing: list[tuple[slice, asyncio.Future[Compared]]] = []
-        try:
-            for some in self.calls.parts(count):
-                if expired():
-                    break
-                part = batch.part(some)
-                alone = some.stop == count or not self._headers.checksums
-                moved = await self._moved(part, partial(self._get, compare=alone))
-                if moved.compared is not None:
-                    compared.append((some, moved.compared))
-                    continue
-                compare = partial(self._compare, part, moved.codes)
-                comparing.append((some, asyncio.wrap_future(self._checksums.submit(compare))))
-        finally:
-            every = await wait_uncancelled(asyncio.gather(*(future for _, future in comparing)))
-        compared += zip((some for some, _ in comparing), every, strict=True)
-        for some, found in compared:
-            outcomes[some] = found.outcomes
-        if refused := sum(found.without_checksum for _, found in compared):
-            self.counters.without_checksum += refused
+        outcomes, refused = await self._move(self._batch(keys, views), self._get, expired)
+        self.counters.without_checksum += refused
+        if refused:
             log.warning("objects without checksums", store="mooncake", objects=refused)
-        results = zip(batch.keys, outcomes, strict=True)
+        results = zip(keys, outcomes, strict=True)
         await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
         return ReadReport(bytes(outcomes), [])
 
-    def _get(
-        self, batch: PoolBatch, clock: Callable[[], float], store: Any, *, compare: bool
-    ) -> PoolMoved:
-        """Read, and compare headers. In a thread of the client."""
-        keys, pointers = batch.joined(), batch.pointers
-        names, sizes = object_names(self._prefix, keys), [batch.sizes] * len(pointers)
-        began = clock()
-        codes = list(store.batch_get_into_multi_buffers(names, pointers, sizes))
-        seconds, objects = clock() - began, codes.count(sum(batch.sizes))
-        compared = self._headers.compare(keys, pointers, codes) if compare else None
-        return PoolMoved(codes, objects, seconds, compared)
-
-    def _compare(self, batch: PoolBatch, codes: list[int]) -> Compared:
-        return self._headers.compare(batch.joined(), batch.pointers, codes)
-
-    # -- writes: the pool reports an object that it has as written
-
     async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> WriteReport:
-        return await self._write(self._in_views(keys, views), expired)
-
-    async def write_slots(
         self,
         keys: Sequence[bytes],
-        arena: Arena,
-        slots: Sequence[int],
+        views: Sequence[memoryview],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        if not self._has_slots(arena, slots, len(keys)):
-            return await super().write_slots(keys, arena, slots, expired)
-        return await self._write(self._in_slots(keys, arena, slots), expired)
-
-    async def _write(self, batch: PoolBatch, expired: Expired) -> WriteReport:
-        outcomes = bytearray([Outcome.LATE]) * len(batch.keys)
-        ahead: asyncio.Future[None] | None = None
-        calls = list(self.calls.parts(len(batch.keys)))
-        try:
-            for some, then in zip(calls, [*calls[1:], None], strict=False):
-                if expired():
-                    break
-                made = ahead is not None
-                if ahead is not None:
-                    await wait_uncancelled(ahead)
-                moving = self._begin(batch.part(some), partial(self._put, made=made))
-                beside = then if self._headers.checksums else None
-                ahead = None if beside is None else self._ahead(batch.part(beside))
-                outcomes[some] = self._written(await self._ended(moving))
-                full = [i for i in range(some.start, some.stop) if outcomes[i] == Outcome.NO_SPACE]
-                if full and not expired():
-                    await anyio.sleep(RETRY)
-                    moved = await self._moved(batch.chosen(full), partial(self._put, made=False))
-                    again = self._written(moved)
-                    for i, outcome in zip(full, again, strict=True):
-                        outcomes[i] = outcome
-        finally:
-            if ahead is not None:
-                await wait_uncancelled(ahead)  # it reads the payloads
+        """The pool reports an object that it has as written."""
+        batch = self._batch(keys, views)
+        outcomes, _ = await self._move(batch, self._put, expired)
+        full = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.NO_SPACE]
+        if full and not expired():
+            await anyio.sleep(RETRY)
+            again, _ = await self._move(batch.chosen(full), self._put, lambda: False)
+            for i, outcome in zip(full, again, strict=True):
+                outcomes[i] = outcome
         return WriteReport(bytes(outcomes), [])
 
-    def _put(
-        self, batch: PoolBatch, clock: Callable[[], float], store: Any, *, made: bool
-    ) -> PoolMoved:
+    async def _move(
+        self, batch: PoolBatch, transfer: Callable[..., PoolMoved], expired: Expired
+    ) -> tuple[bytearray, int]:
+        """Move a batch in several transfers. None begins after the deadline, or after the caller
+        was cancelled, and all have ended when this returns. Returns the outcomes, and the number of
+        objects refused because they have no checksum."""
+        outcomes, without_checksum = bytearray([Outcome.LATE]) * len(batch.keys), 0
+        clock = clock_of(asyncio.get_running_loop())
+        parts = deque(self.calls.parts(len(batch.keys)))
+
+        async def lane() -> None:
+            nonlocal without_checksum
+            while parts and not expired():
+                some = parts.popleft()
+                part = batch.part(some)
+                failed = PoolMoved(bytes([Outcome.UNAVAILABLE]) * len(part.keys))
+                moved = await self.client.call(partial(transfer, part, clock), failed)
+                self.calls.record(moved.objects, moved.seconds)
+                without_checksum += moved.without_checksum
+                outcomes[some] = moved.outcomes
+
+        await wait_uncancelled(asyncio.gather(*(lane() for _ in range(LANES))), parts.clear)
+        return outcomes, without_checksum
+
+    def _get(self, batch: PoolBatch, clock: Callable[[], float], store: Any) -> PoolMoved:
+        """Read, and compare headers. In a thread of the client."""
+        began, keys = clock(), b"".join(batch.keys)
+        codes = self._codes(store.batch_get_into_multi_buffers, batch, keys)
+        seconds = clock() - began
+        compared = self._headers.compare(keys, batch.pointers, codes)
+        return PoolMoved(
+            compared.outcomes, codes.count(sum(batch.sizes)), seconds, compared.without_checksum
+        )
+
+    def _put(self, batch: PoolBatch, clock: Callable[[], float], store: Any) -> PoolMoved:
         """Make headers, and write. In a thread of the client."""
-        keys, pointers = batch.joined(), batch.pointers
-        names, sizes = object_names(self._prefix, keys), [batch.sizes] * len(pointers)
-        if not made:
-            self._headers.make(keys, pointers)
+        keys = b"".join(batch.keys)
+        self._headers.make(keys, batch.pointers)
         began = clock()
-        codes = list(store.batch_put_from_multi_buffers(names, pointers, sizes))
-        return PoolMoved(codes, codes.count(OK), clock() - began)
+        codes = self._codes(store.batch_put_from_multi_buffers, batch, keys)
+        return PoolMoved(bytes(map(outcome_of, codes)), codes.count(OK), clock() - began)
 
-    def _ahead(self, batch: PoolBatch) -> asyncio.Future[None]:
-
-        def make() -> None:
-            self._headers.make(batch.joined(), batch.pointers)
-
-        return asyncio.wrap_future(self._checksums.submit(make))
-
-    @staticmethod
-    def _written(moved: PoolMoved) -> bytes:
-        if moved.objects == len(moved.codes):
-            return bytes([Outcome.OK]) * len(moved.codes)
-        return bytes(map(outcome_of, moved.codes))
-
-    def _begin(
-        self, batch: PoolBatch, transfer: Callable[..., PoolMoved]
-    ) -> asyncio.Future[PoolMoved]:
-        count, clock = len(batch.keys), clock_of(asyncio.get_running_loop())
-
-        def work(store: Any) -> PoolMoved:
-            moved = transfer(batch, clock, store)
-            if len(moved.codes) != count:
-                raise ValueError(f"{len(moved.codes)} codes for {count} objects")
-            return moved
-
-        return self.client.begin(work, PoolMoved([RPC_FAILED] * count))
-
-    async def _ended(self, moving: asyncio.Future[PoolMoved]) -> PoolMoved:
-        moved = await wait_uncancelled(moving)
-        self.calls.record(moved.objects, moved.seconds)
-        return moved
-
-    async def _moved(self, batch: PoolBatch, transfer: Callable[..., PoolMoved]) -> PoolMoved:
-        return await self._ended(self._begin(batch, transfer))
+    def _codes(self, call: Callable[..., Any], batch: PoolBatch, keys: bytes) -> list[int]:
+        names = object_names(self._prefix, keys)
+        codes = list(call(names, batch.pointers, [batch.sizes] * len(names)))
+        if len(codes) != len(names):
+            raise ValueError(f"{len(codes)} codes for {len(names)} objects")
+        return codes
 
     # -- memory
 
-    def _has_slots(self, arena: Arena, slots: Sequence[int], count: int) -> bool:
-        """Whether these slots of the arena can be moved without views of them."""
-        return (
-            arena is self.arena
-            and arena.trailer >= HEADER.size
-            and arena.block_bytes == self.block_bytes
-            and len(slots) == count > 0
-            and min(slots) >= 0
-            and max(slots) < arena.num_slots
-        )
-
-    def _in_slots(self, keys: Sequence[bytes], arena: Arena, slots: Sequence[int]) -> PoolBatch:
-        """A slot of the arena is one piece with its trailer: over a network, another piece costs as
-        much as a small block."""
-        pointers = slot_pointers(arena.address, arena.stride, slots)
-        return PoolBatch(keys, pointers, [self.block_bytes + HEADER.size])
-
-    def _in_views(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> PoolBatch:
-        """Headers are behind the payloads if every payload is in a slot of the arena."""
-        payloads, arena = addresses(list(views)), self.arena
+    def _batch(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> PoolBatch:
+        """Headers are behind the payloads if every payload is in a slot of the registered arena. A
+        slot is then one piece: over a network, another piece costs as much as a small block, and a
+        view of a slot costs as much as a small object."""
+        arena, whole = self.arena, [self.block_bytes + HEADER.size]
+        if isinstance(views, SlotViews) and self._registered(views.arena, views.slots):
+            pointers = slot_pointers(views.arena.address, views.arena.stride, views.slots)
+            return PoolBatch(keys, pointers, whole)
+        payloads = addresses(list(views))
         if arena is not None and arena.trailer >= HEADER.size and all(map(arena.holds, payloads)):
-            whole = [[address] for address in payloads]
-            return PoolBatch(keys, whole, [self.block_bytes + HEADER.size])
+            return PoolBatch(keys, [[address] for address in payloads], whole)
         headers = np.zeros(HEADER.size * len(payloads), np.uint8)
         first = int(headers.ctypes.data)
         pieces = [[at, first + HEADER.size * i] for i, at in enumerate(payloads)]
         return PoolBatch(keys, pieces, [self.block_bytes, HEADER.size], headers)
+
+    def _registered(self, arena: Arena, slots: Sequence[int]) -> bool:
+        """Whether these slots can be moved without views of them."""
+        return (
+            arena is self.arena
+            and arena.trailer >= HEADER.size
+            and arena.block_bytes == self.block_bytes
+            and len(slots) > 0
+            and min(slots) >= 0
+            and max(slots) < arena.num_slots
+        )
 
     # -- removal
 

@@ -249,11 +249,10 @@ class SimBackend(LocalStore, StoreFaults):
         super().heal()
         self.tearing = 0
 
-    async def write_slots(
+    async def write(
         self,
         keys: Sequence[bytes],
-        arena: Arena,
-        slots: Sequence[int],
+        views: Sequence[memoryview],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
@@ -261,7 +260,7 @@ class SimBackend(LocalStore, StoreFaults):
         self.lineages |= {
             key: one for key, one in zip(keys, lineages, strict=False) if one is not None
         }
-        return await super().write_slots(keys, arena, slots, expired, (), salts)
+        return await super().write(keys, views, expired, (), salts)
 
     # -- paths, in the order of writing, so that children come before their parents
 

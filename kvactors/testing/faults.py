@@ -316,17 +316,6 @@ class FaultyBackend(StoreFaults):
         else:
             self.flipped += corrupt_objects(self.inner, fault.every)
 
-    async def _refuse_read(self, keys: Sequence[bytes]) -> ReadReport | None:
-        await self.delay()
-        return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), []) if self.down else None
-
-    async def _refuse_write(self, keys: Sequence[bytes]) -> WriteReport | None:
-        await self.delay()
-        if not (self.down or self.full):
-            return None
-        outcome = Outcome.UNAVAILABLE if self.down else Outcome.NO_SPACE
-        return WriteReport(bytes([outcome]) * len(keys), [])
-
     def probe(self, keys: Sequence[bytes]) -> int | None:
         return 0 if self.down else self.inner.probe(keys)
 
@@ -337,16 +326,17 @@ class FaultyBackend(StoreFaults):
         return await self.inner.ask(keys, expired)
 
     async def read(self, keys: Sequence[bytes], *rest: Any) -> ReadReport:
-        return await self._refuse_read(keys) or await self.inner.read(keys, *rest)
+        await self.delay()
+        if self.down:
+            return ReadReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
+        return await self.inner.read(keys, *rest)
 
-    async def read_slots(self, keys: Sequence[bytes], *rest: Any) -> ReadReport:
-        return await self._refuse_read(keys) or await self.inner.read_slots(keys, *rest)
-
-    async def write(self, keys: Sequence[bytes], *rest: Any) -> WriteReport:
-        return await self._refuse_write(keys) or await self.inner.write(keys, *rest)
-
-    async def write_slots(self, keys: Sequence[bytes], *rest: Any, **named: Any) -> WriteReport:
-        return await self._refuse_write(keys) or await self.inner.write_slots(keys, *rest, **named)
+    async def write(self, keys: Sequence[bytes], *rest: Any, **named: Any) -> WriteReport:
+        await self.delay()
+        if self.down or self.full:
+            outcome = Outcome.UNAVAILABLE if self.down else Outcome.NO_SPACE
+            return WriteReport(bytes([outcome]) * len(keys), [])
+        return await self.inner.write(keys, *rest, **named)
 
 
 def corrupt_objects(store: FileBackend, every: int) -> int:

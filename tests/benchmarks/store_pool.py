@@ -15,6 +15,7 @@ from kvactors.identity import StoreIdentity
 from kvactors.native import check_headers, make_headers
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.signals import run_terminable
+from kvactors.storage.backend import SlotViews
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import HEADER, Fit, MooncakeBackend, PoolHeaders
 from tests.benchmarks.report import Row, rate_row
@@ -112,9 +113,9 @@ class PoolRunners:
 
     async def _ours(self, what: str, some: slice, checked: bool) -> bool:
         self._store._headers = self._headers[checked]
-        call = self._store.write_slots if what == "write" else self._store.read_slots
+        call = self._store.write if what == "write" else self._store.read
         keys = self.keys[some]
-        report = await call(keys, self._arena, range(len(keys)), self._expired)
+        report = await call(keys, SlotViews(self._arena, range(len(keys))), self._expired)
         return set(report.outcomes) == {Outcome.OK}
 
     async def _raw(self, what: str, some: slice, checked: bool) -> bool:

@@ -25,7 +25,7 @@ from kvactors.identity import Lineage
 from kvactors.observe.lag import LagMonitor, Lags
 from kvactors.signals import run_terminable
 from kvactors.storage.actors import StorageReader, StorageWriter
-from kvactors.storage.backend import Expired, ReadReport, WriteReport
+from kvactors.storage.backend import Expired, ReadReport, SlotViews, WriteReport
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome, Probed, Read, ReadDone, StoreCleared, Write, Written
@@ -171,7 +171,7 @@ class StoreOnly:
         self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
     ) -> ReadReport:
         """See `StoragePlane`."""
-        return await self.store.read_slots(keys, self.slots, slots, expired)
+        return await self.store.read(keys, SlotViews(self.slots, slots), expired)
 
     async def write(
         self,
@@ -183,7 +183,7 @@ class StoreOnly:
         salts: Sequence[int] = (),
     ) -> WriteReport:
         """See `StoragePlane`."""
-        return await self.store.write_slots(keys, self.slots, slots, expired, lineages, salts)
+        return await self.store.write(keys, SlotViews(self.slots, slots), expired, lineages, salts)
 
 
 def processor_seconds() -> float:

@@ -21,11 +21,11 @@ class Store(MemoryBackend):
         super().__init__(bytes(32), 64)
         self.done = done
 
-    async def read_slots(self, keys, arena, slots, expired):
+    async def read(self, keys, views, expired):
         self.done.append("read")
         return ReadReport(bytes([Outcome.OK]) * len(keys), [])
 
-    async def write_slots(self, keys, arena, slots, expired, lineages=()):
+    async def write(self, keys, views, expired, lineages=(), salts=()):
         self.done.append("write")
         return WriteReport(bytes([Outcome.OK]) * len(keys), [])
 

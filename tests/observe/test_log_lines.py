@@ -58,12 +58,12 @@ def test_a_full_store_is_a_reason_of_health_until_a_write_finds_space(caplog):
     async def main():
         async with opened(inline=True, host=HOST, storage=STORE) as cache:
             store = cache.system.backend
-            real = store.write_slots
+            real = store.write
 
             async def full(keys, *rest, **more):
                 return WriteReport(bytes([Outcome.NO_SPACE]) * len(keys), [])
 
-            store.write_slots = full
+            store.write = full
             await requests(cache, *range(1, FAILURES + 3))
             await cache.wait_idle()
             (line,) = events(caplog, "store fails")
@@ -71,7 +71,7 @@ def test_a_full_store_is_a_reason_of_health_until_a_write_finds_space(caplog):
             (reason,) = cache.health().reasons
             assert reason.component == "store"
             assert "no space. Free space" in reason.why
-            store.write_slots = real
+            store.write = real
             await requests(cache, 20, 21)
             await cache.wait_idle()
             assert len(events(caplog, "store works again")) == 1

@@ -15,6 +15,7 @@ from kvactors.data_plane.ranks import protocol
 from kvactors.data_plane.ranks.connection import MemoryConnection, _decoder
 from kvactors.data_plane.ranks.plane import RanksPlane
 from kvactors.data_plane.ranks.protocol import Frame, RankAnswer
+from kvactors.storage.backend import SlotViews
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import A, B, come, opened, settle
@@ -108,8 +109,8 @@ def test_random_messages_of_a_rank_harm_only_its_connection(messages):
             plane = RanksPlane(group, None, None, store_timeout=1.0)
             work = [
                 asyncio.ensure_future(plane.copy_pairs(Direction.TO_DEVICE, [1, 2], [3, 4])),
-                asyncio.ensure_future(store.read_slots([A], None, [0], lambda: False)),
-                asyncio.ensure_future(store.write_slots([B], None, [1], lambda: False)),
+                asyncio.ensure_future(store.read([A], SlotViews(None, [0]), lambda: False)),
+                asyncio.ensure_future(store.write([B], SlotViews(None, [1]), lambda: False)),
             ]
             await settle()
             for message in messages:

@@ -171,13 +171,3 @@ def test_a_rank_that_stalls_while_it_joins_lets_the_others_join():
         await group.close()
 
     simulate(main)
-
-
-def test_a_store_that_changes_while_its_names_are_sent_is_noticed():
-    backend = MemoryBackend(SCOPE.fingerprint, 64)
-    backend.catalog.admit([name(i) for i in range(3 * PAGE_NAMES)])
-    source = pages(backend.iter_keys())
-    next(source)
-    backend.catalog.admit([name(-1 & 0xFFFF_FFFF)])
-    with pytest.raises(RuntimeError):
-        list(source)

@@ -12,6 +12,7 @@ from kvactors.data_plane.ranks.plane import RankStore
 from kvactors.data_plane.ranks.protocol import RankAnswer, StoreObjects
 from kvactors.errors import StoreUnavailable
 from kvactors.settings import HostConfig
+from kvactors.storage.backend import SlotViews
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import A, B, come, group_at, opened, settle, simulated
@@ -37,7 +38,7 @@ async def test_ranks_of_different_generations_hold_nothing_until_all_are_cleared
     assert store.clear_pending
     assert store.keys() == []
     assert store.probe([A]) == 0
-    writing = asyncio.ensure_future(store.write_slots([A], None, [0], lambda: False))
+    writing = asyncio.ensure_future(store.write([A], SlotViews(None, [0]), lambda: False))
     assert [await answer_clear(wire) for wire in wires] == [7, 7]
     for wire in wires:
         message = await wire.receive()

@@ -24,6 +24,7 @@ from kvactors.data_plane.ranks.protocol import (
     StoreObjects,
     Welcome,
 )
+from kvactors.storage.backend import SlotViews
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from tests.ranks.manual import (
@@ -321,7 +322,7 @@ async def test_a_store_holds_the_blocks_of_all_ranks_and_forgets_those_lost_by_o
 @simulated
 async def test_a_store_of_a_rank_that_is_lost_was_not_available():
     async with opened(A, A) as (group, store, wires):
-        reading = asyncio.ensure_future(store.read_slots([A], None, [0], lambda: False))
+        reading = asyncio.ensure_future(store.read([A], SlotViews(None, [0]), lambda: False))
         assert isinstance(await wires[0].receive(), StoreObjects)
         wires[0].send(RankAnswer(1 << 40))
         message = await wires[1].receive()

@@ -12,6 +12,7 @@ from kvactors import StoreError
 from kvactors.actor.clock import now
 from kvactors.data_plane.ranks.protocol import CopyBlocks, Ping, Pong, RankAnswer, StoreObjects
 from kvactors.settings import ActorsConfig
+from kvactors.storage.backend import SlotViews
 from kvactors.storage.memory import MemoryBackend
 from tests.ranks.manual import A, copy, opened, settle, simulated
 from tests.ranks.simulated import (
@@ -29,7 +30,7 @@ from tests.ranks.simulated import (
 
 async def store_operation(group, store, wires):
     """A read of one object that rank 1 has answered and rank 0 has not, and its number."""
-    reading = asyncio.ensure_future(store.read_slots([A], None, [0], lambda: False))
+    reading = asyncio.ensure_future(store.read([A], SlotViews(None, [0]), lambda: False))
     asked = [await wire.receive() for wire in wires]
     assert all(isinstance(message, StoreObjects) for message in asked)
     wires[1].send(RankAnswer(asked[1].op, bytes(1)))
@@ -149,7 +150,7 @@ async def test_a_store_that_hangs_in_one_rank_costs_misses_and_no_copy():
             await cache.wait_idle()
             await ranks[0].stop()
             hanging = Hanging(layout.fingerprint, layout.block_bytes, 60, what="read")
-            for key in list(ranks[0].store.iter_keys()):
+            for key in list(ranks[0].store.objects):
                 view = memoryview(bytearray(layout.block_bytes))
                 await ranks[0].store.load(key, view)
                 await hanging.write([key], [view], lambda: False)

@@ -37,6 +37,7 @@ from kvactors.settings import (
     RanksConfig,
     StorageConfig,
 )
+from kvactors.storage.backend import SlotViews
 from kvactors.storage.messages import Outcome
 from kvactors.testing.fakes import SimBackend
 from kvactors.testing.loop import simulate
@@ -99,7 +100,7 @@ def test_blocks_being_written_when_the_ranks_were_cleared_are_not_held():
         group = TwoRanks()
         store = RankStore(group, 64, 1.0, exclusive=False)
         writing = asyncio.ensure_future(
-            store.write_slots([bytes([1]) * 32], None, [0], lambda: False)
+            store.write([bytes([1]) * 32], SlotViews(None, [0]), lambda: False)
         )
         await asyncio.sleep(0)
         clearing = asyncio.ensure_future(store.clear())

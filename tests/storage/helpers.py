@@ -39,7 +39,6 @@ async def opened(
 def whole(store: FileBackend) -> None:
     """Every slot is free or holds an object, and every name has one."""
     assert set(store.catalog) == set(store.objects)
-    assert not store.written
     assert not store.pending
     used = [slot for slot, _ in store.objects.values()]
     total = len(store.files.slabs) * store.files.meta.slots_per_slab

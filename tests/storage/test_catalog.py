@@ -12,6 +12,7 @@ from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError
 from kvactors.quotas import Quota, Quotas, StorageQuotas, salt_id
 from kvactors.settings import Config, StorageConfig
+from kvactors.storage.backend import SlotViews
 from kvactors.storage.catalog import COUNTED_SALTS, Catalog
 from kvactors.storage.factory import capacity_of, make_backend
 from kvactors.storage.memory import MemoryBackend
@@ -310,8 +311,8 @@ def test_a_salt_above_its_quota_loses_its_own_keys_and_no_others():
 async def test_an_object_keeps_the_salt_that_it_was_written_with():
     store = MemoryBackend(bytes(32), 8, 4)
     arena = Arena(4, 8)
-    await store.write_slots([key(1)], arena, [0], never)
-    report = await store.write_slots([key(2), key(1)], arena, [0, 1], never, (), [7, 7])
+    await store.write([key(1)], SlotViews(arena, [0]), never)
+    report = await store.write([key(2), key(1)], SlotViews(arena, [0, 1]), never, (), [7, 7])
     assert list(report.outcomes) == [Outcome.OK, Outcome.EXISTS]
     assert [store.catalog.salt(key(n)) for n in (1, 2)] == [None, 7]  # as its entry on a disk
 

@@ -24,9 +24,6 @@ class Bench(LocalStore):
         self.answerable = answerable
         self.objects: dict[bytes, bytes] = {}
         self.fails: dict[bytes, Outcome] = {}
-        self.sealed = Outcome.OK
-        self.abandoned: set[bytes] = set()
-        self.evicted: list[bytes] = []
         self.found_since: set[bytes] = set()
         self.on_save = lambda key: None
 
@@ -45,19 +42,9 @@ class Bench(LocalStore):
         self.objects[key] = bytes(data)
         return Outcome.OK
 
-    async def seal(self, keys):
-        return self.sealed
-
-    def abandon(self, keys):
-        self.abandoned |= set(keys)
-
     async def erase(self, keys):
         for key in keys:
             self.objects.pop(key, None)
-
-    def take_evicted(self):
-        evicted, self.evicted = self.evicted, []
-        return evicted
 
     def present(self, key):
         return key in self.found_since
@@ -90,7 +77,7 @@ class Grouped(Bench):
         self.calls += (list(keys),)
         return [await self.load(key, view) for key, view in zip(keys, into, strict=True)]
 
-    async def save_group(self, keys, data, expired):
+    async def save_group(self, keys, data, expired, lineages=()):
         self.calls += (list(keys),)
         return [await self.save(key, view) for key, view in zip(keys, data, strict=True)]
 
@@ -115,14 +102,7 @@ def test_a_write_that_fails_leaves_no_key():
     assert bench.pending == set()
 
 
-def test_a_batch_that_is_not_sealed_leaves_no_key():
-    bench = Bench()
-    bench.sealed = Outcome.UNAVAILABLE
-    assert bench.put(A, B)[0] == [Outcome.UNAVAILABLE] * 2
-    assert bench.keys() == []
-
-
-def test_an_error_of_the_medium_leaves_no_key_and_abandons_the_payloads():
+def test_an_error_of_the_medium_leaves_no_key():
     bench = Bench()
 
     def fail(key):
@@ -134,7 +114,6 @@ def test_an_error_of_the_medium_leaves_no_key_and_abandons_the_payloads():
         bench.put(A, B)
     assert bench.keys() == []
     assert bench.pending == set()
-    assert bench.abandoned == {A, B}
 
 
 def test_a_key_is_not_readable_while_it_is_written():
@@ -188,7 +167,7 @@ def test_keys_that_are_being_written_are_not_listed():
     owned = Bench()
     owned.catalog.admit([A, B])
     owned.pending.add(B)
-    assert owned.keys() == list(owned.iter_keys()) == [A]
+    assert owned.keys() == [A]
     assert (owned.count(), owned.holds(A), owned.holds(B)) == (1, True, False)
     assert owned.readable_run([A, B]) == 1
     assert owned.readable_run([B, A]) == 0
@@ -205,7 +184,7 @@ def test_a_run_of_readable_keys_counts_as_used_now():
 def test_a_store_of_another_process_lists_no_keys():
     looker = Bench(answerable=False)
     looker.catalog.admit([A])
-    assert (looker.keys(), list(looker.iter_keys()), looker.holds(A)) == ([], [], False)
+    assert (looker.keys(), list(looker.key_slices()), looker.holds(A)) == ([], [], False)
     assert (looker.count(), looker.readable_run([A])) == (1, 1)
 
 

@@ -106,7 +106,6 @@ async def test_stored_blocks_are_announced_after_a_restart(tmp_path, monkeypatch
     before = await filled(config(tmp_path))
     assert len(before) == 2 + 10 * 3
     monkeypatch.setattr(actors, "PATH_PAGE", limit)
-    monkeypatch.setattr(table, "PATH_CHUNK_BYTES", limit)
     monkeypatch.setattr(ledger, "MAX_WAITING_ORPHANS", 1)
     async with kvactors.open(config(tmp_path)) as cache:
         await cache.wait_flushed(at_rest=at_rest)

@@ -12,6 +12,7 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.identity import Lineage
 from kvactors.settings.sinks import MemorySinkConfig
+from kvactors.storage.backend import SlotViews
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import Fault, FaultyBackend, FaultySink
@@ -45,7 +46,7 @@ async def faulty(tmp_path):
 async def test_the_paths_of_a_store_are_read_through_it(faulty):
     store, arena = faulty
     lineage = Lineage(b"P" * 32, (7).to_bytes(4, "little"))
-    await store.write_slots([lineage.block_hash()], arena, [0], lambda: False, [lineage])
+    await store.write([lineage.block_hash()], SlotViews(arena, [0]), lambda: False, [lineage])
     assert store.keeps_lineages
     store.begin_paths()
     found = []
@@ -59,7 +60,7 @@ async def test_objects_that_left_a_store_are_reported_through_it(faulty):
     store, arena = faulty
     keys = [bytes([number]) * 32 for number in range(6)]
     for number, key in enumerate(keys):
-        await store.write_slots([key], arena, [number % 4], lambda: False)
+        await store.write([key], SlotViews(arena, [number % 4]), lambda: False)
     assert set(store.take_removed()) == set(keys[:2])
     assert store.generation == 0
     await store.clear()
@@ -73,22 +74,15 @@ async def test_objects_that_left_a_store_are_reported_through_it(faulty):
         ("disk_full", Outcome.OK, Outcome.NO_SPACE),
     ],
 )
-async def test_a_fault_keeps_slots_and_views_from_the_store(faulty, kind, read, written):
+async def test_a_fault_keeps_calls_from_the_store(faulty, kind, read, written):
     store, arena = faulty
     kept, new = bytes([1]) * 32, bytes([2]) * 32
-    await store.write_slots([kept], arena, [0], lambda: False)
+    await store.write([kept], SlotViews(arena, [0]), lambda: False)
     await store.inject(Fault(kind))
-    views = [arena.view(1)]
-    for report in (
-        await store.read_slots([kept], arena, [1], lambda: False),
-        await store.read([kept], views, lambda: False),
-    ):
-        assert list(report.outcomes) == [read]
-    for report in (
-        await store.write_slots([new], arena, [0], lambda: False),
-        await store.write([new], views, lambda: False),
-    ):
-        assert list(report.outcomes) == [written]
+    report = await store.read([kept], [arena.view(1)], lambda: False)
+    assert list(report.outcomes) == [read]
+    report = await store.write([new], [arena.view(0)], lambda: False)
+    assert list(report.outcomes) == [written]
     assert not store.holds(new)
     if kind != "store_down":
         assert await store.ask([kept], lambda: False) == 1
@@ -103,9 +97,9 @@ async def test_a_recovered_store_serves_again_and_a_new_fault_replaces_the_last(
     await store.inject(Fault("store_down"))
     await store.inject(Fault("disk_full"))
     assert not store.down
-    (full,) = (await store.write_slots([key], arena, [0], lambda: False)).outcomes
+    (full,) = (await store.write([key], SlotViews(arena, [0]), lambda: False)).outcomes
     await store.recover(Fault("disk_full"))
-    (written,) = (await store.write_slots([key], arena, [0], lambda: False)).outcomes
+    (written,) = (await store.write([key], SlotViews(arena, [0]), lambda: False)).outcomes
     assert (full, written) == (Outcome.NO_SPACE, Outcome.OK)
 
 

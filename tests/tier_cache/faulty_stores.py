@@ -34,12 +34,12 @@ class Faults(Backend):
         raise NotImplementedError
 
     async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired, *rest: Any
     ) -> WriteReport:
         await self._fault()
         if Faults.mode == "refuses":
             return WriteReport(bytes([Outcome.NO_SPACE]) * len(keys), [])
-        return await super().write(keys, views, expired)  # type: ignore[safe-super]
+        return await super().write(keys, views, expired, *rest)  # type: ignore[safe-super]
 
     async def _fault(self) -> None:
         if Faults.mode == "slow":

@@ -183,8 +183,7 @@ async def in_slices(counts: Iterable[int], most: int = PAGE_NAMES) -> None:
 
 
 def pages(names: Iterable[bytes], size: int = PAGE_NAMES) -> Iterator[tuple[bytes, bool]]:
-    """Names in pages, at least one, each with whether it is the last. Raises RuntimeError if the
-    names change between pages."""
+    """Names in pages, at least one, each with whether it is the last."""
     source = iter(names)
     page = b"".join(islice(source, size))
     while True:

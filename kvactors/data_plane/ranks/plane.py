@@ -21,7 +21,7 @@ from kvactors.identity import Lineage
 from kvactors.layout.base import Layout
 from kvactors.lifecycle import Opening
 from kvactors.settings import Config, StorageConfig
-from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.backend import Backend, Expired, ReadReport, SlotViews, WriteReport
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.factory import has_device_store
 from kvactors.storage.messages import Outcome
@@ -162,12 +162,12 @@ class RankStore(Backend):
     def trouble(self) -> str:
         return self._trouble
 
-    async def read_slots(
-        self, keys: Sequence[bytes], arena: HostSlots | None, slots: Sequence[int], expired: Expired
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
         if expired():
             return ReadReport(bytes([Outcome.LATE]) * len(keys), [])
-        outcomes, gone = await self._all("read", keys, slots)
+        outcomes, gone = await self._all("read", keys, slots_of(views))
         bad = {
             key
             for key, o in zip(keys, outcomes, strict=True)
@@ -177,11 +177,10 @@ class RankStore(Backend):
         self.take(held)
         return ReadReport(outcomes, held)
 
-    async def write_slots(
+    async def write(
         self,
         keys: Sequence[bytes],
-        arena: HostSlots | None,
-        slots: Sequence[int],
+        views: Sequence[memoryview],
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
@@ -194,7 +193,7 @@ class RankStore(Backend):
         if self.clear_pending or generation != self.group.memory_generation:
             return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
         clears = self._clears
-        outcomes, gone = await self._all("write", keys, slots, lineages=lineages)
+        outcomes, gone = await self._all("write", keys, slots_of(views), lineages)
         evicted = [key for key in gone if key in self.names_held]
         self.counters.evicted += len(evicted)
         self.take(evicted)
@@ -207,18 +206,6 @@ class RankStore(Backend):
             ):
                 self.names_held.add(key)
         return WriteReport(outcomes, evicted)
-
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        """The bytes never come to this process: see `read_slots`."""
-        raise StoreUnsupported("the bytes of ranks are not in reach of this process")
-
-    async def write(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> WriteReport:
-        """The bytes never come to this process: see `write_slots`."""
-        raise StoreUnsupported("the bytes of ranks are not in reach of this process")
 
     async def remove(self, keys: Sequence[bytes]) -> None:
         self.take(keys)
@@ -288,9 +275,6 @@ class RankStore(Backend):
     def keys(self) -> list[bytes]:
         return list(self.names_held.held)
 
-    def iter_keys(self) -> Iterator[bytes]:
-        return iter(self.names_held.held)
-
     def key_slices(self) -> Iterator[list[bytes]]:
         """`keys` in parts. The store may change between two of them: a key that it holds all the
         time is in one."""
@@ -301,6 +285,13 @@ class RankStore(Backend):
 
     def holds(self, key: bytes) -> bool:
         return key in self.names_held
+
+
+def slots_of(views: Sequence[memoryview]) -> Sequence[int]:
+    """The ranks move slots of their own memory: the bytes never come to this process."""
+    if isinstance(views, SlotViews):
+        return views.slots
+    raise StoreUnsupported("the bytes of ranks are not in reach of this process")
 
 
 def proved(part: PathPart) -> bool:

@@ -44,7 +44,7 @@ from kvactors.identity import StoreIdentity
 from kvactors.lifecycle import STOP, Opening, Shutdown
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.ranks import Secret
-from kvactors.storage.backend import Backend
+from kvactors.storage.backend import Backend, SlotViews
 from kvactors.storage.messages import Outcome
 from kvactors.types import HASH_BYTES, join_hashes, split_hashes
 
@@ -207,7 +207,7 @@ class _Serving:
         RankError if it refuses."""
         if not await check_leader(connection, self.secret):
             return False
-        device, store, mine = self.plane.device, self.plane.backend, self.identity
+        device, store, mine = self.plane.device, self.plane.store, self.identity
         connection.send(
             Identity(
                 self.rank,
@@ -222,7 +222,7 @@ class _Serving:
                 0 if store is None else store.generation,
             )
         )
-        names = pages(iter(()) if store is None else store.iter_keys())
+        names = pages(iter(()) if store is None else store.snapshot())
         while (message := await connection.receive()) is not None:
             if isinstance(message, Refused):
                 raise RankError(f"the leader refuses: {message.reason}")
@@ -231,13 +231,7 @@ class _Serving:
             if isinstance(message, Ping):
                 connection.send(Pong())
             elif isinstance(message, SendNames):
-                try:
-                    connection.send(Names(*next(names)))
-                except RuntimeError as error:  # the rank joins again
-                    log.warning(
-                        "store changed while its names were sent", rank=self.rank, error=str(error)
-                    )
-                    return False
+                connection.send(Names(*next(names)))
             else:
                 log.error(
                     "unexpected message from the leader",
@@ -442,7 +436,7 @@ class _Serving:
         self, message: StoreObjects, keys: list[bytes]
     ) -> tuple[bytes, list[bytes]]:
         """Outcomes, and keys that the store does not hold any more."""
-        store, arena, slots = self.plane.store, self.plane.arena, message.slots
+        store, views = self.plane.store, SlotViews(self.plane.arena, message.slots)
         until = now() + message.seconds
 
         def expired() -> bool:
@@ -463,9 +457,9 @@ class _Serving:
             await store.remove(keys)
             return bytes(len(keys)), []
         if message.kind == "read":
-            outcomes, gone = await store.read_slots(keys, arena, slots, expired)
+            outcomes, gone = await store.read(keys, views, expired)
         else:
-            outcomes, gone = await store.write_slots(keys, arena, slots, expired, message.lineages)
+            outcomes, gone = await store.write(keys, views, expired, message.lineages)
         # With keys that left outside of batches, a page at a time.
         gone = [*gone, *store.take_removed()]
         return bytes(outcomes), [key for key in gone if not store.holds(key)]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -71,6 +71,28 @@ WIPE_BYTES = 64 << 20
 WIPE_LATE = "the deadline has passed"
 
 
+class SlabBatch:
+    """Objects that are being written.
+
+    Attributes:
+        written: slot and entry, by position, of payloads whose entries are not written yet.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        data: Sequence[memoryview],
+        lineages: Sequence[Lineage | None],
+        expired: Expired,
+    ) -> None:
+        self.keys = keys
+        self.data = data
+        self.lineages = lineages
+        self.expired = expired
+        self.outcomes = [Outcome.LATE] * len(keys)
+        self.written: dict[int, tuple[int, bytes]] = {}
+
+
 class FileBackend(CatalogStore):
     """Objects in slots of slab files, and a table of the key in each slot.
 
@@ -123,10 +145,6 @@ class FileBackend(CatalogStore):
         self.supply = SlotSupply(self.files, self.io.workers, self.catalog)
         # Slot and mark of the table entry, by key, of the objects that can be read.
         self.objects: dict[bytes, tuple[int, bytes]] = {}
-        # Slot and entry, by key, of payloads whose entries are not written yet.
-        self.written: dict[bytes, tuple[int, bytes]] = {}
-        # Of objects that are being written. A tuple is one batch's, also for equal lineages.
-        self.lineages: dict[bytes, tuple[Lineage]] = {}
         self.sequence = 0
         self.arena: Arena | None = None
         self.view = SlabView(self) if read_only else None
@@ -380,35 +398,12 @@ class FileBackend(CatalogStore):
 
     # -- writing
 
-    async def write_slots(
-        self,
-        keys: Sequence[bytes],
-        arena: Arena,
-        slots: Sequence[int],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
-        salts: Sequence[int | None] = (),
-    ) -> WriteReport:
-        mine = {
-            key: (lineage,)
-            for key, lineage in zip(keys, lineages, strict=False)
-            # A key of `pending` may have been evicted from the catalog by another batch.
-            if lineage is not None and key not in self.catalog and key not in self.pending
-        }
-        self.lineages |= mine
-        try:
-            return await super().write_slots(keys, arena, slots, expired, (), salts)
-        finally:
-            for key, lineage in mine.items():
-                # Another batch may have set its own since this one was refused the key.
-                if self.lineages.get(key) is lineage:
-                    del self.lineages[key]
-
     async def write(
         self,
         keys: Sequence[bytes],
         views: Sequence[memoryview],
         expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
         if self.view is None:
@@ -417,53 +412,55 @@ class FileBackend(CatalogStore):
             await self.follow_space()
         self.supply.prepare(len(keys))
         with self.in_use():
-            return await super().write(keys, views, expired, salts)
+            report = await super().write(keys, views, expired, lineages, salts)
+        evicted, self._evicted = self._evicted, []
+        return WriteReport(report.outcomes, report.evicted + evicted)
 
     async def save_group(
-        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
-    ) -> Sequence[Outcome]:
-        """See `CatalogStore.save_group`: payloads, into free slots. `seal` makes them objects."""
-        if not keys or expired():
-            return [Outcome.LATE] * len(keys)
-        if self.files.read_only:
-            return [Outcome.NO_SPACE] * len(keys)
-        outcomes = await self._save_once(keys, data, expired)
-        for i, outcome in enumerate(outcomes):
-            if outcome != Outcome.NO_SPACE or not await self._evict_for_disk_space(first=True):
-                continue
-            # The slot of another object has its space on the disk.
-            outcomes[i] = (await self._save_once([keys[i]], [data[i]], expired))[0]
-            if outcomes[i] == Outcome.NO_SPACE:
-                self._no_eviction_until = now() + GROW_AGAIN_S
-        return outcomes
-
-    async def _save_once(
-        self, keys: Sequence[bytes], data: Sequence[memoryview], expired: Expired
-    ) -> list[Outcome]:
-        """Write payloads to free slots, without eviction for those that the disk refuses."""
-        outcomes = [Outcome.LATE] * len(keys)
-        taken: dict[int, int] = {}  # slots, by position
-        try:
-            await self.supply.take_batch(taken, outcomes, self._evict_for_disk_space, expired)
-            if taken:
-                payloads = [keys[i] for i in taken], [data[i] for i in taken]
-                written = await self._write(*payloads, list(taken.values()), expired)
-                for i, outcome in zip(taken, written, strict=True):
-                    outcomes[i] = outcome
-        except BaseException:
-            self.supply.give(slot for i, slot in taken.items() if keys[i] not in self.written)
-            raise
-        return outcomes
-
-    async def _write(
         self,
         keys: Sequence[bytes],
         data: Sequence[memoryview],
-        slots: Sequence[int],
         expired: Expired,
-    ) -> list[Outcome]:
+        lineages: Sequence[Lineage | None] = (),
+    ) -> Sequence[Outcome]:
+        """See `CatalogStore.save_group`: all payloads, into free slots, and then their entries."""
+        if self.files.read_only:
+            return [Outcome.NO_SPACE] * len(keys)
+        batch = SlabBatch(keys, data, lineages, expired)
+        if not keys or expired():
+            return batch.outcomes
+        try:
+            await self._save(batch, range(len(keys)))
+            for i, outcome in enumerate(batch.outcomes):
+                if outcome == Outcome.NO_SPACE and await self._evict_for_disk_space(first=True):
+                    # The slot of another object has its space on the disk.
+                    await self._save(batch, [i])
+                    if batch.outcomes[i] == Outcome.NO_SPACE:
+                        self._no_eviction_until = now() + GROW_AGAIN_S
+            await self._seal(batch)
+        finally:
+            self.supply.give(slot for slot, _ in batch.written.values())
+        return batch.outcomes
+
+    async def _save(self, batch: SlabBatch, which: Sequence[int]) -> None:
+        """Write payloads to free slots, without eviction for those that the disk refuses."""
+        outcomes = [Outcome.LATE] * len(which)
+        taken: dict[int, int] = {}  # slots, by position in `which`
+        try:
+            await self.supply.take_batch(taken, outcomes, self._evict_for_disk_space, batch.expired)
+            for i, outcome in zip(which, outcomes, strict=True):
+                batch.outcomes[i] = outcome
+            if taken:
+                await self._write(batch, [which[n] for n in taken], list(taken.values()))
+        except BaseException:
+            written = {slot for slot, _ in batch.written.values()}
+            self.supply.give(slot for slot in taken.values() if slot not in written)
+            raise
+
+    async def _write(self, batch: SlabBatch, which: Sequence[int], slots: Sequence[int]) -> None:
         """Write payloads to slots. Slots that hold none afterwards are free, or in quarantine."""
-        found, records = await self.io.write(slots, data, self._blanks(keys), expired)
+        data = [batch.data[i] for i in which]
+        found, records = await self.io.write(slots, data, self._blanks(batch, which), batch.expired)
         size = self.files.meta.entry_bytes
         entries = [records[n * size : (n + 1) * size] for n in range(len(found))]
         for n, slot in enumerate(slots):
@@ -475,26 +472,24 @@ class FileBackend(CatalogStore):
                 else:
                     found[n] = Outcome.CORRUPT
         # Nothing is awaited from here on: a slot is given back once.
-        outcomes = []
-        for key, slot, outcome, entry in zip(keys, slots, found, entries, strict=True):
+        for i, slot, outcome, entry in zip(which, slots, found, entries, strict=True):
             if outcome == Outcome.OK:
-                self.written[key] = (slot, entry)
+                batch.written[i] = (slot, entry)
             elif outcome == Outcome.CORRUPT:
                 self.supply.quarantine(slot)
                 outcome = Outcome.UNAVAILABLE
             else:
                 self.supply.give([slot])
-            outcomes.append(outcome)
-        return outcomes
+            batch.outcomes[i] = outcome
 
-    def _blanks(self, keys: Sequence[bytes]) -> list[bytes]:
+    def _blanks(self, batch: SlabBatch, which: Sequence[int]) -> list[bytes]:
         """The entries of new objects, but for the checksums."""
         meta, sequence = self.files.meta, self.sequence
-        self.sequence += len(keys)
+        self.sequence += len(which)
         moment = {WRITTEN_AT: (time.time_ns() // 1000).to_bytes(8, "little")}
         room, found = room_beside(meta, moment), []
-        for n, key in enumerate(keys):
-            (lineage,) = self.lineages.get(key, (None,))
+        for n, i in enumerate(which):
+            key, lineage = batch.keys[i], batch.lineages[i] if batch.lineages else None
             fields = fields_of_lineage(lineage, room)
             if not fields and (salt := self.catalog.salt(key)) is not None:
                 fields = {SALT: salt.to_bytes(8, "little")}
@@ -502,6 +497,23 @@ class FileBackend(CatalogStore):
                 blank_entry(meta, key, sequence + n, self.generation, {**moment, **fields})
             )
         return found
+
+    async def _seal(self, batch: SlabBatch) -> None:
+        """Write the entries of saved payloads, and if synced, wait for the device: they are objects
+        then."""
+        # The others were evicted by another batch since, or cleared.
+        wanted = [i for i in batch.written if batch.keys[i] in self.catalog]
+        if not wanted:
+            return
+        outcome = await self.io.seal([batch.written[i] for i in wanted], sync=self._synced)
+        if self.files.lost:
+            outcome = Outcome.UNAVAILABLE
+        for i in wanted:
+            batch.outcomes[i] = outcome
+            if outcome == Outcome.OK:
+                slot, entry = batch.written.pop(i)
+                self.objects[batch.keys[i]] = (slot, mark_of(entry))
+        self._notice_loss()
 
     async def _evict_for_disk_space(self, *, first: bool = False) -> bool:
         """Evict the least recently used object because the disk has no space, although the
@@ -518,29 +530,6 @@ class FileBackend(CatalogStore):
         if first:
             self.supply.first(slot)
         return True
-
-    def take_evicted(self) -> list[bytes]:
-        evicted, self._evicted = self._evicted, []
-        return evicted
-
-    async def seal(self, keys: Sequence[bytes]) -> Outcome:
-        """See `CatalogStore.seal`: write the entries, and if synced, wait for the device."""
-        entries = [self.written[key] for key in keys]
-        outcome = await self.io.seal(entries, sync=self._synced)
-        for key in keys:
-            slot, entry = self.written.pop(key)
-            if outcome == Outcome.OK and not self.files.lost:
-                self.objects[key] = (slot, mark_of(entry))
-            else:
-                self.supply.give([slot])
-        self._notice_loss()
-        return Outcome.UNAVAILABLE if self.files.lost else outcome
-
-    def abandon(self, keys: Iterable[bytes]) -> None:
-        for key in keys:
-            slot_entry = self.written.pop(key, None)
-            if slot_entry is not None:
-                self.supply.give([slot_entry[0]])
 
     # -- removing
 
@@ -638,7 +627,7 @@ class FileBackend(CatalogStore):
 
     def begin_paths(self) -> None:
         if self.keeps_lineages:
-            self._paths = SlabPaths(self.files)
+            self._paths = SlabPaths(self.files, self.objects, self.catalog.slices())
 
     def end_paths(self) -> None:
         self._paths = None

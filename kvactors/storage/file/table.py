@@ -39,7 +39,8 @@ it are on disk."""
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -47,7 +48,6 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.identity import PLAIN, Lineage, RequestScope
@@ -281,15 +281,10 @@ def words_of(table: bytes, size: int) -> NDArray[np.uint64]:
     return np.frombuffer(table[: count * size], U64).reshape(count, size // 8)
 
 
-def used_rows(words: NDArray[np.uint64], generation: int) -> NDArray[np.intp]:
-    """Entries with objects, by magic and generation alone."""
-    magic = int.from_bytes(MAGIC, "little")
-    return np.flatnonzero((words[:, 0] == magic) & (words[:, 13] == generation))
-
-
 def count_used(table: bytes, meta: Meta) -> int:
     """Entries of objects, by magic and generation alone: no checksum is compared."""
-    return len(used_rows(words_of(table, meta.entry_bytes), meta.generation))
+    words, magic = words_of(table, meta.entry_bytes), int.from_bytes(MAGIC, "little")
+    return int(((words[:, 0] == magic) & (words[:, 13] == meta.generation)).sum())
 
 
 def scan(table: bytes, meta: Meta, first: int = 0) -> Scan:
@@ -380,164 +375,82 @@ def lineage_in(fields: dict[int, bytes], key: bytes) -> Lineage | None:
 
 
 # -- paths that the blocks form
-#
-# First the whole table is read in chunks, to find of every slot the slot of its parent (a join of
-# the first 8 bytes of keys and parents, in numpy). Then parts are read: from every block that is no
-# parent up to the root or to a block that has been read already, the upper blocks first. While the
-# table is read 24 bytes of memory a slot are used, then 5. The store may change during the reading,
-# so each entry is checked again when its part is read. The parent and the tokens of a key never
-# change.
-
-
-log = get_logger()
-
-PATH_CHUNK_BYTES = 4 << 20
-"""Bytes of the table that one call reads."""
-
-NO_PARENT, NO_LINEAGE = -1, -2
-"""In place of the slot of a parent. NO_PARENT: it is not in the store, or it is a root. NO_LINEAGE:
-the slot has no block, or one without a lineage."""
-
-AT_PARENT = HEAD.size + TIME_FIELD
-"""Where the field with the parent is in an entry that this package wrote."""
-
-
-class TableRows(NamedTuple):
-    """Blocks of a chunk: their slots, and the first 8 bytes of their keys and of their parents (0:
-    no lineage)."""
-
-    slots: NDArray[np.int64]
-    keys: NDArray[np.uint64]
-    parents: NDArray[np.uint64]
 
 
 class SlabPaths:
-    """files: of an open store. Every call blocks briefly and belongs in a thread, one call at a
-    time."""
+    """Reads the paths that the blocks of an open store form: of each block, first the blocks above
+    it up to the root, or up to one that was read already. The store may change during the reading.
+    The parent and the tokens of a key never change. Every call blocks briefly and belongs in a
+    thread, one call at a time.
 
-    def __init__(self, files: SlabFiles) -> None:
+    Args:
+        objects: slot and mark of each object.
+        keys: of the objects, in parts.
+    """
+
+    def __init__(
+        self,
+        files: SlabFiles,
+        objects: Mapping[bytes, tuple[int, bytes]],
+        keys: Iterable[Sequence[bytes]],
+    ) -> None:
         self._files = files
-        self._rows: list[TableRows] | None = []
-        self._next = 0  # slot from which the table is to be read on
-        self._parent: NDArray[np.int32] = np.empty(0, np.int32)
-        self._read = np.empty(0, bool)
-        self._leaves: Iterator[int] = iter(())
-        self._chain: list[int] = []  # slots still to be read of one path, the deepest first
+        self._objects = objects
+        self._keys = chain.from_iterable(keys)
+        self._read = bytearray(len(files.slabs) * files.meta.slots_per_slab)
+        self._path: list[tuple[bytes, Lineage]] = []  # still to be given, the deepest block first
         self.skipped = 0  # blocks whose lineage was damaged, or not that of their key
 
     def parts(self, most: int) -> list[PathPart] | None:
-        """Parts of paths with about `most` blocks in all, none while the table is being read; None
-        when all was read. OSError."""
-        if self._rows is not None:
-            self._survey(self._rows)
-            return []
+        """Parts of paths with about `most` blocks in all, fewer if many blocks have no lineage;
+        None when all was read. OSError."""
         found: list[PathPart] = []
-        count = 0
-        while count < most:
-            if not self._chain and not self._climb():
+        looked = 0
+        while looked < most:
+            if some := self._path[looked - most :]:
+                del self._path[looked - most :]
+                looked += len(some)
+                found += _parts_of(some[::-1])
+            elif (key := next(self._keys, None)) is not None:
+                looked += 1
+                self._climb(key)
+            else:
                 break
-            stop = max(0, len(self._chain) - (most - count))
-            slots = self._chain[stop:][::-1]
-            del self._chain[stop:]
-            count += len(slots)
-            found += self._parts_of(slots)
-        return found if count else None
+        return found if looked else None
 
-    # -- the survey
+    def _climb(self, key: bytes) -> None:
+        """Read a block and those above it."""
+        while (found := self._objects.get(key)) is not None:
+            slot, _ = found
+            if slot >= len(self._read) or self._read[slot]:
+                return
+            self._read[slot] = True
+            lineage = self._lineage(slot, key)
+            if lineage is None:
+                return
+            self._path.append((key, lineage))
+            key = lineage.parent
 
-    def _survey(self, rows: list[TableRows]) -> None:
-        files, size = self._files, self._files.meta.entry_bytes
-        slots = len(files.slabs) * files.meta.slots_per_slab
-        if self._next < slots:
-            count = min(max(1, PATH_CHUNK_BYTES // size), slots - self._next)
-            raw = files.entries(self._next, count)
-            rows.append(rows_of(raw, self._next, size, files.meta.generation))
-            self._next += count
-            return
-        self._join(slots, rows)
-        self._rows = None
-
-    def _join(self, slots: int, rows: list[TableRows]) -> None:
-        """Find every block's parent, and the blocks that are no parent."""
-        self._parent = np.full(slots, NO_LINEAGE, np.int32)
-        self._read = np.zeros(slots, bool)
-        if not any(len(one.keys) for one in rows):
-            return
-        own = np.concatenate([one.slots for one in rows])
-        keys = np.concatenate([one.keys for one in rows])
-        parents = np.concatenate([one.parents for one in rows])
-        rows.clear()
-        order = np.argsort(keys)
-        keys, by_key = keys[order], own[order]
-        place = np.minimum(np.searchsorted(keys, parents), len(keys) - 1)
-        there = keys[place] == parents
-        kept = parents != 0
-        self._parent[own[kept]] = np.where(there, by_key[place], NO_PARENT)[kept]
-        above = self._parent[self._parent >= 0]
-        is_leaf = self._parent > NO_LINEAGE
-        is_leaf[above] = False
-        self._leaves = iter(np.flatnonzero(is_leaf).astype(np.int32))
-
-    # -- the parts
-
-    def _climb(self) -> bool:
-        for leaf in self._leaves:
-            slot = int(leaf)
-            while slot >= 0 and not self._read[slot] and self._parent[slot] != NO_LINEAGE:
-                self._read[slot] = True
-                self._chain.append(slot)
-                slot = int(self._parent[slot])
-            if self._chain:
-                return True
-        return False
-
-    def _parts_of(self, slots: list[int]) -> Iterator[PathPart]:
-        """The blocks in a run of slots, as parts that end where a block is no child of the one
-        before it."""
-        part: list[tuple[bytes, Lineage]] = []
-        for slot in slots:
-            block = self._block(slot)
-            follows = (
-                block is not None
-                and part
-                and (part[-1][0], part[-1][1].scope) == (block[1].parent, block[1].scope)
-            )
-            if part and not follows:
-                yield _part(part)
-                part = []
-            if block is not None:
-                part.append(block)
-        if part:
-            yield _part(part)
-
-    def _block(self, slot: int) -> tuple[bytes, Lineage] | None:
+    def _lineage(self, slot: int, key: bytes) -> Lineage | None:
         raw, meta = self._files.entry(slot), self._files.meta
         one = entry_in(raw, slot, meta)
-        if one is None or one.generation != meta.generation:
+        if one is None or (one.key, one.generation) != (key, meta.generation):
             return None  # it was evicted, or cleared
         fields = fields_of(raw)
-        found = lineage_in(fields, one.key)
+        found = lineage_in(fields, key)
         self.skipped += found is None and PARENT in fields
-        return None if found is None else (one.key, found)
+        return found
 
 
-def rows_of(raw: bytes, first: int, size: int, generation: int) -> TableRows:
-    """The blocks of a chunk of the table. first: slot of its first entry. Only the fields needed
-    here are read. Entries are verified later, when a path is read."""
-    words = words_of(raw, size)
-    halves = words.view("<u4")
-    used = used_rows(words, generation)
-    parents = np.zeros(len(used), np.uint64)
-    header = int.from_bytes(FIELD.pack(PARENT, HASH_BYTES), "little")
-    at = AT_PARENT // 4
-    if size >= AT_PARENT + FIELD.size + HASH_BYTES + 8:
-        here = halves[used, at] == header
-        parents[here] = words[used[here], (AT_PARENT + FIELD.size) // 8]
-        others = np.flatnonzero(~here & (halves[used, 3] > TIME_FIELD))
-        for i in others.tolist():  # another writer's order of fields
-            entry = raw[int(used[i]) * size : (int(used[i]) + 1) * size]
-            parents[i] = int.from_bytes(fields_of(entry).get(PARENT, b"")[:8], "little")
-    return TableRows(first + used, words[used, 6].copy(), parents)
+def _parts_of(blocks: list[tuple[bytes, Lineage]]) -> Iterator[PathPart]:
+    """A run of blocks, as parts that end where a block is no child of the one before it."""
+    part: list[tuple[bytes, Lineage]] = []
+    for key, lineage in blocks:
+        if part and (part[-1][0], part[-1][1].scope) != (lineage.parent, lineage.scope):
+            yield _part(part)
+            part = []
+        part.append((key, lineage))
+    yield _part(part)
 
 
 def _part(blocks: list[tuple[bytes, Lineage]]) -> PathPart:
@@ -549,8 +462,7 @@ def _part(blocks: list[tuple[bytes, Lineage]]) -> PathPart:
     )
 
 
-if AT_PARENT % 4 or (AT_PARENT + FIELD.size) % 8:
-    raise ImportError("the parent in an entry is not aligned")
+# -- reading the table
 
 
 CHUNK_ENTRIES = 16_384
