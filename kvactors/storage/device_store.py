@@ -5,24 +5,16 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping, Sequence
-from typing import ClassVar, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
 from kvactors.actor.context import MEMORY_LIMIT, Job, JobsRunOn, Timer
 from kvactors.actor.log import described
-from kvactors.device.arena import HostSlots
 from kvactors.errors import StoreError
-from kvactors.identity import Lineage
 from kvactors.storage.attempts import StoreAttempts
-from kvactors.storage.backend import (
-    Expired,
-    ReadReport,
-    StoreCounters,
-    StoreStatistics,
-    WriteReport,
-)
+from kvactors.storage.backend import StoreCounters, StoreStatistics
 from kvactors.storage.messages import (
     DeviceFetched,
     DeviceSaved,
@@ -32,6 +24,9 @@ from kvactors.storage.messages import (
     TransferDone,
     TransferLate,
 )
+
+if TYPE_CHECKING:
+    from kvactors.data_plane.base import DataPlane
 
 # -- the contract
 
@@ -127,7 +122,7 @@ class DeviceStoreActor(Actor):
         ref: ActorRef,
         *,
         backend: DeviceStore,
-        plane: DeviceStorePlane,
+        plane: DataPlane,
         evictor: ActorRef[StorageReply],
     ) -> None:
         super().__init__(ref)
@@ -219,42 +214,3 @@ class DeviceStoreActor(Actor):
                 f"a transfer of the store has not ended {MEMORY_LIMIT:g} s after a failure, and "
                 "accesses device blocks"
             )
-
-
-# -- the data plane
-
-
-class StoragePlane(Protocol):
-    """Moves objects between a store and host slots. See `DataPlane`."""
-
-    slots: HostSlots
-
-    async def read(
-        self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
-    ) -> ReadReport:
-        """Read objects into slots of a memory generation."""
-
-    async def write(
-        self,
-        generation: int,
-        keys: Sequence[bytes],
-        slots: Sequence[int],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
-        salts: Sequence[int] = (),
-    ) -> WriteReport:
-        """Write objects from slots of a memory generation."""
-
-
-class DeviceStorePlane(Protocol):
-    """Moves blocks between a store and device memory. See `DataPlane`."""
-
-    async def fetch(
-        self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
-    ) -> int:
-        """Read blocks of a path into device blocks of a memory generation."""
-
-    async def save(
-        self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
-    ) -> int:
-        """Write blocks of a path from device blocks of a memory generation."""

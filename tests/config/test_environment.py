@@ -10,7 +10,7 @@ import pytest
 import structlog
 
 import kvactors
-from kvactors.attention_sdk import sdk_settings
+from kvactors.storage.attention_sdk import sdk_settings
 from kvactors.errors import ConfigError, SinkError
 from kvactors.flush_notifier.sinks import make_sinks
 from kvactors.layout import make_layout

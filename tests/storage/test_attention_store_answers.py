@@ -9,10 +9,10 @@ import anyio
 import numpy as np
 import pytest
 
-from kvactors.attention_sdk import Sdk, complete
 from kvactors.device.host import HostDevice
 from kvactors.errors import DeadlineExceeded, SdkError
 from kvactors.settings.sinks import AttentionStoreConfig
+from kvactors.storage.attention_sdk import Sdk, complete
 from tests.storage.test_attention_store_backend import LAYOUT, STAND_IN, calls, path, store_over
 from tests.support import attentionstore_sdk as stand_in
 
@@ -37,7 +37,7 @@ async def test_it_pauses_between_two_probes_and_not_after_the_last(
         slept.append(seconds)
 
     clock = SimpleNamespace(fail_after=anyio.fail_after, sleep=sleep)
-    monkeypatch.setattr("kvactors.attention_sdk.anyio", clock)
+    monkeypatch.setattr("kvactors.storage.attention_sdk.anyio", clock)
     stand_in.service().not_ready = not_ready
     one = handle(ready_interval_s=5.0)
     await one.open()

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.attention_sdk import complete
 from kvactors.device.host import HostDevice
 from kvactors.errors import SdkError
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig
+from kvactors.storage.attention_sdk import complete
 from kvactors.storage.attention_store import AttentionStoreBackend
 from tests.support import attentionstore_sdk as stand_in
 from tests.support import cache as support

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import kvactors
-from kvactors.attention_sdk import Sdk, complete, gpu_of, sdk_settings
 from kvactors.device.host import HostDevice
 from kvactors.errors import SdkError
 from kvactors.layout import MLALayout
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig
+from kvactors.storage.attention_sdk import Sdk, complete, gpu_of, sdk_settings
 from kvactors.storage.attention_store import AttentionStoreBackend
 from tests.storage.test_attention_store_backend import BLOCK, LAYOUT, STAND_IN, store_over
 from tests.support import attentionstore_sdk as stand_in

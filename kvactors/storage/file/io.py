@@ -119,22 +119,10 @@ class SlabIo:
     ) -> tuple[list[Outcome], bytes]:
         direct = self._files.direct
         codes, done = await self._job(writes, direct, slots, views, records, expired)
-        refused = [i for i, code in enumerate(codes) if code == -errno.EINVAL] if direct else []
-        if refused:
+        if direct and -errno.EINVAL in codes:
+            # Refused by a call that began with it: the batch once more, through the page cache.
             self._files.buffered_from_now_on()
-            again, redone = await self._job(
-                writes,
-                False,
-                [slots[i] for i in refused],
-                [views[i] for i in refused],
-                [records[i] for i in refused],
-                expired,
-            )
-            size = len(redone) // len(refused)
-            parts = [done[i * size : (i + 1) * size] for i in range(len(codes))]
-            for n, i in enumerate(refused):
-                codes[i], parts[i] = again[n], redone[n * size : (n + 1) * size]
-            done = b"".join(parts)
+            codes, done = await self._job(writes, False, slots, views, records, expired)
         if not any(codes):
             return [Outcome.OK] * len(codes), done
         return [self._outcome(code) for code in codes], done
