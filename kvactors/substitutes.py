@@ -22,7 +22,7 @@ from kvactors.flush_notifier.messages import (
     WaitFlushed,
 )
 from kvactors.settings import FlushConfig
-from kvactors.storage.actors import StorageReader, StoreOwner, unwritten
+from kvactors.storage.actors import StorageReader, StorageWriter, unwritten
 from kvactors.storage.device_store import DeviceStoreActor
 from kvactors.storage.messages import (
     DeviceFetched,
@@ -90,7 +90,7 @@ class NoReader(StorageReader):
         self.tell(self.evictor, ReadDone(message.op, outcomes))
 
 
-class NoWriter(StoreOwner):
+class NoWriter(StorageWriter):
     """Every write is refused. A clear is still carried out, and the contents of the store are
     reported: writes in flight at the failure may have changed them."""
 

@@ -343,8 +343,8 @@ class StorageReader(StorageWorker):
 # -- writer
 
 
-class StoreOwner(StorageWorker):
-    """Clears the store, and reports its contents: a writer, or its substitute.
+class StorageWriter(StorageWorker):
+    """Owns its writes in flight, clears the store, and reports its contents.
 
     The first writer reports the objects that the store has kept from an earlier process. If the
     store keeps lineages, the paths of these blocks follow in the background, a page at a time:
@@ -379,6 +379,41 @@ class StoreOwner(StorageWorker):
         writer, are not written any more."""
         self.backend.fence = max(self.backend.fence, (self.evictor.incarnation, message.op))
         self.run_now(clear_batch(self.backend, message.op, message.salt))
+
+    @on(Write)
+    def write(self, message: Write) -> None:
+        keys, sent = split_hashes(message.keys), (self.evictor.incarnation, message.op)
+
+        async def work() -> BatchDone:
+            if sent < self.backend.fence:
+                return unwritten(message, Outcome.LATE)
+            report = await self.plane.write(
+                message.memory_generation,
+                keys,
+                message.slots,
+                expired(message.deadline),
+                message.lineages,
+                message.salts,
+            )
+            holding, safe = self.backend.holding, (Outcome.OK, Outcome.EXISTS)
+            results = zip(keys, report.outcomes, strict=True)
+            back = set(holding(report.evicted))
+            return BatchDone(
+                Written(message.op, report.outcomes),
+                stored=join_hashes(holding([key for key, outcome in results if outcome in safe])),
+                evicted=join_hashes(key for key in report.evicted if key not in back),
+            )
+
+        failed = unwritten(message, Outcome.UNAVAILABLE)
+        self.enqueue(Batch(work, failed, message.slots, message.keys))
+
+    @on(ReportLost)
+    def report_lost(self, message: ReportLost) -> None:
+        """Report keys that the store lost outside of batches. Repeat a clear that did not reach the
+        whole store."""
+        if self.backend.needs_clear():
+            self.run_now(clear_batch(self.backend, 0))
+        self.report_lost_keys()
 
     # -- reports of the paths of the store's blocks, after the report on the keys
 
@@ -421,45 +456,6 @@ class StoreOwner(StorageWorker):
                 }
                 self.tell(self.notifier, PathsFound(message.parts, frozenset(roots)))
             self.to_self(ReadPaths())
-
-
-class StorageWriter(StoreOwner):
-    """Owns its writes in flight."""
-
-    @on(Write)
-    def write(self, message: Write) -> None:
-        keys, sent = split_hashes(message.keys), (self.evictor.incarnation, message.op)
-
-        async def work() -> BatchDone:
-            if sent < self.backend.fence:
-                return unwritten(message, Outcome.LATE)
-            report = await self.plane.write(
-                message.memory_generation,
-                keys,
-                message.slots,
-                expired(message.deadline),
-                message.lineages,
-                message.salts,
-            )
-            holding, safe = self.backend.holding, (Outcome.OK, Outcome.EXISTS)
-            results = zip(keys, report.outcomes, strict=True)
-            back = set(holding(report.evicted))
-            return BatchDone(
-                Written(message.op, report.outcomes),
-                stored=join_hashes(holding([key for key, outcome in results if outcome in safe])),
-                evicted=join_hashes(key for key in report.evicted if key not in back),
-            )
-
-        failed = unwritten(message, Outcome.UNAVAILABLE)
-        self.enqueue(Batch(work, failed, message.slots, message.keys))
-
-    @on(ReportLost)
-    def report_lost(self, message: ReportLost) -> None:
-        """Report keys that the store lost outside of batches. Repeat a clear that did not reach the
-        whole store."""
-        if self.backend.needs_clear():
-            self.run_now(clear_batch(self.backend, 0))
-        self.report_lost_keys()
 
 
 def unwritten(message: Write, outcome: Outcome) -> BatchDone:

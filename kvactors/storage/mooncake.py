@@ -12,9 +12,7 @@ Others have kind 0.
 
 from __future__ import annotations
 
-import asyncio
 import struct
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from functools import partial
@@ -24,9 +22,7 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.actor.clock import clock_of
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import Lineage, StoreIdentity
@@ -58,11 +54,11 @@ QUESTION_OBJECTS = 32
 # -- headers
 
 
-class Compared(NamedTuple):
-    """Objects of a read that were compared with their headers."""
+class PoolMoved(NamedTuple):
+    """The result of a transfer."""
 
     outcomes: bytes
-    without_checksum: int = 0
+    without_checksum: int = 0  # objects that are refused for it
 
 
 class PoolHeaders:
@@ -88,7 +84,7 @@ class PoolHeaders:
     def make(self, keys: bytes, pointers: list[list[int]]) -> None:
         make_headers(self._digest, keys, pointers, self._block_bytes, self.checksums)
 
-    def compare(self, keys: bytes, pointers: list[list[int]], codes: list[int]) -> Compared:
+    def compare(self, keys: bytes, pointers: list[list[int]], codes: list[int]) -> PoolMoved:
         """Compare the objects that arrived, by the codes of the client. `keys` are joined."""
         arrived = [i for i, code in enumerate(codes) if code == self._whole]
         fits = check_headers(
@@ -101,7 +97,7 @@ class PoolHeaders:
         outcomes = bytearray(Outcome.CORRUPT if code >= 0 else outcome_of(code) for code in codes)
         for i, fit in zip(arrived, fits, strict=True):
             outcomes[i] = self._outcomes[fit]
-        return Compared(bytes(outcomes), fits.count(Fit.NO_CHECKSUM) if self.checksums else 0)
+        return PoolMoved(bytes(outcomes), fits.count(Fit.NO_CHECKSUM) if self.checksums else 0)
 
 
 OUTCOMES = {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS, NOT_READY: Outcome.MISS}
@@ -112,48 +108,22 @@ def outcome_of(code: int) -> Outcome:
     return Outcome.OK if code >= OK else OUTCOMES.get(code, Outcome.UNAVAILABLE)
 
 
-# -- the size of a transfer
+# -- transfers
 
 
-CALL_SECONDS = 0.1
-"""Time that a transfer may take. None can be cut short. A call costs about 0.4 ms of processor time
-beside its bytes, and its first and last objects leave cores idle, so longer transfers cost less."""
+TRANSFER_BYTES, TRANSFER_OBJECTS = 32 << 20, 1024
+"""Limits of a transfer. None can be cut short. A call costs about 0.4 ms of processor time beside
+its bytes."""
 
-LEAST_BYTES, MOST_BYTES = 16 << 20, 64 << 20
-LEAST_OBJECTS, MOST_OBJECTS = 4, 1024
-"""Limits of a transfer. A transfer with the least objects may exceed the limits of bytes."""
-
-COUNTED_BYTES = 4 << 20
-"""Bytes of a transfer from which the rate is estimated, at least."""
-
-WEIGHT = 0.25
-"""Of the last transfer in the rate."""
+LEAST_OBJECTS = 4
+"""Objects of a transfer that may exceed the bytes."""
 
 
-class CallSize:
-    """Chooses the number of objects of a transfer from the rate of earlier ones."""
-
-    def __init__(self, block_bytes: int) -> None:
-        self.most_objects = MOST_OBJECTS
-        self._block_bytes = block_bytes
-        self._rate = 0.0  # bytes a second
-
-    def parts(self, count: int) -> Iterator[slice]:
-        """The objects of each transfer of a batch, in equal parts."""
-        size = int(max(LEAST_BYTES, min(MOST_BYTES, self._rate * CALL_SECONDS)))
-        step = min(self.most_objects, max(LEAST_OBJECTS, size // self._block_bytes))
-        calls = -(-count // step)
-        start = 0
-        for left in range(calls, 0, -1):
-            end = start + -((start - count) // left)
-            yield slice(start, end)
-            start = end
-
-    def record(self, objects: int, seconds: float) -> None:
-        moved = objects * self._block_bytes
-        if moved >= COUNTED_BYTES and seconds > 0:
-            rate = moved / seconds
-            self._rate += (WEIGHT if self._rate else 1.0) * (rate - self._rate)
+def transfers_of(count: int, block_bytes: int, most: int = TRANSFER_OBJECTS) -> Iterator[slice]:
+    """The objects of each transfer of a batch, in equal parts."""
+    step = min(most, max(LEAST_OBJECTS, TRANSFER_BYTES // block_bytes))
+    calls = -(-count // step)
+    return (slice(count * n // calls, count * (n + 1) // calls) for n in range(calls))
 
 
 # -- the back end
@@ -162,10 +132,6 @@ class CallSize:
 RETRY = 0.2
 """Seconds until objects that found no space are tried once more: a burst outruns the master's
 eviction."""
-
-
-LANES = 2
-"""Transfers of a batch at the same time: checksums of one are computed beside another."""
 
 
 class PoolBatch(NamedTuple):
@@ -184,15 +150,6 @@ class PoolBatch(NamedTuple):
         return self._replace(keys=keys, pointers=pointers)
 
 
-class PoolMoved(NamedTuple):
-    """The result of a transfer."""
-
-    outcomes: bytes
-    objects: int = 0  # that were moved
-    seconds: float = 0.0
-    without_checksum: int = 0
-
-
 class MooncakeBackend(Backend):
     """A client of a pool. A thread of the client makes the headers of a transfer and moves it, or
     moves it and compares its headers."""
@@ -202,7 +159,7 @@ class MooncakeBackend(Backend):
     def __init__(self, config: MooncakeConfig, identity: StoreIdentity, block_bytes: int) -> None:
         super().__init__(identity.digest, block_bytes)
         self.client = MooncakeClient(config, identity.rank)
-        self.calls = CallSize(block_bytes)
+        self.most_objects = TRANSFER_OBJECTS
         self.arena: Arena | None = None  # registered with the client
         self._prefix = identity.pool_prefix
         self._headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)
@@ -299,44 +256,31 @@ class MooncakeBackend(Backend):
     async def _move(
         self, batch: PoolBatch, transfer: Callable[..., PoolMoved], expired: Expired
     ) -> tuple[bytearray, int]:
-        """Move a batch in several transfers. None begins after the deadline, or after the caller
-        was cancelled, and all have ended when this returns. Returns the outcomes, and the number of
-        objects refused because they have no checksum."""
+        """Move a batch in transfers, of which none begins after the deadline. Returns the outcomes,
+        and the number of objects refused because they have no checksum."""
         outcomes, without_checksum = bytearray([Outcome.LATE]) * len(batch.keys), 0
-        clock = clock_of(asyncio.get_running_loop())
-        parts = deque(self.calls.parts(len(batch.keys)))
-
-        async def lane() -> None:
-            nonlocal without_checksum
-            while parts and not expired():
-                some = parts.popleft()
-                part = batch.part(some)
-                failed = PoolMoved(bytes([Outcome.UNAVAILABLE]) * len(part.keys))
-                moved = await self.client.call(partial(transfer, part, clock), failed)
-                self.calls.record(moved.objects, moved.seconds)
-                without_checksum += moved.without_checksum
-                outcomes[some] = moved.outcomes
-
-        await wait_uncancelled(asyncio.gather(*(lane() for _ in range(LANES))), parts.clear)
+        for some in transfers_of(len(batch.keys), self.block_bytes, self.most_objects):
+            if expired():
+                break
+            part = batch.part(some)
+            failed = PoolMoved(bytes([Outcome.UNAVAILABLE]) * len(part.keys))
+            moved = await self.client.call(partial(transfer, part), failed)
+            without_checksum += moved.without_checksum
+            outcomes[some] = moved.outcomes
         return outcomes, without_checksum
 
-    def _get(self, batch: PoolBatch, clock: Callable[[], float], store: Any) -> PoolMoved:
+    def _get(self, batch: PoolBatch, store: Any) -> PoolMoved:
         """Read, and compare headers. In a thread of the client."""
-        began, keys = clock(), b"".join(batch.keys)
+        keys = b"".join(batch.keys)
         codes = self._codes(store.batch_get_into_multi_buffers, batch, keys)
-        seconds = clock() - began
-        compared = self._headers.compare(keys, batch.pointers, codes)
-        return PoolMoved(
-            compared.outcomes, codes.count(sum(batch.sizes)), seconds, compared.without_checksum
-        )
+        return self._headers.compare(keys, batch.pointers, codes)
 
-    def _put(self, batch: PoolBatch, clock: Callable[[], float], store: Any) -> PoolMoved:
+    def _put(self, batch: PoolBatch, store: Any) -> PoolMoved:
         """Make headers, and write. In a thread of the client."""
         keys = b"".join(batch.keys)
         self._headers.make(keys, batch.pointers)
-        began = clock()
         codes = self._codes(store.batch_put_from_multi_buffers, batch, keys)
-        return PoolMoved(bytes(map(outcome_of, codes)), codes.count(OK), clock() - began)
+        return PoolMoved(bytes(map(outcome_of, codes)))
 
     def _codes(self, call: Callable[..., Any], batch: PoolBatch, keys: bytes) -> list[int]:
         names = object_names(self._prefix, keys)

@@ -45,9 +45,8 @@ T = TypeVar("T")
 
 log = get_logger()
 
-THREADS = 3
-"""Two for the transfers of a batch, of which more brought nothing when measured, and one for
-look-ups."""
+THREADS = 2
+"""More brought nothing when measured."""
 
 CLOSE_LIMIT = 10.0
 """Seconds `close` waits for calls in flight, and for the client's own close (2 s when all is

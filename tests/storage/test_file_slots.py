@@ -11,7 +11,7 @@ import pytest
 from kvactors.storage.catalog import Catalog
 from kvactors.storage.file import slots as slots_module
 from kvactors.storage.file import store as file_module
-from kvactors.storage.file.slots import LONGEST_QUARANTINE_S, QUARANTINE_S, SlotSupply
+from kvactors.storage.file.slots import QUARANTINE_S, SlotSupply
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key
 from tests.storage.helpers import OK, SIZE, opened, whole
@@ -45,30 +45,18 @@ def test_a_slot_that_is_read_becomes_free_when_its_last_reader_ends():
     assert list(slots.free) == [2, 1]
 
 
-def test_the_quarantine_doubles_with_each_corrupt_object_up_to_a_day(clock):
+def test_a_slot_in_quarantine_is_free_after_a_minute_and_suspect_until_it_proves_good(clock):
     slots = Supply()
-    for pause in (QUARANTINE_S, 2 * QUARANTINE_S, 4 * QUARANTINE_S):
-        slots.quarantine(5)
-        clock[0] += pause - 1
-        assert (slots.quarantined, slots.release()) == (1, False)
-        clock[0] += 1
-        assert slots.release()
-    for _ in range(30):
-        slots.quarantine(5)
-    clock[0] += LONGEST_QUARANTINE_S - 1
-    assert not slots.release()
+    slots.set_capacity(8)
+    slots.quarantine(5)
+    assert slots._catalog.capacity == 7, "what is in quarantine holds nothing"
+    clock[0] += QUARANTINE_S - 1
+    assert (slots.take_now(1), slots.quarantined) == ([], 1)
     clock[0] += 1
-    assert slots.release()
-
-
-def test_a_suspect_that_returned_the_written_bytes_starts_over(clock):
-    slots = Supply()
-    for _ in range(2):
-        slots.quarantine(1)
-        clock[0] += QUARANTINE_S
-        assert slots.release()
-        slots.passed(1)
-        assert slots.suspects == set()
+    assert (slots.take_now(1), slots._catalog.capacity) == ([5], 8)
+    assert slots.suspects == {5}
+    slots.passed(5)
+    assert slots.suspects == set()
 
 
 def test_a_disk_that_fails_is_not_asked_to_evict(clock):

@@ -227,40 +227,22 @@ def damage(bench, *slots):
         os.fsync(file.fileno())
 
 
-async def test_slots_in_quarantine_come_back_when_they_prove_good(tmp_path, small_slabs):
-    async with opened(tmp_path, 8) as bench:
-        store = bench.store
-        await bench.put(*range(8))
-        damage(bench, *range(8))
-        assert await bench.get(*range(8)) == [CORRUPT] * 8
-        assert store.supply.quarantined == 8
-        assert store.catalog.capacity == 1, "what is in quarantine holds nothing"
-        assert await bench.put(*range(40, 48)) == [OK] * 8
-        assert await bench.get(*range(40, 48)) == [OK] * 8
-        assert len(store.keys()) == 8
-        assert store.supply.quarantined == 0
-        assert store.catalog.capacity == 8
-
-
-async def test_a_slot_that_is_really_bad_goes_back_into_quarantine_for_longer(
-    tmp_path, monkeypatch, small_slabs
+@pytest.mark.parametrize("good", [True, False])
+async def test_slots_in_quarantine_come_back_when_they_prove_good(
+    tmp_path, monkeypatch, small_slabs, good
 ):
+    monkeypatch.setattr(slots_module, "QUARANTINE_S", 0.0)
     async with opened(tmp_path, 8) as bench:
         store = bench.store
         await bench.put(*range(8))
-        damage(bench, 0)
-        assert await bench.get(0) == [CORRUPT]
-        monkeypatch.setattr(SlabFiles, "proves", lambda files, slot, checksum: False)
-        store.supply.release_first_offenders()
-        store.supply.first(0)
-        assert await bench.put(50) == [UNAVAILABLE]
-        assert store.supply.quarantined == 1
-        assert not store.supply.release_first_offenders()
-        assert (
-            store.supply._until[0] > asyncio.get_running_loop().time() + slots_module.QUARANTINE_S
-        )
-        assert await bench.put(51) == [OK]
-        assert await bench.get(51) == [OK]
+        damage(bench, 0, 1)
+        assert await bench.get(0, 1) == [CORRUPT] * 2
+        assert (store.supply.quarantined, store.catalog.capacity) == (2, 6)
+        if not good:
+            monkeypatch.setattr(SlabFiles, "proves", lambda files, slot, checksum: False)
+        assert await bench.put(40, 41) == [OK if good else UNAVAILABLE] * 2
+        assert await bench.get(40, 41) == [OK if good else MISS] * 2
+        assert store.supply.quarantined == (0 if good else 2)
 
 
 @pytest.mark.parametrize("call", ["preadv", "pread", "stat"])

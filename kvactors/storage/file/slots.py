@@ -4,7 +4,7 @@ one."""
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -18,10 +18,7 @@ from kvactors.storage.messages import Outcome
 from kvactors.threads import Workers
 
 QUARANTINE_S = 60.0
-"""Seconds in quarantine after the first corrupt object of a slot, doubled with each further one."""
-
-LONGEST_QUARANTINE_S = 86_400.0
-
+"""Seconds in quarantine after a corrupt object of a slot."""
 
 GROW_AGAIN_S = 10.0
 """Seconds after which a store on a full disk tries to grow again. Until then it evicts."""
@@ -49,7 +46,6 @@ class SlotSupply:
         self._readers: dict[int, int] = {}  # reads in flight, by slot
         self._leaving: set[int] = set()  # free once no read of them is in flight
         self._until: dict[int, float] = {}  # in quarantine
-        self._strikes: Counter[int] = Counter()
         self._task: asyncio.Task[Outcome] | None = None  # adds a slab
         self._call: Future[Outcome] | None = None  # in a thread, may outlast a cancelled task
         self._waiting: set[asyncio.Future[None]] = set()  # writes without a slot
@@ -97,7 +93,7 @@ class SlotSupply:
     def restart(self, count: int) -> None:
         """The slots are those of new files, all of them free. None is in use."""
         self.free = deque(range(count))
-        for kept in (self.suspects, self._leaving, self._until, self._strikes):
+        for kept in (self.suspects, self._leaving, self._until):
             kept.clear()
 
     @property
@@ -132,44 +128,24 @@ class SlotSupply:
     def quarantine(self, slot: int) -> None:
         """Put a slot in quarantine: it held a corrupt object, or did not return the data written to
         it."""
-        self._strikes[slot] += 1
-        self._until[slot] = now() + min(
-            LONGEST_QUARANTINE_S, QUARANTINE_S * 2.0 ** min(20, self._strikes[slot] - 1)
-        )
+        self._until[slot] = now() + QUARANTINE_S
         self.suspects.add(slot)
         self._fit()
 
-    def release(self) -> bool:
-        """Free the slots whose quarantine has ended. Returns whether there were any."""
-        return bool(self._until) and self._free_again(
-            [slot for slot, until in self._until.items() if until <= now()]
-        )
-
-    def release_first_offenders(self) -> bool:
-        """Free the slots that held one corrupt object only, because slots run out. Returns whether
-        there were any."""
-        return self._free_again([slot for slot in self._until if self._strikes[slot] == 1])
-
-    def _free_again(self, slots: list[int]) -> bool:
+    def release(self) -> None:
+        """Free the slots whose quarantine has ended."""
+        slots = [slot for slot, until in self._until.items() if until <= now()]
         for slot in slots:
             del self._until[slot]
-        self.give(slots)
-        self._fit()
-        return bool(slots)
+        if slots:
+            self.give(slots)
+            self._fit()
 
     def passed(self, slot: int) -> None:
         """A suspect slot returned the data written to it."""
         self.suspects.discard(slot)
-        del self._strikes[slot]
 
     # -- slots for writes
-
-    def prepare(self, count: int) -> None:
-        """A batch of `count` objects follows. If it would evict objects, slots in quarantine are
-        tried again first."""
-        short = self.quarantined and len(self._catalog) + count > self._catalog.capacity
-        if short and not self.release():
-            self.release_first_offenders()
 
     def take_now(self, count: int) -> list[int]:
         """Take slots that are free already, at most `count`."""
@@ -213,7 +189,7 @@ class SlotSupply:
                 if expired():
                     return None, Outcome.LATE
                 await self._wait()
-            elif not self.release_first_offenders() and not await squeeze():
+            elif not await squeeze():
                 return None, outcome
 
     async def _wait(self) -> None:

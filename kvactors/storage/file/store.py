@@ -410,7 +410,7 @@ class FileBackend(CatalogStore):
             if self.files.lost and not await self._begin_anew(expired):
                 return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
             await self.follow_space()
-        self.supply.prepare(len(keys))
+        self.supply.release()
         with self.in_use():
             report = await super().write(keys, views, expired, lineages, salts)
         evicted, self._evicted = self._evicted, []
