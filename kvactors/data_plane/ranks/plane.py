@@ -288,7 +288,7 @@ class RankStore(Backend):
 
 
 def slots_of(views: Sequence[memoryview]) -> Sequence[int]:
-    """The ranks move slots of their own memory: the bytes never come to this process."""
+    """The ranks move slots of memory in their processes: the bytes never come to this one."""
     if isinstance(views, SlotViews):
         return views.slots
     raise StoreUnsupported("the bytes of ranks are not in reach of this process")

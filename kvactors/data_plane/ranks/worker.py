@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Collection, Coroutine
+from itertools import chain
 from typing import Any
 
 import anyio
@@ -207,7 +208,7 @@ class _Serving:
         RankError if it refuses."""
         if not await check_leader(connection, self.secret):
             return False
-        device, store, mine = self.plane.device, self.plane.store, self.identity
+        device, store, mine = self.plane.device, self.plane.backend, self.identity
         connection.send(
             Identity(
                 self.rank,
@@ -222,7 +223,7 @@ class _Serving:
                 0 if store is None else store.generation,
             )
         )
-        names = pages(iter(()) if store is None else store.snapshot())
+        names = pages(chain.from_iterable(() if store is None else store.key_slices()))
         while (message := await connection.receive()) is not None:
             if isinstance(message, Refused):
                 raise RankError(f"the leader refuses: {message.reason}")
