@@ -27,6 +27,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.sliced import Sliced, finish
 from kvactors.actor.uncancelled import ended, retrieve, uncancelled
+from kvactors.attention_sdk import gpu_of
 from kvactors.call_context import CallContext
 from kvactors.capacity import quota_in_blocks
 from kvactors.checks import (
@@ -102,7 +103,6 @@ from kvactors.prefix_index.messages import (
     Unpin,
 )
 from kvactors.settings import Config
-from kvactors.storage.attention_sdk import gpu_of
 from kvactors.storage.backend import Backend
 from kvactors.system import System
 from kvactors.types import Tokens

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, ExitStack
 from functools import partial
 from typing import Any
 
+from kvactors.attention_sdk import gpu_of
 from kvactors.data_plane.base import DataPlane, Direction, EngineStreams, Progress, StatusChanged
 from kvactors.data_plane.engine import CopyEngine, InlineCopies, NoCopies, ThreadedCopies
 from kvactors.device.arena import Arena, bring_in
@@ -17,7 +18,6 @@ from kvactors.layout.base import Layout
 from kvactors.lifecycle import Opening
 from kvactors.settings import Config, DeviceConfig, HostConfig, StorageConfig
 from kvactors.settings.check import changed_in
-from kvactors.storage.attention_sdk import gpu_of
 from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.factory import make_backend, make_device_store

@@ -10,10 +10,10 @@ import numpy as np
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
+from kvactors.attention_sdk import MARGIN, Sdk, SdkSettings
 from kvactors.device.base import Device
 from kvactors.errors import LayoutError, SdkError
 from kvactors.storage.attempts import Attempts
-from kvactors.storage.attention_sdk import MARGIN, Sdk, SdkSettings
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.messages import Outcome
 

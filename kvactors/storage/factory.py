@@ -90,7 +90,7 @@ def make_device_store(
             "device.num_blocks is 0, and attention_store registers the device memory when the "
             "cache is opened: set the number of blocks, or give the device to open"
         )
-    from kvactors.storage.attention_sdk import sdk_settings
+    from kvactors.attention_sdk import sdk_settings
     from kvactors.storage.attention_store import AttentionStoreBackend
 
     return AttentionStoreBackend(sdk_settings(config, device.layout, device, shard), device)

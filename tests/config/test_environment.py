@@ -10,12 +10,12 @@ import pytest
 import structlog
 
 import kvactors
+from kvactors.attention_sdk import sdk_settings
 from kvactors.errors import ConfigError, SinkError
 from kvactors.flush_notifier.sinks import make_sinks
 from kvactors.layout import make_layout
 from kvactors.settings import Config, load
 from kvactors.settings.load import honoured
-from kvactors.storage.attention_sdk import sdk_settings
 
 STORE = {"backend": "attention_store", "write_policy": "write_through"}
 MODEL = {"cache": {"model": "m"}}

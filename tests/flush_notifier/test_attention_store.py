@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 import kvactors
+from kvactors.attention_sdk import Sdk, complete, sdk_settings
 from kvactors.errors import DeadlineExceeded, SdkError, SinkError
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
@@ -20,7 +21,6 @@ from kvactors.layout import GQALayout
 from kvactors.observe.statistics import announceable
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig, AttentionStoreSinkConfig
-from kvactors.storage.attention_sdk import Sdk, complete, sdk_settings
 from kvactors.types import Reason, Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, finished, names, path, path_tokens
 from tests.support import attentionstore_sdk as stand_in

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import anyio
 
+from kvactors.attention_sdk import SHARED, Sdk, Shared, sdk_settings
 from kvactors.cache import KVCache
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.base import Device
@@ -31,7 +32,6 @@ from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.layout import make_layout
 from kvactors.settings.sinks import AttentionStoreSinkConfig
-from kvactors.storage.attention_sdk import SHARED, Sdk, Shared, sdk_settings
 from kvactors.storage.attention_store import AttentionStoreBackend
 from kvactors.testing.fakes import SimBackend, SimExecutor
 from kvactors.testing.faults import STEPPED, Fault, Latency, StoreFaults, latency

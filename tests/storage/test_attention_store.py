@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 
 import kvactors
+from kvactors.attention_sdk import Sdk, complete, gpu_of, sdk_settings
 from kvactors.device.host import HostDevice
 from kvactors.errors import DeadlineExceeded, SdkError, StoreUnsupported
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig
-from kvactors.storage.attention_sdk import Sdk, complete, gpu_of, sdk_settings
 from kvactors.storage.attention_store import AttentionStoreBackend
 from tests.support import attentionstore_sdk as stand_in
 from tests.support import cache as support
@@ -282,7 +282,7 @@ async def test_it_pauses_between_two_probes_and_not_after_the_last(
         slept.append(seconds)
 
     clock = SimpleNamespace(fail_after=anyio.fail_after, sleep=sleep)
-    monkeypatch.setattr("kvactors.storage.attention_sdk.anyio", clock)
+    monkeypatch.setattr("kvactors.attention_sdk.anyio", clock)
     stand_in.service().not_ready = not_ready
     one = handle(ready_interval_s=5.0)
     await one.open()

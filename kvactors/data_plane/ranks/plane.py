@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from typing import Literal
 
 from kvactors.actor.log import get_logger
+from kvactors.attention_sdk import store_identity
 from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChanged
 from kvactors.data_plane.ranks.leader import RankGroup, RankState, RankStatistics
 from kvactors.data_plane.ranks.names import RankNames, in_slices
@@ -20,7 +21,6 @@ from kvactors.identity import Lineage
 from kvactors.layout.base import Layout
 from kvactors.lifecycle import Opening
 from kvactors.settings import Config, StorageConfig
-from kvactors.storage.attention_sdk import store_identity
 from kvactors.storage.backend import Backend, Expired, ReadReport, SlotViews, WriteReport
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.factory import has_device_store

@@ -16,6 +16,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.log import described, get_logger
 from kvactors.actor.supervisor import LEAST_STEP
 from kvactors.actor.uncancelled import ended, uncancelled
+from kvactors.attention_sdk import store_identity
 from kvactors.capacity import in_blocks
 from kvactors.data_plane.base import Direction, Progress
 from kvactors.data_plane.local import LocalPlane, make_local_plane
@@ -44,7 +45,6 @@ from kvactors.identity import StoreIdentity
 from kvactors.lifecycle import STOP, Opening, Shutdown
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.ranks import Secret
-from kvactors.storage.attention_sdk import store_identity
 from kvactors.storage.backend import Backend, SlotViews
 from kvactors.storage.messages import Outcome
 from kvactors.types import HASH_BYTES, join_hashes, split_hashes

@@ -29,8 +29,8 @@ def make_sink(
     """The sink that settings describe. SinkError names what it lacks to work (an extra, an SDK, a
     folder). device: the cache's, if it is there."""
     if isinstance(settings, AttentionStoreSinkConfig):
+        from kvactors.attention_sdk import sdk_settings
         from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
-        from kvactors.storage.attention_sdk import sdk_settings
 
         return AttentionStoreSink(settings, sdk_settings(config, layout, device))
     return make_plain_sink(settings, config.cache.model, layout.block_size)

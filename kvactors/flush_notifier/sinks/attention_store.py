@@ -27,12 +27,12 @@ import numpy as np
 
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
+from kvactors.attention_sdk import MARGIN, Sdk, SdkSettings
 from kvactors.errors import SdkError, SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.settings.sinks import AttentionStoreSinkConfig
-from kvactors.storage.attention_sdk import MARGIN, Sdk, SdkSettings
 from kvactors.threads import DaemonExecutor
 from kvactors.types import HASH_BYTES, Residency, split_hashes
 

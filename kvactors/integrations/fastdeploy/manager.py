@@ -490,8 +490,8 @@ class PrefixCacheManager:
         config, limit = settings.config, settings.storage.open_timeout_s
         if tensors is None or not (settings.direct or config.flush.sinks):
             return
+        from kvactors.attention_sdk import sdk_settings
         from kvactors.flush_notifier.sinks import make_sinks
-        from kvactors.storage.attention_sdk import sdk_settings
 
         device: Any
         if settings.direct:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvactors.attention_sdk import complete
 from kvactors.errors import ConfigError, LayoutError
 from kvactors.integrations.fastdeploy import FastDeployOptions, PrefixCacheManager, tensors_by_rank
 from kvactors.integrations.fastdeploy.lower_tiers import CacheKvsLayout, host_slots
 from kvactors.integrations.fastdeploy.settings import WeightsVersion, read_settings
 from kvactors.layout import MLALayout
-from kvactors.storage.attention_sdk import complete
 from tests.integrations.fastdeploy.config import make_config
 from tests.integrations.fastdeploy.conftest import RESERVE
 

@@ -204,7 +204,7 @@ def connect(names: Names) -> Service:
 
 def reset() -> None:
     """As in a new process at a new service: no index, no bytes, and no SDK object."""
-    from kvactors.storage.attention_sdk import SHARED
+    from kvactors.attention_sdk import SHARED
 
     services.clear()
     SHARED.clear()
@@ -213,7 +213,7 @@ def reset() -> None:
 def restart_process() -> None:
     """Act as a new process at the same services: no SDK object, with settings and stored blocks
     unchanged."""
-    from kvactors.storage.attention_sdk import SHARED
+    from kvactors.attention_sdk import SHARED
 
     SHARED.clear()
     for one in services.values():
