@@ -9,7 +9,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from kvactors.actor import Actor, ActorRef, Message, PeerRestarted, on
 from kvactors.actor.clock import now
@@ -24,6 +24,7 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
 )
 from kvactors.identity import RequestScope
+from kvactors.storage.device_store import StoragePlane
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import (
     BatchDone,
@@ -44,9 +45,6 @@ from kvactors.storage.messages import (
     Written,
 )
 from kvactors.types import Reason, Tier, join_hashes, split_hashes
-
-if TYPE_CHECKING:
-    from kvactors.data_plane.base import DataPlane
 
 BATCHES_IN_FLIGHT = 2
 """Batches that an actor has at the store at a time. The others wait, which bounds the bytes in
@@ -83,7 +81,7 @@ class StorageWorker(Actor):
         ref: ActorRef,
         *,
         backend: GuardedBackend,
-        plane: DataPlane,
+        plane: StoragePlane,
         evictor: ActorRef[StorageReply],
         notifier: ActorRef[Report],
         root_of: Callable[[RequestScope], bytes] | None = None,

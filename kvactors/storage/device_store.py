@@ -5,16 +5,24 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Protocol
 
 from kvactors.actor import Actor, ActorRef, Message, on
 from kvactors.actor.clock import now
 from kvactors.actor.context import MEMORY_LIMIT, Job, JobsRunOn, Timer
 from kvactors.actor.log import described
+from kvactors.device.arena import HostSlots
 from kvactors.errors import StoreError
+from kvactors.identity import Lineage
 from kvactors.storage.attempts import StoreAttempts
-from kvactors.storage.backend import StoreCounters, StoreStatistics
+from kvactors.storage.backend import (
+    Expired,
+    ReadReport,
+    StoreCounters,
+    StoreStatistics,
+    WriteReport,
+)
 from kvactors.storage.messages import (
     DeviceFetched,
     DeviceSaved,
@@ -24,9 +32,6 @@ from kvactors.storage.messages import (
     TransferDone,
     TransferLate,
 )
-
-if TYPE_CHECKING:
-    from kvactors.data_plane.base import DataPlane
 
 # -- the contract
 
@@ -122,7 +127,7 @@ class DeviceStoreActor(Actor):
         ref: ActorRef,
         *,
         backend: DeviceStore,
-        plane: DataPlane,
+        plane: StoragePlane,
         evictor: ActorRef[StorageReply],
     ) -> None:
         super().__init__(ref)
@@ -214,3 +219,32 @@ class DeviceStoreActor(Actor):
                 f"a transfer of the store has not ended {MEMORY_LIMIT:g} s after a failure, and "
                 "accesses device blocks"
             )
+
+
+class StoragePlane(Protocol):
+    """What the storage actors use of a `DataPlane`, which has the descriptions: moves between a
+    store and host slots, and between a store and device blocks."""
+
+    slots: HostSlots
+
+    async def read(
+        self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
+    ) -> ReadReport: ...
+
+    async def write(
+        self,
+        generation: int,
+        keys: Sequence[bytes],
+        slots: Sequence[int],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int] = (),
+    ) -> WriteReport: ...
+
+    async def fetch(
+        self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int: ...
+
+    async def save(
+        self, generation: int, tokens: bytes, start: int, blocks: tuple[int, ...], seconds: float
+    ) -> int: ...

@@ -170,7 +170,7 @@ class StoreOnly:
     async def read(
         self, generation: int, keys: Sequence[bytes], slots: Sequence[int], expired: Expired
     ) -> ReadReport:
-        """See `DataPlane`."""
+        """See `StoragePlane`."""
         return await self.store.read(keys, SlotViews(self.slots, slots), expired)
 
     async def write(
@@ -182,7 +182,7 @@ class StoreOnly:
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int] = (),
     ) -> WriteReport:
-        """See `DataPlane`."""
+        """See `StoragePlane`."""
         return await self.store.write(keys, SlotViews(self.slots, slots), expired, lineages, salts)
 
 
