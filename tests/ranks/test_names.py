@@ -16,9 +16,8 @@ from kvactors.data_plane.ranks.leader import Link, Violation
 from kvactors.data_plane.ranks.names import RankNames, in_slices, pages
 from kvactors.data_plane.ranks.plane import RankStore
 from kvactors.data_plane.ranks.protocol import PAGE_NAMES, Names, SendNames
-from kvactors.storage.memory import MemoryBackend
 from kvactors.testing.loop import simulate
-from tests.ranks.manual import SCOPE, authenticated, come, group_at, identity, settle
+from tests.ranks.manual import authenticated, come, group_at, identity, settle
 
 MILLION = 1_000_000
 
