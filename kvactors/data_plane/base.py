@@ -107,6 +107,8 @@ class DataPlane(ABC):
         self.backend = backend
         self.store = None if backend is None else GuardedBackend(backend, store_timeout)
         self.device_store = device_store
+        self._changed: StatusChanged | None = None
+        self._unacknowledged = False  # whether a loss has not been handled
 
     # -- status
 
@@ -125,14 +127,27 @@ class DataPlane(ABC):
         has been lost since."""
         return generation != self.generation
 
-    @abstractmethod
+    @property
+    def available(self) -> bool:
+        """Whether copies can be made."""
+        return not self.trouble
+
     def on_status(self, changed: StatusChanged) -> None:
         """Call `changed` from now on when copies become possible or impossible, and when memory is
         lost. Calls it immediately if copies are impossible or a loss has not been acknowledged."""
+        self._changed = changed
+        if self._unacknowledged or not self.available:
+            changed(self.available, self._unacknowledged, self.generation)
 
-    @abstractmethod
+    def report_status(self, *, lost: bool) -> None:
+        """Report that copies have become possible or impossible, and whether memory was lost."""
+        self._unacknowledged |= lost
+        if self._changed is not None:
+            self._changed(self.available, lost, self.generation)
+
     def acknowledge_loss(self) -> None:
         """The last loss has been handled: a later caller of `on_status` is not notified of it."""
+        self._unacknowledged = False
 
     def statistics(self) -> Any:
         """Figures of the copies, None without any."""

@@ -33,7 +33,10 @@ def on_loop(call: Future[Any], then: Callable[[BaseException | None], None]) -> 
 
 
 class CopyEngine(EngineStreams, ABC):
-    """Copies between a device and the arena."""
+    """Copies between a device and the arena. broke: called on the loop when copies become
+    impossible, with whether memory may have been lost."""
+
+    broke: Callable[[bool], None] | None = None
 
     def __init__(self, device: Device, arena: Arena) -> None:
         self.device = device
@@ -60,12 +63,6 @@ class CopyEngine(EngineStreams, ABC):
 
     async def close(self) -> None:
         """No more copies."""
-
-    def on_status(self, changed: Callable[[bool, bool], None]) -> None:
-        """Call `changed` when copies become impossible, with whether they are possible and whether
-        memory may have been lost. Calls it immediately if they are impossible already."""
-
-    def acknowledge_loss(self) -> None: ...
 
     def abandon_pending(self) -> None: ...
 

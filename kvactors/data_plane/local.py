@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from kvactors.attention_sdk import gpu_of
-from kvactors.data_plane.base import DataPlane, Direction, EngineStreams, Progress, StatusChanged
+from kvactors.data_plane.base import DataPlane, Direction, EngineStreams, Progress
 from kvactors.data_plane.engine import CopyEngine, InlineCopies, NoCopies, ThreadedCopies
 from kvactors.device.arena import Arena, bring_in
 from kvactors.device.base import Device, DeviceBlocks
@@ -73,21 +73,17 @@ class LocalPlane(DataPlane):
         super().__init__(device, arena, backend, device_store, store_timeout=store_timeout)
         self.arena = arena
         self.make_engine = make_engine
-        self.engine = make_engine(device) if isinstance(device, Device) else NoCopies()
+        self._use(make_engine(device) if isinstance(device, Device) else NoCopies())
         self.inline = inline
         self.owns_device = owns_device
-        self._changed: StatusChanged | None = None
+
+    def _use(self, engine: CopyEngine) -> None:
+        self.engine = engine
+        engine.broke = lambda lost: self.report_status(lost=lost)
 
     @property
     def trouble(self) -> str:
         return self.engine.trouble
-
-    def on_status(self, changed: StatusChanged) -> None:
-        self._changed = changed
-        self.engine.on_status(lambda available, lost: changed(available, lost, self.generation))
-
-    def acknowledge_loss(self) -> None:
-        self.engine.acknowledge_loss()
 
     def statistics(self) -> Any:
         return self.engine.statistics()
@@ -111,9 +107,10 @@ class LocalPlane(DataPlane):
     def set_device(self, device: Device, engine: CopyEngine, *, owned: bool) -> None:
         """Take the device of a plane that was opened without one, and its open engine. owned: the
         plane closes the device at its end."""
-        self.device, self.engine, self.owns_device = device, engine, owned
-        if self._changed is not None:
-            self.on_status(self._changed)
+        self.device, self.owns_device = device, owned
+        self._use(engine)
+        if not self.available:
+            self.report_status(lost=False)
 
     async def _open(self, stack: AsyncExitStack, opening: Opening) -> None:
         stack.push_async_callback(opening.shutdown.step, "copy engine", lambda: self.engine.close())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
@@ -35,13 +34,14 @@ class DeviceBlocks:
         """Free memory that the device has allocated. Every copy must have ended."""
 
 
-class Device(DeviceBlocks, ABC):
-    """Device blocks that this process copies.
+class Device(DeviceBlocks):
+    """Device blocks that this process copies, in memory that it can address unless a subclass
+    overrides the copies.
 
     Each piece of the layout has one region, `[num_blocks][piece bytes]`.
 
-    Both copy methods block until the bytes have arrived, and release the GIL. Copy threads call
-    them on disjoint blocks and slots.
+    The copy methods block until the bytes have arrived, and release the GIL. Copy threads call them
+    on disjoint blocks and slots.
 
     Attributes:
         regions: addresses, int64, in the layout's contract order.
@@ -51,7 +51,13 @@ class Device(DeviceBlocks, ABC):
     regions: NDArray[np.int64]
     piece_bytes: NDArray[np.int64]
 
-    @abstractmethod
+    def ensure_in_place(self) -> None:
+        """Check that no region has moved since it was registered.
+
+        Raises:
+            DeviceError: a region has moved, so its owner may have reused the memory.
+        """
+
     def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
         """Copy blocks[j] to slots[j].
 
@@ -63,8 +69,11 @@ class Device(DeviceBlocks, ABC):
         Raises:
             ValueError: a number is out of range, or the lengths differ.
         """
+        self.ensure_in_place()
+        ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
+        rows = (arena.address, arena.stride, arena.num_slots)
+        gather(self.regions, self.piece_bytes, self.num_blocks, ids, *rows, to)
 
-    @abstractmethod
     def copy_to_device(
         self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
     ) -> None:
@@ -79,9 +88,15 @@ class Device(DeviceBlocks, ABC):
         Raises:
             ValueError: a number is out of range, or the lengths differ.
         """
+        self.ensure_in_place()
+        ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
+        pieces, offset = self.share(layers)
+        regions, sizes = self.regions[pieces], self.piece_bytes[pieces]
+        rows = (arena.address + offset, arena.stride, arena.num_slots)
+        scatter(regions, sizes, self.num_blocks, ids, *rows, source)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy blocks to other blocks, by way of host memory unless a device overrides this.
+        """Copy blocks to other blocks.
 
         Args:
             sources: device blocks.
@@ -90,14 +105,12 @@ class Device(DeviceBlocks, ABC):
         Raises:
             ValueError: a number is out of range, or the lengths differ.
         """
+        self.ensure_in_place()
         checked_numbers(source=(sources, self.num_blocks), target=(targets, self.num_blocks))
-        arena = Arena(1, self.layout.block_bytes)
-        try:
-            for source, target in zip(sources, targets, strict=True):
-                self.copy_to_host((source,), arena, (0,))
-                self.copy_to_device((target,), arena, (0,))
-        finally:
-            arena.close()
+        pieces = list(zip(self.regions.tolist(), self.piece_bytes.tolist(), strict=True))
+        for source, target in zip(sources, targets, strict=True):
+            for address, size in pieces:
+                ctypes.memmove(address + target * size, address + source * size, size)
 
     def share(self, layers: range | None) -> tuple[slice, int]:
         """The regions of some layers, and the offset of their bytes in a slot."""
@@ -106,6 +119,21 @@ class Device(DeviceBlocks, ABC):
         roles = len(self.layout.roles)
         pieces = slice(layers.start * roles, layers.stop * roles)
         return pieces, int(self.piece_bytes[: pieces.start].sum())
+
+    def fill(self, blocks: Sequence[int], keys: bytes) -> None:
+        """Fill blocks with test patterns that depend on their keys, in place of a model's output.
+
+        Args:
+            blocks: device blocks.
+            keys: the blocks' keys, 32 bytes each.
+        """
+        ids = np.asarray(blocks, np.int64)
+        fill_blocks(self.regions, self.piece_bytes, self.num_blocks, ids, keys)
+
+    def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
+        """Indices into `blocks` of the blocks without the pattern of their `keys` (see `fill`)."""
+        ids = np.asarray(blocks, np.int64)
+        return check_blocks(self.regions, self.piece_bytes, self.num_blocks, ids, keys)
 
 
 def checked_numbers(
@@ -123,53 +151,3 @@ def checked_numbers(
         if array.size and not (array.min() >= 0 and array.max() < limit):
             raise ValueError(f"{name} id out of range: there are {limit}")
     return arrays
-
-
-class AddressedDevice(Device):
-    """A device whose regions this process can address."""
-
-    def ensure_in_place(self) -> None:
-        """Check that no region has moved since it was registered.
-
-        Raises:
-            DeviceError: a region has moved, so its owner may have reused the memory.
-        """
-
-    def copy_to_host(self, blocks: Sequence[int], arena: Arena, slots: Sequence[int]) -> None:
-        self.ensure_in_place()
-        ids, to = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-        rows = (arena.address, arena.stride, arena.num_slots)
-        gather(self.regions, self.piece_bytes, self.num_blocks, ids, *rows, to)
-
-    def copy_to_device(
-        self, blocks: Sequence[int], arena: Arena, slots: Sequence[int], layers: range | None = None
-    ) -> None:
-        self.ensure_in_place()
-        ids, source = np.asarray(blocks, np.int64), np.asarray(slots, np.int64)
-        pieces, offset = self.share(layers)
-        regions, sizes = self.regions[pieces], self.piece_bytes[pieces]
-        rows = (arena.address + offset, arena.stride, arena.num_slots)
-        scatter(regions, sizes, self.num_blocks, ids, *rows, source)
-
-    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        self.ensure_in_place()
-        checked_numbers(source=(sources, self.num_blocks), target=(targets, self.num_blocks))
-        pieces = list(zip(self.regions.tolist(), self.piece_bytes.tolist(), strict=True))
-        for source, target in zip(sources, targets, strict=True):
-            for address, size in pieces:
-                ctypes.memmove(address + target * size, address + source * size, size)
-
-    def fill(self, blocks: Sequence[int], keys: bytes) -> None:
-        """Fill blocks with test patterns that depend on their keys, in place of a model's output.
-
-        Args:
-            blocks: device blocks.
-            keys: the blocks' keys, 32 bytes each.
-        """
-        ids = np.asarray(blocks, np.int64)
-        fill_blocks(self.regions, self.piece_bytes, self.num_blocks, ids, keys)
-
-    def check(self, blocks: Sequence[int], keys: bytes) -> list[int]:
-        """Indices into `blocks` of the blocks without the pattern of their `keys` (see `fill`)."""
-        ids = np.asarray(blocks, np.int64)
-        return check_blocks(self.regions, self.piece_bytes, self.num_blocks, ids, keys)

@@ -9,13 +9,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.device.arena import FreshMemory
-from kvactors.device.base import AddressedDevice
+from kvactors.device.base import Device
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
 from kvactors.native import touch
 
 
-class HostDevice(AddressedDevice):
+class HostDevice(Device):
     """Device blocks in numpy regions.
 
     Args:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kvactors.device.base import AddressedDevice
+from kvactors.device.base import Device
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import Layout
 
@@ -277,7 +277,7 @@ def region_of(tensor: Any) -> Region:
     return found
 
 
-class TensorDevice(AddressedDevice):
+class TensorDevice(Device):
     """Device blocks in the tensors of a framework.
 
     Args:

@@ -15,12 +15,6 @@ class StubPlane(DataPlane):
         super().__init__(None, HostSlots(4, 64), backend, device_store, store_timeout=1.0)
         self.copied = 0
 
-    def on_status(self, changed):
-        pass
-
-    def acknowledge_loss(self):
-        pass
-
     async def copy_pairs(self, direction, blocks, slots, progress=None):
         self.copied += 1
         return ()

@@ -14,6 +14,7 @@ from kvactors.data_plane.cuda.copies import BATCH_FROM
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import ABANDONED, CudaDriver, CudaError
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
+from kvactors.data_plane.local import LocalPlane
 from kvactors.device.arena import Arena
 from kvactors.layout import DSALayout, GQALayout, MLALayout
 from tests.support import cuda
@@ -288,7 +289,7 @@ async def test_every_call_of_a_copy_may_fail(fake, monkeypatch, call, nth, way, 
     fake.set("version", version)
     async with standing(fake, batch_from=batch_from) as stand:
         executor, told = stand.executor, []
-        executor.on_status(lambda possible, lost: told.append((possible, lost)))
+        executor.broke = told.append
         stand.device.fill(range(8), stand.names)
         assert await executor.run(TO_HOST, range(4), range(4)) == ()
         stand.device.fill(range(4), bytes(32 * 4))
@@ -310,7 +311,7 @@ async def test_every_call_of_a_copy_may_fail(fake, monkeypatch, call, nth, way, 
             # an operation that begins after the failure is refused, not counted
             assert 1 <= executor.statistics().errors <= sum(map(bool, results))
             assert call in executor.statistics().broken
-            assert told[0] == (False, code == 719)
+            assert told[0] is (code == 719)
             assert await executor.run(TO_HOST, [1], [1]) == (0,)
         else:
             assert told == []
@@ -332,6 +333,7 @@ async def test_a_batch_refused_in_the_middle_runs_out_before_the_pairs_are_given
 async def test_a_context_that_breaks_fails_everything_and_hangs_nothing(fake):
     async with standing(fake) as stand:
         told = []
+        plane = LocalPlane(stand.device, stand.arena, lambda _: stand.executor, store_timeout=1.0)
         fake.gate(0)
         running = [
             asyncio.ensure_future(stand.executor.run(way, [i], [i]))
@@ -340,10 +342,10 @@ async def test_a_context_that_breaks_fails_everything_and_hangs_nothing(fake):
         await until(lambda: fake.live("running") > 0)
         fake.sticky(700)
         assert [await one for one in running] == [(0,), (0,)]
-        stand.executor.on_status(lambda possible, lost: told.append((possible, lost)))
-        stand.executor.acknowledge_loss()
-        stand.executor.on_status(lambda possible, lost: told.append((possible, lost)))
-        assert told == [(False, True), (False, False)]
+        plane.on_status(lambda *status: told.append(status))
+        plane.acknowledge_loss()
+        plane.on_status(lambda *status: told.append(status))
+        assert told == [(False, True, 0), (False, False, 0)]
         assert await stand.executor.run(TO_HOST, [0], [0]) == (0,)
         assert "ILLEGAL_ADDRESS" in stand.executor.statistics().broken
         fake.gate(-1)

@@ -203,9 +203,8 @@ class CudaCopyEngine(CopyEngine):
             to_device: Workers(1, f"kvactors-cuda-{'load' if to_device else 'store'}")
             for to_device in (False, True)
         }
-        self._closed = self._unacknowledged = False
+        self._closed = False
         self._reported = False, False  # whether copies broke off, and whether memory was lost
-        self._changed: Callable[[bool, bool], None] | None = None
         self._in_flight: list[Op] = []
         self._watched: list[Op] = []  # those on a stream
         self._waits: set[StreamWait] = set()
@@ -433,18 +432,9 @@ class CudaCopyEngine(CopyEngine):
         copies = self._copies
         if copies is None or (bool(copies.broken), copies.lost) == self._reported:
             return
-        self._unacknowledged |= copies.lost
         self._reported = True, copies.lost
-        if self._changed is not None:
-            self._changed(False, copies.lost)
-
-    def on_status(self, changed: Callable[[bool, bool], None]) -> None:
-        self._changed = changed
-        if self.trouble:
-            changed(False, self._unacknowledged)
-
-    def acknowledge_loss(self) -> None:
-        self._unacknowledged = False
+        if self.broke is not None:
+            self.broke(copies.lost)
 
     def statistics(self) -> CudaStatistics:
         copies = self._copies

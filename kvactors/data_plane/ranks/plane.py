@@ -408,25 +408,19 @@ class RanksPlane(DataPlane):
     ) -> None:
         super().__init__(device, slots, backend, device_store, store_timeout=store_timeout)
         self.group = group
-        self._unacknowledged = False
+        group.changed = lambda _, health: self.report_status(lost=health is RankState.DISCONNECTED)
 
     @property
     def generation(self) -> int:
         return self.group.memory_generation
 
+    @property
+    def available(self) -> bool:
+        return self.group.healthy
+
     def on_status(self, changed: StatusChanged) -> None:
-
-        def note(_rank: int, health: RankState) -> None:
-            lost = health is RankState.DISCONNECTED
-            self._unacknowledged |= lost
-            changed(self.group.healthy, lost, self.generation)
-
-        self.group.changed, self.group.used = note, self.device.num_blocks > 0
-        if self._unacknowledged or not self.group.healthy:
-            changed(self.group.healthy, self._unacknowledged, self.generation)
-
-    def acknowledge_loss(self) -> None:
-        self._unacknowledged = False
+        self.group.used = self.device.num_blocks > 0
+        super().on_status(changed)
 
     def abandon_pending(self) -> None:
         self.group.abandon_pending()
