@@ -17,7 +17,7 @@ from kvactors.settings import DeviceConfig, FlushConfig, HostConfig, StorageConf
 from kvactors.settings.ranks import RanksConfig
 from kvactors.settings.sinks import AttentionStoreConfig, AttentionStoreSinkConfig
 from tests.flush_notifier.helpers import path_tokens
-from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, Clients, led, settings
+from tests.gpu_swapper.rank_processes import BLOCK, HANG, PATIENT, led, load, settings
 from tests.support import attentionstore_sdk as stand_in
 from tests.support.rank_model import ProcessModel
 from tests.support.rank_process import SILENT, RankProcess
@@ -155,7 +155,7 @@ async def test_a_rank_that_stops_during_a_move_is_silent_and_comes_back(tmp_path
 
 async def test_a_rank_that_is_killed_comes_back_with_an_empty_shard_and_no_byte_is_wrong(tmp_path):
     async with led(config(tmp_path)) as (cache, ranks):
-        engine = Clients(cache, ranks)
+        engine = load(cache, ranks)
         await engine.run(requests=20)
         await ranks[1].kill()
         await ranks[1].start()
@@ -198,7 +198,7 @@ async def test_an_engine_with_many_requests(tmp_path):
         cache,
         ranks,
     ):  # enough blocks for every request, although others wait to be saved
-        engine = Clients(cache, ranks, seed=3)
+        engine = load(cache, ranks)
         for _ in range(3):
             await engine.run(requests=30)
             await cache.wait_idle(HANG)
