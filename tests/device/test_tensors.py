@@ -11,14 +11,12 @@ import sys
 import numpy as np
 import pytest
 
-from kvactors.data_plane.local import make_device
-from kvactors.device import TensorDevice, paddle
+from kvactors.device import TensorDevice
 from kvactors.device.arena import Arena
 from kvactors.device.paddle import PaddleDevice, allocator, gpus, import_paddle
 from kvactors.device.tensors import address_of, region_of
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout import GQALayout
-from kvactors.settings import DeviceConfig
 
 pytestmark = pytest.mark.full
 
@@ -140,15 +138,6 @@ def test_places_that_are_not_there(place):
         pytest.skip("there is a GPU")
     with pytest.raises(DeviceError, match=f"no place '{place}'"):
         allocator(place)
-
-
-def test_a_missing_paddle_names_its_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "paddle", None)
-    monkeypatch.setattr(paddle, "installed", lambda: "")
-    import_paddle.cache_clear()
-    with pytest.raises(DeviceError, match=r"kvactors\[paddle\]"):
-        make_device(DeviceConfig(kind="paddle"), LAYOUT)
-    import_paddle.cache_clear()
 
 
 SCRIPT = """

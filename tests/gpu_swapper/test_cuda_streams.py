@@ -16,7 +16,6 @@ from kvactors.data_plane.cuda import engine as cuda_engine
 from kvactors.data_plane.cuda.device import CudaDevice
 from kvactors.data_plane.cuda.driver import CudaDriver
 from kvactors.errors import DeadlineExceeded, DeviceError, NotReady
-from kvactors.from_thread import ThreadLease
 from kvactors.layout import GQALayout
 from kvactors.settings import Config
 from tests.support import cuda
@@ -106,28 +105,6 @@ async def standing(fake, *, blocks=6, layerwise=True, kernel=False):
         device.close()
 
 
-@pytest.mark.parametrize("form", ["handle", "object"])
-async def test_blocks_are_shared_when_their_stream_has_come_so_far(fake, form):
-    async with standing(fake, blocks=12) as stand:
-        lease = await stand.cache.acquire("a", [1] * 81)
-        fake.gate(0)
-        stand.work(stand.stream)
-        given = stand.stream
-        if form == "object":
-            given = SimpleNamespace(cuda_stream=stand.stream)
-        commit = asyncio.ensure_future(lease.commit(80, stream=given))
-        await asyncio.sleep(HELD)
-        assert not commit.done()
-        assert await stand.hits(1) == 0
-        fake.gate(1)
-        assert await commit == 5
-        assert await stand.hits(1) == 5
-        fake.gate(0)
-        stand.work(stand.other)  # work of other streams is none of it
-        assert await lease.commit(80, stream=stand.stream) == 5
-        await lease.finish()
-
-
 async def test_the_blocks_of_a_lease_are_free_when_its_stream_has_come_so_far(fake):
     async with standing(fake) as stand:
         for end in ("finish", "preempt", "abandon", "record_pass"):
@@ -151,70 +128,6 @@ async def test_the_blocks_of_a_lease_are_free_when_its_stream_has_come_so_far(fa
             fake.gate(-1)
             await task
             await (await stand.cache.acquire("b", [2] * 81)).finish()
-
-
-@pytest.mark.parametrize("where", ["fork", "fork_many", "from_thread"])
-async def test_a_fork_copies_the_last_block_when_its_stream_has_come_so_far(fake, where):
-    """The work of the stream writes the block, and both leases have its bytes."""
-    async with standing(fake, blocks=12) as stand:
-        lease = await stand.cache.acquire("a", [1] * 85)
-        last = lease.block_table[5]
-        fake.gate(0)
-        stand.work(stand.stream, lambda: stand.write(last, 0x5A))
-        if where == "fork":
-            call = lease.fork(stream=stand.stream)
-        elif where == "fork_many":
-            call = lease.fork_many(1, stream=SimpleNamespace(cuda_stream=stand.stream))
-        else:
-            call = asyncio.to_thread(
-                ThreadLease(stand.cache.system, stand.loop, lease).fork, stream=stand.stream
-            )
-        task = asyncio.ensure_future(call)
-        await asyncio.sleep(HELD)
-        assert not task.done()
-        with pytest.raises(ValueError, match="event and stream"):
-            await lease.fork(stream=stand.stream, event=asyncio.Event())
-        fake.gate(-1)
-        made = await task
-        fork = made[0] if isinstance(made, tuple) else made
-        assert fork.block_table[:5] == lease.block_table[:5]
-        assert fork.block_table[5] != last
-        found = stand.bytes_of([fork.block_table[5]])
-        assert found == stand.bytes_of([last])
-        assert set(b"".join(found)) == {0x5A}
-        await lease.finish()
-        if where == "from_thread":
-            await asyncio.to_thread(fork.finish)
-        else:
-            await fork.finish()
-        assert stand.cache.check() == []
-
-
-@pytest.mark.parametrize("where", ["loop", "thread"])
-async def test_a_step_is_shared_when_its_stream_has_come_so_far(fake, where):
-    async with standing(fake, blocks=12) as stand:
-        lease = await stand.cache.acquire("a", [1] * 80)
-        fake.gate(0)
-        stand.work(stand.stream)
-        if where == "loop":
-            call = stand.cache.step([Step(lease, [1], 80)], stream=stand.stream)
-        else:
-            entry = Step(ThreadLease(stand.cache.system, stand.loop, lease), [1], 80)
-            call = asyncio.to_thread(stand.cache.from_thread.step, [entry], stream=stand.stream)
-        step = asyncio.ensure_future(call)
-        await asyncio.sleep(HELD)
-        assert not step.done()
-        assert lease.num_tokens == 80
-        assert await stand.hits(1) == 0
-        with pytest.raises(ValueError, match="event and stream"):
-            await stand.cache.step([], stream=stand.stream, event=asyncio.Event())
-        fake.gate(-1)
-        (outcome,) = await step
-        assert outcome.error is None
-        assert outcome.committed_blocks == 5
-        assert lease.num_tokens == 81
-        assert await stand.hits(1) == 5
-        await lease.finish()
 
 
 @pytest.mark.parametrize("what", ["fork", "step"])

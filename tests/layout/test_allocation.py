@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from kvactors.device.arena import Arena
-from kvactors.errors import LayoutError
 from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout
 from kvactors.tier_cache import SlotMemory
 
@@ -26,36 +25,33 @@ def allocated(layout: Layout, blocks: int) -> list[tuple[int, str, tuple[int, ..
     ]
 
 
-def test_a_layer_has_a_key_and_a_value():
-    assert allocated(GQALayout(2, **GQA, dtype="bfloat16"), 7) == [
-        (0, "key", (7, *HEADS), "bfloat16"),
-        (0, "value", (7, *HEADS), "bfloat16"),
-        (1, "key", (7, *HEADS), "bfloat16"),
-        (1, "value", (7, *HEADS), "bfloat16"),
-    ]
-
-
-def test_fp8_has_bytes_and_a_scale_for_each_token_of_each_head():
-    """The dtype of the model is that of the scales at most."""
-    assert allocated(GQALayout(1, **GQA, dtype="bfloat16", quantization="block_wise_fp8"), 7) == [
-        (0, "key", (7, *HEADS), "uint8"),
-        (0, "value", (7, *HEADS), "uint8"),
-        (0, "key_scale", (7, *SCALES), "float32"),
-        (0, "value_scale", (7, *SCALES), "float32"),
-    ]
-
-
-def test_mla_has_no_value():
-    assert allocated(MLALayout(2, BLOCK), 3) == [
-        (0, "key", (3, 1, BLOCK, 512 + 64), "bfloat16"),
-        (1, "key", (3, 1, BLOCK, 512 + 64), "bfloat16"),
-    ]
-
-
-def test_dsa_has_bytes_of_a_key_and_of_an_indexer():
-    assert allocated(DSALayout(1, BLOCK), 3) == [
-        (0, "key", (3, 1, BLOCK, 512 + 16 + 128), "uint8"),
-        (0, "indexer", (3, BLOCK, 128 + 4), "uint8"),
+@pytest.mark.parametrize(
+    ("layout", "tensors"),
+    [
+        (
+            GQALayout(2, **GQA, dtype="bfloat16"),
+            [("key", HEADS, "bfloat16"), ("value", HEADS, "bfloat16")],
+        ),
+        (  # the dtype of the model is that of the scales at most
+            GQALayout(2, **GQA, dtype="bfloat16", quantization="block_wise_fp8"),
+            [
+                ("key", HEADS, "uint8"),
+                ("value", HEADS, "uint8"),
+                ("key_scale", SCALES, "float32"),
+                ("value_scale", SCALES, "float32"),
+            ],
+        ),
+        (MLALayout(2, BLOCK), [("key", (1, BLOCK, 512 + 64), "bfloat16")]),
+        (
+            DSALayout(2, BLOCK),
+            [("key", (1, BLOCK, 512 + 16 + 128), "uint8"), ("indexer", (BLOCK, 128 + 4), "uint8")],
+        ),
+    ],
+    ids=["gqa", "fp8", "mla", "dsa"],
+)
+def test_a_layer_has_the_tensors_of_its_kind(layout, tensors):
+    assert allocated(layout, 7) == [
+        (layer, role, (7, *shape), dtype) for layer in (0, 1) for role, shape, dtype in tensors
     ]
 
 
@@ -68,11 +64,6 @@ def test_layers_are_numbered_from_the_offset(offset, layers):
     assert [role for _, role, *_ in found] == ["key", "indexer"] * layers
     for number, (layer, role, *_) in enumerate(found):
         assert layout.position(layer, role) == number
-
-
-def test_a_cache_without_blocks_is_refused():
-    with pytest.raises(LayoutError, match="at least 1 block"):
-        allocated(MLALayout(1, BLOCK), 0)
 
 
 # -- host memory

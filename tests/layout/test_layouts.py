@@ -61,42 +61,6 @@ def test_bytes_a_token(name):
     assert LAYOUTS[name].block_bytes == BLOCK * PER_TOKEN[name]
 
 
-@pytest.mark.parametrize(
-    ("name", "order"),
-    [
-        ("gqa", ["key", "value"]),
-        ("fp8", ["key", "value", "key_scale", "value_scale"]),
-        ("mla", ["key"]),
-        ("dsa", ["key", "indexer"]),
-    ],
-)
-def test_regions_stand_where_kernels_look_for_them(name, order):
-    layout = LAYOUTS[name]
-    assert [(p.layer, p.role) for p in layout.pieces] == [
-        (i, role) for i in range(layout.num_layers) for role in order
-    ]
-    for i, piece in enumerate(layout.pieces):
-        assert (
-            layout.position(piece.layer, piece.role)
-            == i
-            == len(order) * piece.layer + order.index(piece.role)
-        )
-
-
-def test_shapes_of_the_roles():
-    assert [(r.shape, r.dtype) for r in LAYOUTS["fp8"].roles] == [
-        ((4, BLOCK, 128), "uint8"),
-        ((4, BLOCK, 128), "uint8"),
-        ((4, BLOCK), "float32"),
-        ((4, BLOCK), "float32"),
-    ]
-    assert [(r.shape, r.dtype) for r in LAYOUTS["mla"].roles] == [((1, BLOCK, 576), "bfloat16")]
-    assert [(r.shape, r.dtype) for r in LAYOUTS["dsa"].roles] == [
-        ((1, BLOCK, 656), "uint8"),
-        ((BLOCK, 132), "uint8"),
-    ]
-
-
 def test_extra_layers_come_last_and_have_their_own_block_count():
     layout = LAYOUTS["mtp"]
     assert [(p.layer, p.extra) for p in layout.pieces] == [
