@@ -49,11 +49,6 @@ def _paddle_device(layout: Layout, num_blocks: int, place: str) -> Device:
     )
 
 
-HOST_ONLY = {"copy_threads"}
-CUDA_ONLY = {"dma_min_bytes"}
-"""Settings of `[host]` for copies of one kind of device."""
-
-
 class LocalPlane(DataPlane):
     """Its memory is lost only with the process, or with the GPU's context: then it copies nothing
     any more. So its memory generation never changes."""
@@ -202,9 +197,9 @@ def _arena(config: Config, kind: str, layout: Layout, backend: Backend | None) -
 def check_copy_settings(kind: str, config: HostConfig) -> None:
     """ConfigError that names a setting of copies that is given and has no use with this device. An
     engine may pass its own device, so `device.kind` alone does not decide."""
-    given = changed_in(config)
     on_gpu = kind == "cuda"
-    for name in sorted(given & (HOST_ONLY if on_gpu else CUDA_ONLY)):
+    name = "copy_threads" if on_gpu else "dma_min_bytes"
+    if name in changed_in(config):
         where = "with" if on_gpu else "without"
         raise ConfigError(f"host.{name} has no use {where} a CUDA device: remove it")
 

@@ -157,30 +157,6 @@ def test_a_rank_that_connects_and_fails_before_the_others_connect():
     simulate(main, 2)
 
 
-def test_a_restarted_leader_finds_the_blocks_that_all_ranks_kept():
-    async def main() -> None:
-        config = settings(**WRITE_THROUGH)
-        ranks = [Rank(config, number) for number in range(2)]
-        for rank in ranks:
-            await rank.start()
-        async with kvactors.open(config, inline_copies=True) as cache:
-            await serve(cache, ranks, prompt(0, 3))
-            await cache.wait_idle()
-        lacking = next(iter(ranks[1].store.objects))
-        await ranks[1].store.remove([lacking])
-        async with kvactors.open(config, inline_copies=True) as cache:
-            held = cache.system.backend.keys()
-            assert len(held) == 2
-            assert lacking not in held
-            _, bad = await serve(cache, ranks, prompt(0, 3))
-            assert bad == []
-            await at_rest(cache)
-        for rank in ranks:
-            await rank.close()
-
-    simulate(main, 0)
-
-
 def test_a_leader_without_its_ranks_names_the_missing_ones():
     async def main() -> None:
         config = settings(ranks=RanksConfig(3, ENDPOINT, 0.3, 2.0))
