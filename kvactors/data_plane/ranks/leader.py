@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -217,52 +216,6 @@ class Rank:
         return RankStatistics(self.number, health, *counts, reason, self.since)
 
 
-# -- Ranks join one after another, so that the keys of one store at a time are in memory.
-
-
-class Joins:
-    """progress: when the last page of keys arrived, on the clock of the loop."""
-
-    def __init__(self) -> None:
-        self.progress = 0.0
-        self._current: asyncio.Future[None] | None = None
-
-    @property
-    def deadline(self) -> float:
-        """When the rank that joins must have sent its next page; 0.0 if none joins."""
-        return self.progress + PAGE_LIMIT if self._current else 0.0
-
-    @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
-        """Wait until no other rank joins, and keep others from joining."""
-        while self._current is not None:
-            await asyncio.wait((self._current,))
-        turn = self._current = asyncio.get_running_loop().create_future()
-        try:
-            yield
-        finally:
-            self._current = None
-            turn.set_result(None)
-
-    async def receive_keys(self, names: RankNames, link: Link) -> bool:
-        """Receive the keys of a rank's store. False if a page did not come in time."""
-        joining = names.join(link.identity.rank, link.identity.generation)
-        try:
-            last = not link.identity.objects
-            while joining.wanted and not last:
-                page = await link.next_page()
-                if page is None:
-                    return False
-                joining.page(page.keys)
-                last = page.last
-                self.progress = now()
-                await asyncio.sleep(0)
-            await in_slices(joining.merge())
-            return True
-        finally:
-            joining.abandon()
-
-
 def misfit(identity: Identity, wanted: RankGroup) -> str:
     """Why a rank does not meet the requirements, with both values. Empty if it meets them."""
     ours, count = wanted.identity, wanted.config.count
@@ -337,7 +290,8 @@ class RankGroup:
     def _begin(self) -> None:
         """As before `open`."""
         self._ranks = [Rank(number) for number in range(self.config.count)]
-        self._joins = Joins()
+        self._joining: asyncio.Task[None] | None = None  # of the rank that connected last
+        self._progress = 0.0  # when the last page of names arrived
         self._closing = False
         self._listener = Listener(
             self.accept, lambda source, why: self._refused(source, "another user", why)
@@ -350,12 +304,15 @@ class RankGroup:
     async def open(self) -> None:
         """Listen, and wait until every rank was admitted. Can be called again after a failure."""
         try:
-            began = self._joins.progress = now()
+            began = self._progress = now()
             for rank in self._ranks:
                 rank.since = began
             await self._listener.start(self.config.endpoint)
             while not self.healthy:
-                left = max(began + self.config.startup_timeout_s, self._joins.deadline) - now()
+                until = began + self.config.startup_timeout_s
+                if self._joining is not None and not self._joining.done():
+                    until = max(until, self._progress + PAGE_LIMIT)
+                left = until - now()
                 if left <= 0:
                     break
                 self._admission = asyncio.get_running_loop().create_future()
@@ -518,7 +475,8 @@ class RankGroup:
         rank.link = link
         rank.since = now()
         reason = "connection lost"
-        joining = asyncio.get_running_loop().create_task(self._join(rank, link))
+        work = self._join(rank, link, self._joining)
+        self._joining = joining = asyncio.get_running_loop().create_task(work)
         try:
             reason = await self._receive(rank, link)
         except Violation as violation:
@@ -532,20 +490,38 @@ class RankGroup:
             joining.cancel()
             await asyncio.wait((joining,))
 
-    async def _join(self, rank: Rank, link: Link) -> None:
-        """Receive the keys in a rank's store and admit it."""
+    async def _join(self, rank: Rank, link: Link, before: asyncio.Task[None] | None) -> None:
+        """Receive the keys in a rank's store and admit it. Ranks join one after another, so that
+        the keys of one store at a time are in memory."""
+        if before is not None:
+            await asyncio.wait((before,))
         try:
-            async with self._joins.turn():
-                if self.names is None or await self._joins.receive_keys(self.names, link):
-                    self._admit(rank, link)
-                else:
-                    log.warning(
-                        "rank did not send its names", rank=rank.number, received=link.received
-                    )
-                    self._lost(rank, link, f"no page of names in {PAGE_LIMIT:g} s")
+            if self.names is None or await self._receive_keys(self.names, link):
+                self._admit(rank, link)
+            else:
+                log.warning("rank did not send its names", rank=rank.number, received=link.received)
+                self._lost(rank, link, f"no page of names in {PAGE_LIMIT:g} s")
         except Exception as error:
             log.error("rank cannot join", rank=rank.number, error=repr(error))
             self._lost(rank, link, f"cannot join: {error!r}")
+
+    async def _receive_keys(self, names: RankNames, link: Link) -> bool:
+        """Receive the keys of a rank's store. False if a page did not come in time."""
+        joining = names.join(link.identity.rank, link.identity.generation)
+        try:
+            last = not link.identity.objects
+            while joining.wanted and not last:
+                page = await link.next_page()
+                if page is None:
+                    return False
+                joining.page(page.keys)
+                last = page.last
+                self._progress = now()
+                await asyncio.sleep(0)
+            await in_slices(joining.merge())
+            return True
+        finally:
+            joining.abandon()
 
     def _admit(self, rank: Rank, link: Link) -> None:
         if rank.link is not link or self._closing:
