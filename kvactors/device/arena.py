@@ -270,10 +270,6 @@ class Arena(HostSlots):
     def _all_fresh(self) -> FreshMemory:
         return FreshMemory([(self.address, self.nbytes)], self._touch)
 
-    @property
-    def locked(self) -> bool:
-        return self._locked and not self.trouble
-
     def _ask_for_huge_pages(self, start: int, size: int) -> str:
         """Why the memory has pages of 4 KiB, empty if it gets larger ones. A device moves a run of
         memory in one piece, and takes a limited number of pieces a request."""

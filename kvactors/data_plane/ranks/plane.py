@@ -13,7 +13,7 @@ from kvactors.data_plane.base import DataPlane, Direction, Progress, StatusChang
 from kvactors.data_plane.ranks.leader import RankGroup, RankState, RankStatistics
 from kvactors.data_plane.ranks.names import RankNames, in_slices
 from kvactors.data_plane.ranks.protocol import FAILED, CopyBlocks, MoveDevice, StoreObjects
-from kvactors.device.arena import Arena, HostSlots
+from kvactors.device.arena import HostSlots
 from kvactors.device.base import DeviceBlocks
 from kvactors.errors import ConfigError, StoreUnavailable, StoreUnsupported
 from kvactors.flush_notifier.messages import PathPart
@@ -101,9 +101,6 @@ class RankStore(Backend):
 
     async def open(self) -> None:
         """The ranks open their stores themselves."""
-
-    async def attach(self, arena: Arena) -> None:
-        """The ranks attach their arenas themselves."""
 
     def probe(self, keys: Sequence[bytes]) -> int | None:
         if not self.group.healthy:
@@ -276,8 +273,6 @@ class RankStore(Backend):
         return list(self.names_held.held)
 
     def key_slices(self) -> Iterator[list[bytes]]:
-        """`keys` in parts. The store may change between two of them: a key that it holds all the
-        time is in one."""
         return (list(self.names_held.held.shards[number]) for number in range(SHARDS))
 
     def count(self) -> int:
