@@ -6,7 +6,7 @@ been run with it: the tests drive the class with a model of the scheduler.
 
 from kvactors.integrations.fastdeploy.lower_tiers import tensors_by_rank
 from kvactors.integrations.fastdeploy.manager import PrefixCacheManager
+from kvactors.integrations.fastdeploy.metrics import ManagerStatistics
 from kvactors.integrations.fastdeploy.settings import FastDeployOptions
-from kvactors.integrations.fastdeploy.statistics import ManagerStatistics
 
 __all__ = ["FastDeployOptions", "ManagerStatistics", "PrefixCacheManager", "tensors_by_rank"]

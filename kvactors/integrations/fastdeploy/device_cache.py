@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,7 +119,7 @@ class DirectStorage:
         self.thread = LoopThread([self])
         self._stores = stores
         self._timeout_s = timeout_s
-        self._calls: set[asyncio.Task[int]] = set()
+        self._calls: set[asyncio.Task[None]] = set()
         self._late: list[Future[int]] = []
 
     # -- on the event loop
@@ -133,26 +133,26 @@ class DirectStorage:
             raise
 
     def _begin(self, move: Move, answer: Future[int]) -> None:
-        task = asyncio.ensure_future(self._move(move))
+        task = asyncio.ensure_future(self._move(move, answer))
         self._calls.add(task)
-        task.add_done_callback(lambda done: self._ended(done, answer))
+        task.add_done_callback(lambda _: self._ended(task, answer))
 
-    async def _move(self, move: Move) -> int:
-        moved = await asyncio.gather(*map(move, self._stores), return_exceptions=True)
-        for one in moved:
-            if isinstance(one, BaseException):
-                raise one
-        return min(one for one in moved if isinstance(one, int))
-
-    def _ended(self, task: asyncio.Task[int], answer: Future[int]) -> None:
+    def _ended(self, task: asyncio.Task[None], answer: Future[int]) -> None:
         self._calls.discard(task)
-        if task.cancelled():
-            answer.cancel()
-            answer.set_running_or_notify_cancel()
-        elif error := task.exception():
+        if not answer.done():  # cancelled, before its first step too
+            answer.set_exception(CacheClosed("AttentionStore is closed"))
+
+    async def _move(self, move: Move, answer: Future[int]) -> None:
+        try:
+            moved = await asyncio.gather(*map(move, self._stores), return_exceptions=True)
+            for one in moved:
+                if isinstance(one, BaseException):
+                    raise one
+            answer.set_result(min(one for one in moved if isinstance(one, int)))
+        except KVActorsError as error:
             answer.set_exception(error)
-        else:
-            answer.set_result(task.result())
+        except Exception as error:
+            answer.set_exception(StoreError(f"AttentionStore: {error!r}"))
 
     async def close(self, limit: float) -> None:
         if self._calls:
@@ -194,14 +194,7 @@ class DirectStorage:
                 continue
             self._late = [*(one for one in self._late if not one.done()), answer]
             raise CallInFlight(answer)
-        try:
-            return answer.result()
-        except CancelledError:
-            raise CacheClosed("AttentionStore is closed") from None
-        except KVActorsError:
-            raise
-        except Exception as error:
-            raise StoreError(f"AttentionStore: {error!r}") from error
+        return answer.result()
 
 
 @dataclass

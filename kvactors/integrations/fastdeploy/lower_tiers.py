@@ -29,7 +29,6 @@ from kvactors.tier_cache import (
     TierConfig,
 )
 from kvactors.tier_cache.cache import leading_keys
-from kvactors.tier_cache.copies import COPY_LIMIT_S
 from kvactors.tier_cache.settings import checked_config
 from kvactors.tier_cache.storage import make_storage
 from kvactors.types import Tier
@@ -86,10 +85,7 @@ class RankCopies:
                 break
             begun.append(one)
         for one in begun:
-            if not one.wait([job], COPY_LIMIT_S):
-                raise DeviceError(
-                    f"a copy of {len(blocks)} blocks has not ended in {COPY_LIMIT_S} s"
-                )
+            one.finish([job])
             errors += [ended.error for ended in one.get_finished() if ended.error]
         return "; ".join(errors)
 
@@ -101,24 +97,19 @@ class RankCopies:
 MARGIN = 5.0  # of a job beyond the storage tier's time-out: it ends itself before
 
 
-class WriteCounters(NamedTuple):
-    """Blocks of finished requests. `present`: stored before."""
-
-    written: int = 0
-    present: int = 0
-    failed: int = 0
-
-
 class FinishWrites:
     """Copies the blocks of finished requests to staging slots, and saves them. Calls come from any
-    threads: each takes the staging slots, and the next one waits for them, `wait_s` seconds at
-    most."""
+    threads: each takes the staging slots, and the next one waits for them, for the storage tier's
+    time-out at most.
 
-    def __init__(self, storage: StorageTier, copies: RankCopies, wait_s: float) -> None:
-        self.counters = WriteCounters()
+    Attributes:
+        written, failed: blocks.
+    """
+
+    def __init__(self, storage: StorageTier, copies: RankCopies) -> None:
+        self.written = self.failed = 0
         self._storage = storage
         self._copies = copies
-        self._wait_s = wait_s
         self._turn: SimpleQueue[bool] = SimpleQueue()  # False: writes have stopped
         self._turn.put(True)
         self._jobs = count()
@@ -129,16 +120,16 @@ class FinishWrites:
         """Save blocks that storage lacks, while they are `wanted`. Nothing may change the device
         blocks before this returns. Failures are counted and logged, and never raised: the request
         has its answer."""
-        counts = WriteCounters(failed=len(keys))
         try:
-            works = self._turn.get(timeout=self._wait_s)
+            works = self._turn.get(timeout=self._storage.timeout)
         except Empty:
             log.error("blocks not written: staging slots in use", blocks=len(keys))
-            self._count(counts)
+            self.failed += len(keys)
             return
+        written, lacking = 0, len(keys)
         try:
             if works:
-                counts = self._write(keys, blocks, wanted)
+                written, lacking = self._write(keys, blocks, wanted)
         except (TimeoutError, DeviceError) as error:
             works = False  # a copy or the store may still access the slots
             self._copies.memory.keep()
@@ -146,16 +137,17 @@ class FinishWrites:
         except CacheClosed:
             log.warning("blocks not written: storage is closed", blocks=len(keys))
         finally:
+            self.written += written
+            self.failed += lacking - written
             self._turn.put(works)
-        self._count(counts)
 
     def _write(
         self, keys: Sequence[bytes], blocks: Sequence[int], wanted: Callable[[], bool]
-    ) -> WriteCounters:
-        stored = self._stored(keys)
-        lacking = [
-            (key, block) for key, block in zip(keys, blocks, strict=True) if key not in stored
-        ]
+    ) -> tuple[int, int]:
+        """The blocks that were written, and those that storage lacked."""
+        stored = self._ended(self._storage.submit_lookup(("find", next(self._jobs)), keys)).ok
+        known = zip(keys, blocks, stored, strict=True)
+        lacking = [(key, block) for key, block, there in known if not there]
         memory, written = self._copies.memory, 0
         for start in range(0, len(lacking), memory.num_slots):
             if not wanted():
@@ -172,19 +164,10 @@ class FinishWrites:
             written += sum(result.ok)
             if not all(result.ok):
                 break  # a block without those before it cannot be matched
-        return WriteCounters(written, len(keys) - len(lacking), len(lacking) - written)
-
-    def _stored(self, keys: Sequence[bytes]) -> set[bytes]:
-        if self._storage.lists:
-            return {key for key in keys if self._storage.contains(key)}
-        result = self._ended(self._storage.submit_lookup(("find", next(self._jobs)), keys))
-        return {key for key, ok in zip(keys, result.ok, strict=True) if ok}
+        return written, len(lacking)
 
     def _ended(self, job: Future[StorageResult]) -> StorageResult:
         return job.result(self._storage.timeout + MARGIN)
-
-    def _count(self, counts: WriteCounters) -> None:
-        self.counters = WriteCounters(*map(sum, zip(self.counters, counts, strict=True)))
 
     def close(self) -> None:
         self._copies.close()
@@ -476,18 +459,17 @@ def open_lower_tiers(
         writes = None
         if store is not None:
             staging = SlotMemory(staged, size, rows[cut:], memory.stride)
-            writes = FinishWrites(store, copies_to(staging), storage.timeout_s)
+            writes = FinishWrites(store, copies_to(staging))
         opened.pop_all()
     return LowerTiers(tiers, copies, writes, memory, slots, options.fetch_wait_s)
 
 
 def host_slots(settings: ManagerSettings, rank_bytes: int) -> int:
     """Blocks of the host tier."""
-    if settings.host_blocks or not settings.swap_gib:
-        return settings.host_blocks
-    slots = int(settings.swap_gib * GIB) // rank_bytes
+    blocks, gib = settings.cache.num_cpu_blocks, settings.cache.swap_space
+    if blocks or not gib:
+        return blocks
+    slots = int(gib * GIB) // rank_bytes
     if slots < 1:
-        raise ConfigError(
-            f"swap_space is {settings.swap_gib} GiB, and one block takes {rank_bytes} bytes"
-        )
+        raise ConfigError(f"swap_space is {gib} GiB, and one block takes {rank_bytes} bytes")
     return slots

