@@ -1,9 +1,10 @@
 """Drawn runs of the scheduler's model over one manager after another, with faults.
 
 A run draws the sizes (device, host, block, ranks, chunks, drafts, decode reserve), the requests and
-the faults: a store that is slow, refuses, damages or is gone, copies that fail, a rank that does not
-respond (its copies do not end, and the engine restarts), an engine that restarts, device memory
-that is lost, and new weights. Every byte that a request starts from is compared with the model's.
+the faults: a store that is slow, refuses, damages or is gone, AttentionStore with calls that are
+slow, return late, fail or count wrongly, copies that fail, a rank that does not respond (its copies
+do not end, and the engine restarts), an engine that restarts, device memory that is lost, and new
+weights. Every byte that a request starts from is compared with the model's.
 
 `python -m tests.integrations.fastdeploy.simulation --first 0 --seeds 300`
 """
@@ -22,7 +23,7 @@ from unittest import mock
 import cyclopts
 
 from kvactors.errors import DeviceError, NoRoom
-from kvactors.integrations.fastdeploy import PrefixCacheManager
+from kvactors.integrations.fastdeploy import PrefixCacheManager, device_cache
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage import factory
 from kvactors.storage.backend import ReadReport
@@ -32,10 +33,30 @@ from tests.integrations.fastdeploy.conftest import RESERVE
 from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
 from tests.integrations.fastdeploy.scheduler import Scheduler
+from tests.support import attentionstore_sdk as stand_in
 from tests.tier_cache.faulty_stores import MODES, Faults
 from tests.tier_cache.stores import SharedStore
 
 STEPS = 20_000
+LIMIT = 30.0
+"""Seconds until calls that are late return their blocks."""
+
+SDK_FAULTS: dict[str, dict[str, Any]] = {
+    "ok": {},
+    "slow": {"slow": 0.003},
+    "stuck": {"stuck": 0.08},
+    "broken": {"broken": "the service is gone"},
+    "low": {"counts": lambda count: count // 2},
+    "odd": {"counts": lambda _: "7"},
+    "small": {"capacity": 6},
+}
+SDK_WORKS = {"slow": 0.0, "stuck": 0.0, "broken": "", "counts": None, "capacity": 1 << 16}
+
+
+def set_sdk_fault(name: str) -> None:
+    """The fault of every service of AttentionStore, one for each version of the weights."""
+    for one in stand_in.services.values():
+        vars(one).update(SDK_WORKS | SDK_FAULTS[name])
 
 
 class FaultyPool(Faults, SharedStore):
@@ -98,7 +119,7 @@ class Simulation:
         self.size = rng.choice((1, 2, 4, 8))
         self.blocks = rng.randrange(2, 17) if rng.random() < 0.8 else rng.randrange(17, 65)
         self.cpu = rng.choice((0, 0, 1, 2, 5, 16, 64))
-        self.stored = rng.random() < 0.6
+        self.backend = rng.choice((None, None, "file", "file", "file", "attention_store"))
         self.ranks, self.layers = rng.choice((1, 1, 2)), rng.choice((1, 2))
         self.drafts = rng.choice((0, 0, 1, 3))
         self.draft_layers = 1 if self.drafts and self.layers > 1 else 0
@@ -114,13 +135,17 @@ class Simulation:
         config = make_config(
             self.blocks,
             self.cpu,
-            backend="file" if self.stored else None,
+            backend=self.backend,
             drafts=self.draft_layers if self.drafts else None,
             model=str(self.folder),
             block_size=self.size,
         )
         options: dict[str, Any] = {}
-        if self.stored:
+        if self.backend == "attention_store":
+            options["storage"] = {"timeout_s": 0.02}
+            slices = self.rng.choice((1, 2, 100))
+            options["attention_store"] = {"sdk": stand_in.__name__, "write_slice_blocks": slices}
+        elif self.backend:
             options["storage"] = {"timeout_s": 5.0, "slot_timeout_s": 0.002}
             options |= {"fetch_wait_s": 0.02, "staging_slots": self.staging}
         self.memory = ModelMemory(self.blocks, self.size, ranks=self.ranks, layers=self.layers)
@@ -156,6 +181,7 @@ class Simulation:
             unfinished.append(before.prefilling)
         self.manager.close()
         self.copies.hangs = False
+        set_sdk_fault("ok")
         self.restarts += 1
         self.open()
         for request in unfinished:
@@ -211,6 +237,7 @@ class Simulation:
     def fault(self) -> None:
         rng = self.rng
         Faults.mode = rng.choice(MODES) if rng.random() < 0.3 else "ok"
+        set_sdk_fault(rng.choice(list(SDK_FAULTS)))
         for name in self.copies.fails:
             self.copies.fails[name] = rng.random() < 0.05
         self.copies.hangs = rng.random() < 0.02
@@ -252,6 +279,7 @@ class Simulation:
 
     def _end(self) -> None:
         Faults.mode = "ok"
+        set_sdk_fault("ok")
         self.copies.fails = {"store": False, "load": False}
         self.copies.hangs = False
         for _ in range(STEPS):
@@ -263,6 +291,9 @@ class Simulation:
             raise AssertionError(f"requests left: {self.scheduler.left()}")
         self.check_bytes()
         check(self.manager)
+        until = time.monotonic() + LIMIT
+        while not self.manager.can_allocate_gpu_blocks(self.blocks) and time.monotonic() < until:
+            time.sleep(0.002)  # late calls of AttentionStore
         found = self.manager.statistics()
         available = found.free_gpu_blocks + found.evictable_gpu_blocks
         assert available == self.blocks, f"{self.blocks - available} blocks are lost"
@@ -294,6 +325,9 @@ def simulate(rng: Any, requests: int = 15) -> Simulation:
         for name in ("store", "load"):
             stack.enter_context(mock.patch.object(RankCopies, name, one.copies.around(name)))
         stack.enter_context(mock.patch.object(factory, "make_backend", made_pool))
+        stack.enter_context(mock.patch.object(device_cache, "MARGIN", 0.01))
+        stand_in.reset()
+        stack.callback(stand_in.reset)
         stack.callback(setattr, Faults, "mode", "ok")
         stack.callback(SharedStore.pool.clear)
         one.run(requests)

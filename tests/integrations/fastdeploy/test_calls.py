@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
 
 import numpy as np
 import pytest
@@ -62,97 +61,6 @@ def test_the_constructor_has_fastdeploys_arguments():
         "splitwise_role",
         "local_data_parallel_id",
     ]
-
-
-class Recorder:
-    """Records the calls that a scheduler makes, in order."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-        self.calls: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._manager, name)
-        if name not in ARGUMENTS:
-            return found
-
-        def call(*args: Any, **keywords: Any) -> Any:
-            self.calls.append(name)
-            return found(*args, **keywords)
-
-        return call
-
-
-def recorded(engine, **settings):
-    scheduler = engine.scheduler(**settings)
-    scheduler.manager = Recorder(engine.manager)
-    return scheduler, scheduler.manager.calls
-
-
-def test_recorded_admission_chunks_and_finish(engine):
-    one = engine(gpu=8, cpu=2)
-    scheduler, calls = recorded(one, chunk=8)
-    scheduler.add(Request("a", list(range(14))), max_tokens=2)
-    scheduler.run()
-    assert calls == [
-        "can_allocate_gpu_blocks",  # before a match that may load
-        "request_match_blocks",
-        "get_required_block_num",
-        "can_allocate_gpu_blocks",
-        "allocate_gpu_blocks",
-        "update_cache_blocks",
-        "can_allocate_gpu_blocks",  # the second chunk
-        "allocate_gpu_blocks",
-        "update_cache_blocks",
-        "allocate_gpu_blocks",  # the second token fits in the last block: none
-        "cache_output_blocks",
-        "write_cache_to_storage",
-        "release_block_ids",
-        "recycle_gpu_blocks",
-    ]
-    assert one.available == 8
-    assert len(one.free_blocks) == 5, "3 full blocks are cached"
-
-
-def test_recorded_preemption_in_decode(engine):
-    one = engine(gpu=4)
-    scheduler, calls = recorded(one, chunk=64)
-    for name in ("a", "b"):
-        scheduler.add(Request(name, [ord(name)] * 7), max_tokens=4)
-    scheduler.step()
-    assert sorted(scheduler.left()) == ["a", "b"]
-    del calls[:]
-    while not scheduler.preemptions:
-        scheduler.step()
-    start = calls.index("free_block_ids")
-    assert calls[start : start + 5] == [
-        "free_block_ids",
-        "can_allocate_gpu_blocks",
-        "release_block_ids",
-        "recycle_gpu_blocks",
-        "can_allocate_gpu_blocks",
-    ]
-    scheduler.run()
-    assert not scheduler.wrong
-    assert one.available == 4
-
-
-def test_recorded_admission_that_does_not_fit(engine):
-    one = engine(gpu=4)
-    scheduler, calls = recorded(one)
-    scheduler.add(Request("a", list(range(12))), max_tokens=1)
-    taken = one.manager.allocate_gpu_blocks(2, "other")
-    assert not scheduler.step()
-    assert calls == [
-        "request_match_blocks",
-        "get_required_block_num",
-        "can_allocate_gpu_blocks",
-        "release_block_ids",
-        "recycle_gpu_blocks",
-    ]
-    one.manager.recycle_gpu_blocks(taken, "other")
-    scheduler.run()
-    assert one.available == 4
 
 
 def test_a_match_gives_blocks_tokens_and_metrics(engine):

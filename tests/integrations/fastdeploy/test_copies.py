@@ -7,17 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvactors.errors import LayoutError
 from kvactors.integrations.fastdeploy import PrefixCacheManager
-from kvactors.storage import factory
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
-from tests.integrations.fastdeploy.conftest import RESERVE, made
-from tests.integrations.fastdeploy.invariants import check
+from tests.integrations.fastdeploy.conftest import RESERVE
 from tests.support import attentionstore_sdk as stand_in
-from tests.tier_cache.stores import SharedStore
 
 BLOCKS, HEADS, DIM = 4, 2, 8
 SCALES = ("key_cache_scales", "value_cache_scales")
@@ -90,38 +85,6 @@ def test_a_stored_block_has_the_key_value_and_scales_of_every_layer_and_rank(sha
     manager.release_block_ids(request)
     assert list(shared.pool.values()) == [before[block] for block in request.block_tables]
     manager.close()
-
-
-@settings(max_examples=8, deadline=None)
-@given(st.integers(0, 4), st.integers(0, 3), st.booleans(), st.integers(0, 1 << 30))
-def test_equal_prompts_have_equal_bytes_and_scales(cpu, others, stored, seed):
-    """Two requests with one prompt: the second starts from the bytes of the first, although other
-    prompts have taken its device blocks. From the device, the host or storage."""
-    tensors = tensors_of(2, seed=seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(factory, "make_backend", made(SharedStore))
-        SharedStore.pool.clear()
-        manager = made_manager(tensors, cpu_blocks=cpu, backend="file" if stored else None)
-        manager.attach()
-        try:
-            request, _ = prefilled(manager, "a", list(range(8)))
-            wanted = [block_bytes(tensors, block, 2) for block in request.block_tables]
-            manager.write_cache_to_storage(request)
-            manager.release_block_ids(request)
-            for number in range(others):
-                other, _ = prefilled(manager, f"o{number}", [100 + number] * 12)
-                for block in other.block_tables:
-                    for tensor in tensors.values():
-                        tensor[block] = number
-                manager.release_block_ids(other)
-            again, cached = prefilled(manager, "b", list(range(8)))
-            blocks = again.block_tables[: cached // BLOCK_SIZE]
-            assert [block_bytes(tensors, block, 2) for block in blocks] == wanted[: len(blocks)]
-            assert cached == 8 or not (stored or others == 0 or (others, cpu) == (1, 4))
-            check(manager)
-        finally:
-            manager.close()
-            SharedStore.pool.clear()
 
 
 def test_scales_are_refused_for_attention_store_and_nothing_stays_open():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from queue import SimpleQueue
 
 import pytest
 
@@ -175,20 +174,6 @@ def test_media_are_not_read_from_a_store_of_tokens(engine, service):
     one.serve("a", A)
     one.manager.reset()
     assert one.serve("b", A, [(1, 2, "cat")])["storage_match_token_num"] == 0
-
-
-def test_blocks_that_an_sdk_may_still_write_are_not_given_out(engine, service, monkeypatch):
-    monkeypatch.setattr("kvactors.integrations.fastdeploy.device_cache.MARGIN", 0.05)
-    options = {"attention_store": {"sdk": SDK}, "storage": {"timeout_s": 0.05}}
-    one = engine(backend="attention_store", options=options, gpu=4)
-    one.serve("a", A)
-    one.manager.reset()
-    hold = stand_in.service().hold = SimpleQueue()
-    assert one.match(Request("b", A))[1] == 0
-    assert one.free_blocks == [2, 3]
-    stand_in.service().hold = None
-    for _ in range(8):
-        hold.put(None)
 
 
 def test_each_rank_has_a_shard_of_attention_store(engine, service):

@@ -3,17 +3,15 @@ slots, and the objects of blocks."""
 
 from __future__ import annotations
 
-import random
 import socket
 from typing import Any
 
 import pytest
 
-from kvactors.errors import ConfigError, StoreError
+from kvactors.errors import StoreError
 from kvactors.storage.mooncake_client import MooncakeClient
 from tests.integrations.fastdeploy.config import Request
-from tests.integrations.fastdeploy.test_scheduler import drive
-from tests.storage.mooncake_standin import FAILED, StandIn
+from tests.storage.mooncake_standin import StandIn
 
 A = list(range(12))
 PLAIN = ("key_caches", "value_caches")
@@ -80,20 +78,6 @@ def test_all_host_slots_are_one_registration(engine, pool, roles, cpu):
     assert client.registered == {}
 
 
-def test_slots_are_registered_in_pieces_of_the_limit(engine, pool, monkeypatch):
-    pool.largest = 3 * 4096 + 100
-    monkeypatch.setenv("MC_MAX_MR_SIZE", str(pool.largest))
-    one = pool.manager(engine, gpu=6, cpu=5)
-    (client,) = pool.clients
-    start = memory_of(one).address
-    assert client.registered == {start: 12288, start + 12288: 12288, start + 24576: 4096}
-    one.serve("a", A)
-    one.manager.reset()
-    request = Request("b", A)
-    assert one.match(request)[1] == 12
-    assert not one.wrong(request, 12)
-
-
 def test_variables_of_the_process_do_not_count_beside_those_given(engine, pool, monkeypatch):
     monkeypatch.setenv("MOONCAKE_PROTOCOL", "rdma")
     monkeypatch.setenv("MOONCAKE_RDMA_DEVICES", "mlx5_0")
@@ -130,89 +114,3 @@ def test_a_block_is_one_object_of_all_ranks(engine, pool, ranks):
     assert not other.wrong(request, 12)
     other.serve("c", [*A, 5, 6, 7, 8])
     assert len(pool.objects) == 4, "the others are in the pool"
-
-
-@pytest.mark.parametrize(("missing", "found"), [(0, 0), (1, 4), (2, 8)])
-def test_blocks_behind_a_missing_object_are_not_taken(engine, pool, missing, found):
-    one = pool.manager(engine, gpu=6)
-    one.serve("a", A)
-    one.manager.reset()
-    del pool.objects[list(pool.objects)[missing]]
-    other = pool.manager(engine, gpu=6)
-    request = Request("b", A)
-    assert other.match(request)[:2] == (list(range(found // 4)), found)
-    assert not other.wrong(request, found)
-    assert len(other.free_blocks) == 6 - found // 4
-
-
-class FaultyClient(StandIn):
-    """A client that raises, gives error codes or too few of them, returns other bytes, or loses
-    objects, as drawn for each call."""
-
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__()
-        self.rng = rng
-        self.works = True
-
-    def _faulty(self, codes: list[int]) -> list[int]:
-        fault = "" if self.works else self.rng.choice(["", "", "raise", "codes", "short", "lose"])
-        if fault == "raise":
-            raise RuntimeError("injected")
-        if fault == "lose" and self.objects:
-            del self.objects[self.rng.choice(list(self.objects))]
-        if fault == "codes":
-            return [FAILED if self.rng.random() < 0.5 else code for code in codes]
-        return codes[:-1] if fault == "short" else codes
-
-    def batch_put_from_multi_buffers(self, keys: Any, pointers: Any, sizes: Any) -> list[int]:
-        return self._faulty(super().batch_put_from_multi_buffers(keys, pointers, sizes))
-
-    def batch_get_into_multi_buffers(self, keys: Any, pointers: Any, sizes: Any) -> list[int]:
-        if not self.works and self.objects and self.rng.random() < 0.2:
-            name = self.rng.choice(list(self.objects))
-            body = bytearray(self.objects[name])
-            body[self.rng.randrange(len(body))] ^= 4
-            self.objects[name] = bytes(body)
-        return self._faulty(super().batch_get_into_multi_buffers(keys, pointers, sizes))
-
-    def batch_is_exist(self, keys: Any) -> list[int]:
-        return self._faulty(super().batch_is_exist(keys))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_faults_of_a_pool_cost_no_byte_and_no_block(engine, pool, monkeypatch, seed):
-    """`drive` compares every byte, and asserts that no block is lost."""
-    monkeypatch.setattr("kvactors.tier_cache.storage_moves.RETRY", 0.001)
-    monkeypatch.setattr("kvactors.storage.mooncake.RETRY", 0.0)
-    pool.make = lambda: FaultyClient(random.Random(seed))
-    one = pool.manager(engine, gpu=6, cpu=2 * (seed % 2))
-    (client,) = pool.clients
-    options = random.Random(seed)
-
-    def fault(rng: Any) -> None:
-        client.works = rng is None or options.random() < 0.3
-
-    drive(one, seed, fault=fault)
-
-
-@pytest.mark.parametrize(
-    ("variables", "text"),
-    [
-        ({"MOONCAKE_MASTER_SERVER_ADDR": ""}, "master_server_address is missing"),
-        ({"MOONCAKE_LOCAL_HOSTNAME": "localhost"}, "not 'localhost'"),
-        ({"MOONCAKE_CONFIG_PATH": "/no/such/file.json"}, "MOONCAKE_CONFIG_PATH: /no/such/file"),
-        (
-            {
-                "MOONCAKE_PROTOCOL": "rdma",
-                "MOONCAKE_LOCAL_BUFFER_SIZE": str(1 << 30),
-                "MC_MAX_MR_SIZE": str((1 << 30) - 1),
-            },
-            "local_buffer_size is 1073741824 bytes",
-        ),
-    ],
-    ids=["master", "localhost", "file", "local buffer"],
-)
-def test_settings_that_cannot_be_are_named_before_anything_starts(engine, pool, variables, text):
-    with pytest.raises(ConfigError, match=text):
-        pool.manager(engine, gpu=4, variables=variables)
-    assert pool.clients == []

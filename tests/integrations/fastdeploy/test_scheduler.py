@@ -7,15 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.conftest import RESERVE
 from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
-from tests.tier_cache.faulty_stores import MODES
-
-SEEDS = range(6)
+from tests.integrations.fastdeploy.simulation import simulate
 
 
 def drive(one: Any, seed: int, requests: int = 40, fault: Any = lambda rng: None) -> Any:
@@ -50,22 +49,32 @@ def drive(one: Any, seed: int, requests: int = 40, fault: Any = lambda rng: None
     return scheduler
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("cpu", [0, 1, 5])
-def test_device_and_host(engine, seed, cpu):
-    one = engine(gpu=4 + 2 * seed, cpu=cpu, environ={RESERVE: str(seed % 3)})
-    scheduler = drive(one, seed)
+@pytest.mark.parametrize(
+    ("seed", "gpu", "cpu", "file", "requests"),
+    [
+        *((seed, 4 + 2 * seed, (0, 1, 5)[seed % 3], False, 40) for seed in range(6)),
+        *((seed, 6 + seed, cpu, True, 40) for seed in range(3) for cpu in (0, 3)),
+        (11, 64, 16, False, 120),
+    ],
+)
+def test_cached_bytes_of_any_tier_are_the_models(engine, seed, gpu, cpu, file, requests):
+    options = {"staging_slots": 1 + seed} if file else None
+    one = engine(gpu, cpu, file=file, options=options, environ={RESERVE: str(seed % 3)})
+    scheduler = drive(one, seed, requests)
     assert sum(tokens for _, tokens, _ in scheduler.hits) > 0
-
-
-@pytest.mark.parametrize("seed", SEEDS[:3])
-@pytest.mark.parametrize("cpu", [0, 3])
-def test_device_host_and_storage(engine, seed, cpu):
-    one = engine(gpu=6 + seed, cpu=cpu, file=True, options={"staging_slots": 1 + seed})
-    drive(one, seed)
     found = one.manager.statistics()
-    assert found.storage_tokens > 0
-    assert found.written_blocks > 0
+    assert (found.storage_tokens > 0, found.written_blocks > 0) == (file, file)
+
+
+@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.randoms(use_true_random=False))
+def test_drawn_runs_have_no_wrong_bytes_and_lose_no_blocks(rng):
+    simulate(rng, requests=8)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 3, 5])
+def test_drawn_runs_of_seeds(seed):
+    simulate(random.Random(seed), requests=15)
 
 
 @pytest.mark.parametrize(
@@ -89,31 +98,6 @@ def test_tensors_of_every_kind(engine, ranks, layers, roles, drafts):
 
 def test_a_long_run_over_64_blocks(engine):
     drive(engine(gpu=64, cpu=16, environ={RESERVE: "1"}), 11, requests=120)
-
-
-@pytest.mark.parametrize("seed", SEEDS[:4])
-def test_with_faults_of_storage_and_copies(engine, faults, monkeypatch, seed):
-    """Faults cost hits, never a byte or a block."""
-    options = {"storage": {"timeout_s": 5.0, "slot_timeout_s": 0.01}, "fetch_wait_s": 0.2}
-    one = engine(gpu=6, cpu=3, file=True, options=options)
-    store, load = RankCopies.store, RankCopies.load
-    broken = {"store": False, "load": False}
-
-    def copied(name, good):
-        def copy(self, blocks, slots):
-            return "injected" if broken[name] else good(self, blocks, slots)
-
-        return copy
-
-    monkeypatch.setattr(RankCopies, "store", copied("store", store))
-    monkeypatch.setattr(RankCopies, "load", copied("load", load))
-
-    def fault(rng):
-        faults.mode = "ok" if rng is None else rng.choice(MODES)
-        for name in broken:
-            broken[name] = rng is not None and rng.random() < 0.2
-
-    drive(one, seed, fault=fault)
 
 
 def test_storage_that_works_again_is_used_again(engine, faults):

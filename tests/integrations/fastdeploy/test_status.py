@@ -89,16 +89,3 @@ def test_a_write_names_the_whole_path_from_its_start(engine, service):
     writes = [call.arguments for call in index.calls if call.name == "write"]
     found = [(tokens.ids, start, list(blocks)) for _, tokens, start, _, _, blocks, _ in writes]
     assert found == [(A[:8], 0, [0, 1]), (A, 2, [2])], "the second one adds the block it lacks"
-
-
-def test_keys_and_blocks_of_different_numbers_are_refused_and_slots_stay_usable(engine):
-    one = engine(gpu=6, file=True)
-    request = Request("a", A)
-    one.prefill(request)
-    writes = one.manager._cache.lower.writes
-    keys = [bytes([number]) * 32 for number in range(3)]
-    with pytest.raises(ValueError, match="shorter"):
-        writes.write(keys, request.block_tables[:2], lambda: True)
-    assert one.manager.statistics().written_blocks == 0
-    one.manager.write_cache_to_storage(request)
-    assert one.manager.statistics().written_blocks == 3

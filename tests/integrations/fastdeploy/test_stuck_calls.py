@@ -20,7 +20,6 @@ from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from kvactors.storage.attention_store import AttentionStoreBackend
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.invariants import check
-from tests.integrations.fastdeploy.oracle import seeds_of
 from tests.integrations.fastdeploy.test_indexes import SDK, as_storage
 from tests.integrations.fastdeploy.test_launch import EngineProcess
 from tests.integrations.fastdeploy.test_threads import LIMIT
@@ -130,40 +129,6 @@ def test_while_a_call_does_not_return_the_others_wait_for_nothing(engine, held):
     again = Request("d", A)
     assert one.match(again)[1] == 8
     assert not one.wrong(again, 8)
-
-
-def test_new_weights_while_a_call_does_not_return(engine, held, tmp_path):
-    """The services of the earlier version are closed. The call still ends in them."""
-    model = tmp_path / "model"
-    model.mkdir()
-    version = model / "version.yaml"
-    version.write_text("version: RL-STEP01-a\n", "utf-8")
-    options = {
-        "attention_store": {"sdk": SDK},
-        "storage": {"timeout_s": LIMIT, "close_timeout_s": 0.05},
-    }
-    one = engine(backend="attention_store", options=options, gpu=4, model=str(model))
-    one.serve("a", A)
-    one.manager.reset()
-    (service,) = stand_in.services.values()
-    service.hold = held
-    held.put(None)
-    with impatient():
-        one.match(Request("b", A))
-    version.write_text("version: RL-STEP02-b\n", "utf-8")
-    one.memory.lose(1)
-    one.manager.reset()
-    assert one.free_blocks == [2, 3]
-    other = Request("c", B)
-    assert one.match(other)[1] == 0
-    other.block_tables = one.manager.allocate_gpu_blocks(2, "c")
-    one.memory.compute(seeds_of(other), other.block_tables, 0, 8)
-    service.hold = None
-    for _ in range(10):
-        held.put(None)
-    until_free(one, 2)
-    assert not one.wrong(other, 8)
-    check(one.manager)
 
 
 def test_a_match_ends_when_the_engine_wants_a_reset(engine, held):

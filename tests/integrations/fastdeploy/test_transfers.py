@@ -3,16 +3,13 @@ makes, and results that are no bytes."""
 
 from __future__ import annotations
 
-import re
 import time
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvactors.integrations.fastdeploy.engine_signals import CLEARED, CLEARING, NORMAL, UPDATING
 from kvactors.integrations.fastdeploy.lower_tiers import FinishWrites, RankCopies
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.test_launch import process as process  # a fixture
@@ -100,44 +97,6 @@ def test_only_the_tail_is_copied_and_written_from_its_slots(engine, calls, stagi
 # -- results that are no bytes
 
 
-def stored_places(folder: Path, wanted: bytes) -> list[tuple[Path, int]]:
-    """The places of some bytes in the files of a store, of each copy."""
-    return [
-        (path, found.start())
-        for path in folder.rglob("slab-*")
-        for found in re.finditer(re.escape(wanted), path.read_bytes())
-    ]
-
-
-@pytest.mark.parametrize("role", ["key_caches", "value_caches"])
-@pytest.mark.parametrize("layer", [0, 1])
-def test_a_block_of_which_one_part_is_damaged_is_not_taken(engine, tmp_path, role, layer):
-    """Key and value of the first block and the key of the second are good: one block is taken."""
-    one = engine(gpu=6, file=True, options={"storage": {"capacity_blocks": 8}})
-    request = Request("a", A[:8])
-    one.prefill(request)
-    one.manager.write_cache_to_storage(request)
-    part = one.memory.tensors[f"{role}_{layer}_rank0.device0"][request.block_tables[1]].tobytes()
-    one.free(request)
-    one.manager.reset()
-    one.memory.lose()
-    before = {name: tensor.copy() for name, tensor in one.memory.tensors.items()}
-    places = stored_places(tmp_path / "kv", part)
-    assert len(places) == 1, "the block was written once"
-    for path, at in places:
-        with path.open("r+b") as file:
-            file.seek(at + len(part) - 1)
-            file.write(bytes([part[-1] ^ 1]))
-    again = Request("b", A[:8])
-    blocks, tokens, metrics = one.match(again)
-    assert (blocks, tokens) == ([0], 4)
-    assert metrics["match_storage_block_ids"] == [0]
-    assert not one.wrong(again, 4)
-    assert one.free_blocks == [1, 2, 3, 4, 5]
-    for name, tensor in one.memory.tensors.items():
-        assert np.array_equal(tensor[1:], before[name][1:]), "no other block was written"
-
-
 @pytest.mark.parametrize("mode", ["unreachable", "damages"])
 def test_a_read_that_fails_is_an_empty_result(engine, faults, monkeypatch, mode):
     monkeypatch.setattr("kvactors.tier_cache.storage_moves.RETRY", 0.2)
@@ -179,31 +138,3 @@ def test_the_hold_of_a_write_ends_with_an_exception(engine, monkeypatch, error, 
     one.prefill(again)
     one.manager.reset()
     assert one.free_blocks == [0, 1, 2, 3]
-
-
-# -- resets
-
-
-@pytest.mark.parametrize(("status", "answer"), [(CLEARING, CLEARED), (UPDATING, NORMAL)])
-def test_a_reset_by_the_status_takes_over_the_version_of_the_weights(
-    engine, process, tmp_path, status, answer
-):
-    model = tmp_path / "model"
-    model.mkdir()
-    version = model / "version.yaml"
-    version.write_text("version: RL-STEP03-20260101-a\n", "utf-8")
-    ranks = process.ranks
-    one = engine(gpu=4, ranks=ranks, file=True, model=str(model), attach=False)
-    process.launch(one, ranks)
-    one.serve("a", A[:8])
-    asked = process.signals["prefix_tree_status"].value
-    for text, cached in (("RL-STEP04-20260102-b", 0), ("RL-STEP03-20260103-c", 8)):
-        version.write_text(f"version: {text}\n", "utf-8")
-        asked[0] = status
-        one.manager.serve_status()
-        assert asked[0] == answer
-        asked[0] = NORMAL
-        request = Request(text, A[:8])
-        assert one.match(request)[1] == cached
-        assert not one.wrong(request, cached)
-        one.free(request)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError, SinkError
 from kvactors.integrations.fastdeploy import settings as fastdeploy_settings
@@ -66,41 +64,6 @@ def test_new_weights_without_a_reset_are_one(engine, model):
     one.serve("c", A)
     assert one.available == 8
     check(one.manager)
-
-
-STEPS = ("serve", "reset", "new weights", "evict", "free all")
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
-    st.integers(2, 16),
-    st.sampled_from([0, 2, 16]),
-    st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 2)), max_size=25),
-)
-def test_no_order_of_resets_and_weights_gives_other_bytes(engine, model, gpu, cpu, steps):
-    model.load(0)
-    one = engine(gpu=gpu, cpu=cpu, file=True, model=str(model.file.parent))
-    one.memory.lose(0)
-    try:
-        for number, (step, seed) in enumerate(steps):
-            if step == "serve":
-                request = Request(f"r{number}", [seed] * 6 + [9])
-                _, cached, _ = one.match(request)
-                assert one.wrong(request, cached) == []
-                one.manager.release_block_ids(request)
-                one.serve(f"s{number}", [seed] * 6 + [9])
-            elif step == "evict":
-                one.manager.free_block_ids(seed + 1)
-            elif step == "free all":
-                assert one.manager.can_allocate_gpu_blocks(gpu)
-            else:
-                one.manager.reset()
-                if step == "new weights":
-                    model.load(seed)
-                    one.memory.lose(seed)
-            check(one.manager)
-    finally:
-        one.manager.close()
 
 
 def test_no_request_is_matched_under_weights_without_a_known_version(engine, model):
