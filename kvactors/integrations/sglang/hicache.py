@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
@@ -31,13 +31,6 @@ log = logging.getLogger("kvactors")
 POLICIES = (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES)
 
 
-class StoredPool(NamedTuple):
-    """A host pool of SGLang, and the storage of its pages."""
-
-    pages: HostPages
-    store: PageStore
-
-
 class KVActorsHiCache(HiCacheStorage):
     """kvactors' verified store below SGLang's host pool, with `HiCacheSettings`.
 
@@ -49,8 +42,8 @@ class KVActorsHiCache(HiCacheStorage):
         check_shared(self.settings.storage, storage_config)
         self._config = storage_config
         self._weights = digest_of_models()
-        self._registered: dict[str, HostPages] = {}
-        self._pools: dict[str, StoredPool] = {}
+        self._pages: dict[str, HostPages] = {}  # of the host pools
+        self._stores: dict[str, PageStore] = {}
         self._capacity: int | None = None
         self._opened = self._closed = False
         self._metrics = StorageMetrics()
@@ -63,16 +56,16 @@ class KVActorsHiCache(HiCacheStorage):
         attach another storage later, one of `on_host_pools_registered` does not.
         """
         super().register_mem_pool_host(mem_pool_host)
-        self._registered[KV] = HostPages(KV, mem_pool_host)
+        self._pages[KV] = HostPages(KV, mem_pool_host)
         self._open(KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         name = str(host_pool_name)
-        known = self._registered.get(name)
+        known = self._pages.get(name)
         if known is not None and known.pool is host_pool:
             return
-        self._registered[name] = HostPages(name, host_pool)
+        self._pages[name] = HostPages(name, host_pool)
         if self._opened:
             self._open(name)
 
@@ -80,9 +73,9 @@ class KVActorsHiCache(HiCacheStorage):
         """Open the stores of the other pools. All pools share the capacity."""
         self._opened = True
         try:
-            sizes = {name: pages.page_bytes for name, pages in self._registered.items()}
+            sizes = {name: pages.page_bytes for name, pages in self._pages.items()}
             self._capacity = pages_of_each(self.settings.storage, sizes)
-            for name in self._registered:
+            for name in self._pages:
                 if self._capacity is not None:
                     self._open(name)
         except BaseException:
@@ -90,10 +83,10 @@ class KVActorsHiCache(HiCacheStorage):
             raise
 
     def _open(self, name: str) -> None:
-        pages = self._registered[name]
-        earlier = self._pools.pop(name, None)
+        pages = self._pages[name]
+        earlier = self._stores.pop(name, None)
         if earlier is not None:
-            earlier.store.close(self.settings.storage.close_timeout_s)
+            earlier.close(self.settings.storage.close_timeout_s)
         config = tier_config(
             self.settings,
             self._config,
@@ -104,9 +97,7 @@ class KVActorsHiCache(HiCacheStorage):
             weights=self._weights,
         )
         tier = open_storage(config)
-        self._pools[name] = StoredPool(
-            pages, PageStore(tier, pages.page_bytes, config.storage.timeout_s)
-        )
+        self._stores[name] = PageStore(tier, pages.page_bytes, config.storage.timeout_s)
         log.info("pool %s: %d pages of %d bytes stored", name, tier.objects, pages.page_bytes)
 
     # -- SGLang's storage threads: pages of the pool of keys and values
@@ -138,14 +129,14 @@ class KVActorsHiCache(HiCacheStorage):
         )
 
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
-        return {
-            one.name: self._move(str(one.name), one.keys or [], one.host_indices, loads=True)
-            for one in transfers
-        }
+        return self._move_all(transfers, loads=True)
 
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[Any, list[bool]]:
+        return self._move_all(transfers, loads=False)
+
+    def _move_all(self, transfers: Any, *, loads: bool) -> dict[Any, list[bool]]:
         return {
-            one.name: self._move(str(one.name), one.keys or [], one.host_indices, loads=False)
+            one.name: self._move(str(one.name), one.keys or [], one.host_indices, loads=loads)
             for one in transfers
         }
 
@@ -190,7 +181,7 @@ class KVActorsHiCache(HiCacheStorage):
             return otherwise
 
     def _look_up(self, name: str, keys: Sequence[str]) -> list[bool]:
-        store = self._pools[name].store
+        store = self._stores[name]
         if store.tier.trouble:
             return [False] * len(keys)
         return store.look_up([bytes.fromhex(key) for key in keys])
@@ -201,8 +192,8 @@ class KVActorsHiCache(HiCacheStorage):
         )
 
     def _measured(self, name: str, keys: Sequence[str], indices: Any, *, loads: bool) -> list[bool]:
-        pages, store = self._pools[name]
-        regions = pages.regions(indices, len(keys))
+        store = self._stores[name]
+        regions = self._pages[name].regions(indices, len(keys))
         begun = time.perf_counter()
         ok = (store.load if loads else store.save)([bytes.fromhex(key) for key in keys], regions)
         if ok and self._config.enable_storage_metrics:
@@ -221,13 +212,13 @@ class KVActorsHiCache(HiCacheStorage):
         return metrics
 
     def clear(self) -> bool:
-        for pool in self._pools.values():
-            pool.store.tier.clear()
+        for store in self._stores.values():
+            store.tier.clear()
         return True
 
     def close(self) -> None:
         """Close the stores. Later calls answer that there is nothing."""
         self._closed = True
-        pools, self._pools = self._pools, {}
-        for pool in pools.values():
-            pool.store.close(self.settings.storage.close_timeout_s)
+        stores, self._stores = self._stores, {}
+        for store in stores.values():
+            store.close(self.settings.storage.close_timeout_s)

@@ -385,23 +385,6 @@ AT_ONCE = 2  # buffers that a call uses while the store works on another one
 KEPT = 4  # buffers kept for later calls
 
 
-class _StoreBatch(NamedTuple):
-    """Pages in a buffer, in flight: their indices in the call."""
-
-    pages: Sequence[int]
-    buffer: np.ndarray
-    done: Future[StorageResult]
-
-
-class _StoreCall(NamedTuple):
-    """Keys and memory of pages, and whether each was moved, which is filled in."""
-
-    keys: Sequence[bytes]
-    pages: Sequence[Sequence[PageRegion]]
-    ok: list[bool]
-    save: bool
-
-
 class PageStore:
     """Saves and loads pages, each within a deadline.
 
@@ -436,60 +419,72 @@ class PageStore:
         that failed is unchanged, and after a failure the pages of later buffers are not read."""
         tier = self.tier
         wanted = [i for i, key in enumerate(keys) if not tier.lists or tier.contains(key)]
-        return self._move(wanted, _StoreCall(keys, pages, [False] * len(keys), False))
+        return self._move(keys, pages, wanted, [False] * len(keys), save=False)
 
     def save(self, keys: Sequence[bytes], pages: Sequence[Sequence[PageRegion]]) -> list[bool]:
         """Write pages from the engine's memory. Returns whether the store has each now."""
         ok = [self.tier.contains(key) for key in keys]
         wanted = [i for i, found in enumerate(ok) if not found]
-        return self._move(wanted, _StoreCall(keys, pages, ok, True))
+        return self._move(keys, pages, wanted, ok, save=True)
 
-    def _move(self, wanted: Sequence[int], call: _StoreCall) -> list[bool]:
+    def _move(
+        self,
+        keys: Sequence[bytes],
+        pages: Sequence[Sequence[PageRegion]],
+        wanted: Sequence[int],
+        ok: list[bool],
+        *,
+        save: bool,
+    ) -> list[bool]:
+        """Move the wanted pages by buffers, and mark those that were moved in `ok`."""
+        submit = self.tier.submit_store if save else self.tier.submit_load
         until = time.monotonic() + self._timeout
-        in_flight: deque[_StoreBatch] = deque()
+        in_flight: deque[tuple[Sequence[int], np.ndarray, Future[StorageResult]]] = deque()
+
+        def finish() -> bool:
+            """Wait for the oldest buffer. Returns whether the call goes on."""
+            some, buffer, done = in_flight.popleft()
+            self.tier.poll()  # results are taken from the jobs
+            try:
+                result = done.result(max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                return False  # the job keeps its buffer
+            self.tier.poll()
+            good = [i for i, found in enumerate(result.ok) if found]
+            if not save:
+                read = ((i, pages[some[i]]) for i in good)
+                self._copy(buffer, read, to_buffer=False)
+            for i in good:
+                ok[some[i]] = True
+            if len(self._buffers) < KEPT:
+                self._buffers.append(buffer)
+            return save or len(good) == len(result.ok)
+
+        size = self._page_bytes
         for first in range(0, len(wanted), self._batch_pages):
-            if len(in_flight) == AT_ONCE and not self._finish(in_flight.popleft(), call, until):
-                return call.ok
+            if len(in_flight) == AT_ONCE and not finish():
+                return ok
             if self.tier.trouble or time.monotonic() >= until:
                 break
+            buffer = self._buffer()
+            some = wanted[first : first + self._batch_pages]
+            if save:
+                self._copy(buffer, enumerate(pages[i] for i in some), to_buffer=True)
+            views = [buffer.data[i * size : (i + 1) * size] for i in range(len(some))]
             try:
-                in_flight.append(self._begin(wanted[first : first + self._batch_pages], call))
+                done = submit(next(self._jobs), [keys[i] for i in some], views)
             except CacheClosed:
                 break
-        while in_flight and self._finish(in_flight.popleft(), call, until):
+            in_flight.append((some, buffer, done))
+        while in_flight and finish():
             pass
-        return call.ok
+        return ok
 
-    def _begin(self, wanted: Sequence[int], call: _StoreCall) -> _StoreBatch:
+    def _buffer(self) -> np.ndarray:
         try:
-            buffer = self._buffers.pop()
+            return self._buffers.pop()
         except IndexError:  # other threads take buffers too
-            buffer = np.empty(self._batch_pages * self._page_bytes, np.uint8)
-        if call.save:
-            self._copy(buffer, enumerate(call.pages[i] for i in wanted), to_buffer=True)
-        size, whole = self._page_bytes, buffer.data
-        views = [whole[i * size : (i + 1) * size] for i in range(len(wanted))]
-        submit = self.tier.submit_store if call.save else self.tier.submit_load
-        done = submit(next(self._jobs), [call.keys[i] for i in wanted], views)
-        return _StoreBatch(wanted, buffer, done)
-
-    def _finish(self, batch: _StoreBatch, call: _StoreCall, until: float) -> bool:
-        """Wait for a batch. Returns whether the call goes on."""
-        self.tier.poll()  # results are taken from the jobs
-        try:
-            result = batch.done.result(max(0.0, until - time.monotonic()))
-        except TimeoutError:
-            return False  # the job keeps its buffer
-        self.tier.poll()
-        good = [i for i, found in enumerate(result.ok) if found]
-        if not call.save:
-            read = ((i, call.pages[batch.pages[i]]) for i in good)
-            self._copy(batch.buffer, read, to_buffer=False)
-        for i in good:
-            call.ok[batch.pages[i]] = True
-        if len(self._buffers) < KEPT:
-            self._buffers.append(batch.buffer)
-        return call.save or len(good) == len(result.ok)
+            return np.empty(self._batch_pages * self._page_bytes, np.uint8)
 
     def _copy(
         self,

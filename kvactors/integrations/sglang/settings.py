@@ -110,10 +110,27 @@ def place(config: Any, *, replicated: bool) -> tuple[int, int]:
     return rank, ranks
 
 
-def _stored_model(name: str | None, weights: str) -> str:
-    if not name:
+def _config(
+    settings: HiCacheSettings | LinkerSettings,
+    model: str | None,
+    pool: Mapping[str, str | int | None],
+    storage: TierStorage,
+    *,
+    replica: int,
+    weights: str,
+    **more: Any,
+) -> TierConfig:
+    """Settings of the tiers of one pool, which its `facts` describe. Each data parallel replica has
+    its own folder. `weights`: digest of the model's files. `more`: of `TierConfig`."""
+    if not (settings.model or model):
         raise ConfigError("the setting model is needed: SGLang gives the model no name")
-    return f"{name}@{weights}"
+    if storage.directory:
+        parts = [storage.directory]
+        parts += [f"replica-{replica}"] if replica else []
+        parts += [f"pool-{pool['name']}"] if pool["name"] != KV else []
+        storage = replace(storage, directory="/".join(parts))
+    more["identity"] |= {f"pool_{name}": value for name, value in pool.items()}
+    return TierConfig(model=f"{settings.model or model}@{weights}", storage=storage, **more)
 
 
 def tier_config(
@@ -123,39 +140,26 @@ def tier_config(
     *,
     page_bytes: int,
     pages: int | None,
-    replica: int,
-    weights: str,
+    **more: Any,
 ) -> TierConfig:
-    """Settings of the store of one pool, described by `HostPages.facts`. It holds `pages`, None: as
-    configured. Each data parallel replica has its own folder. `weights`: digest of the model's
-    files."""
+    """Settings of the store of one host pool, which holds `pages`, None: as configured."""
     replicated = is_replicated(config, str(pool["kind"]))
     rank, ranks = place(config, replicated=replicated)
     storage = replace(settings.storage, rank=rank, ranks=ranks)
     if pages is not None:
         storage = replace(storage, capacity_blocks=pages, capacity_bytes=None)
-    parts = [settings.storage.directory]
-    parts += [f"replica-{replica}"] if replica else []
-    parts += [f"pool-{pool['name']}"] if pool["name"] != KV else []
-    if storage.directory:
-        storage = replace(storage, directory="/".join(parts))
-    return TierConfig(
-        model=_stored_model(settings.model or config.model_name, weights),
-        block_bytes=page_bytes,
-        num_slots=1,
-        identity={
-            "engine": "sglang",
-            "replicated": replicated,
-            "tp_size": 1 if replicated else config.tp_size,
-            "pp_size": config.pp_size,
-            "attn_cp_size": config.attn_cp_size,
-            "dcp_size": config.dcp_size,
-            "dcp_rank": config.dcp_rank,
-            "split_heads": bool(config.should_split_heads),
-            **{f"pool_{name}": value for name, value in pool.items()},
-        },
-        storage=storage,
-    )
+    identity = {
+        "engine": "sglang",
+        "replicated": replicated,
+        "tp_size": 1 if replicated else config.tp_size,
+        "pp_size": config.pp_size,
+        "attn_cp_size": config.attn_cp_size,
+        "dcp_size": config.dcp_size,
+        "dcp_rank": config.dcp_rank,
+        "split_heads": bool(config.should_split_heads),
+    }
+    more |= {"block_bytes": page_bytes, "num_slots": 1, "identity": identity}
+    return _config(settings, config.model_name, pool, storage, **more)
 
 
 def linker_tier_config(
@@ -164,28 +168,18 @@ def linker_tier_config(
     pool: Mapping[str, str | int | None],
     *,
     page_bytes: int,
-    replica: int,
-    weights: str,
+    **more: Any,
 ) -> TierConfig:
-    """Settings of the host tier and the storage below SGLang's device pool, as `tier_config`."""
+    """Settings of the host tier and the storage below SGLang's device pool, as `_config`."""
     num_slots = in_bytes(settings.host_bytes, "host_bytes") // page_bytes
     if num_slots < 1:
         raise ConfigError(
             f"{LINKER_WHERE}: host_bytes = {settings.host_bytes} holds no page of {page_bytes} "
             "bytes"
         )
-    storage = settings.storage
-    if storage.directory and replica:
-        storage = replace(storage, directory=f"{storage.directory}/replica-{replica}")
-    return TierConfig(
-        model=_stored_model(settings.model or model, weights),
-        block_bytes=page_bytes,
-        num_slots=num_slots,
-        identity={"engine": "sglang", **{f"pool_{name}": value for name, value in pool.items()}},
-        policy=settings.eviction_policy,
-        storage=storage,
-        numa_node=settings.numa_node,
-    )
+    more |= {"block_bytes": page_bytes, "num_slots": num_slots, "identity": {"engine": "sglang"}}
+    more |= {"policy": settings.eviction_policy, "numa_node": settings.numa_node}
+    return _config(settings, model, pool, settings.storage, **more)
 
 
 def pages_of_each(storage: TierStorage, page_bytes: Mapping[str, int]) -> int | None:

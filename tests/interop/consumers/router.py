@@ -28,11 +28,13 @@ def router_command(
     options: Sequence[str],
     workers: Sequence[tuple[str, str, str]],
 ) -> list[str]:
-    """The command of vLLM's router. `workers`: urls, and the endpoints of their events and of the
-    replay."""
+    """The command of vLLM's router, for which a block counts the same on every tier. `workers`:
+    urls, and the endpoints of their events and of the replay."""
     program = environments.program("vllm_router", "vllm-router")
     command = [program, "--host", "127.0.0.1", "--port", str(port), "--policy", "kv_aware"]
     command += ["--prometheus-port", str(port + 9), "--log-level", "debug", *options]
+    for tier in ("host", "external", "disk"):
+        command += [f"--kv-penalty-{tier}", "1"]
     command += ["--worker-urls", *(url for url, _, _ in workers)]
     for url, events, replay in workers:
         command += ["--kv-event-source", f"{url}={events}"]
@@ -122,16 +124,13 @@ class Decision(NamedTuple):
 
 
 class Router:
-    """The router in a child process, in front of one stub for each source. A block counts the same
-    on every tier."""
+    """The router in a child process, in front of one stub for each source."""
 
     name = "vLLM router"
 
     def __init__(self, environments: Environments, folder: Path, sources: Sequence[Source]) -> None:
         self.routed = [Routed(source, StubWorker(source.worker)) for source in sources]
         options = ["--kv-event-block-size", str(BLOCK), "--kv-event-model", MODEL]
-        for tier in ("host", "external", "disk"):
-            options += [f"--kv-penalty-{tier}", "1"]
         workers = [
             (one.stub.url, one.source.endpoint, one.source.replay_endpoint) for one in self.routed
         ]

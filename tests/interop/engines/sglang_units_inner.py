@@ -126,7 +126,7 @@ class Storage(UnifiedRadixCacheStorageFixtures):
         self._backup_node(cache, leaf)
         self._write_path_to_l3(cache, leaf)
         self._flush_l3_backups(cache)
-        counters = {name: pool.store for name, pool in kvactors_of(cache)._pools.items()}
+        counters = dict(kvactors_of(cache)._stores)
         assert all(pool.saved for pool in counters.values()), counters
         assert set(counters) == self.pools()
         self.drop(cache)
@@ -145,7 +145,7 @@ class Storage(UnifiedRadixCacheStorageFixtures):
         and values, and the counters of the store."""
         cache, allocator, requests = self.open(folder)
         self._consume_prefetch(cache, tokens, CacheRequestHandle("request", 0))
-        counters = {name: pool.store for name, pool in kvactors_of(cache)._pools.items()}
+        counters = dict(kvactors_of(cache)._stores)
         kvactors_of(cache).close()
         match = match_prefix(cache, tokens)
         assert match.device_prefix_len == 0

@@ -117,6 +117,7 @@ def test_every_chunk_comes_back_after_a_restart_and_after_kill_9_and_none_after_
     assert manager.ask("usage")["bytes"] == 32 * OBJECT
     assert manager.found(ALL) == (32, 32)
     process.kill()
+    process.close()
     process = start(version)
     manager = Manager(process, tmp_path)
     assert manager.open() == 32
