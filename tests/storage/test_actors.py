@@ -10,9 +10,8 @@ from kvactors.actor import PeerRestarted
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, TierCleared
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved
 from kvactors.quotas import Quota, StorageQuotas
-from kvactors.storage import actors
 from kvactors.storage.actors import BATCHES_IN_FLIGHT, StorageReader, StorageWriter
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import (
@@ -23,7 +22,6 @@ from kvactors.storage.messages import (
     ProbeStore,
     Read,
     ReadDone,
-    Recheck,
     ReportLost,
     StoreCleared,
     Write,
@@ -255,14 +253,6 @@ def test_a_batch_that_waited_during_a_clear_is_not_written():
         assert inner.keys() == [C]
 
 
-def test_the_first_writer_reports_the_stored_objects(monkeypatch):
-    monkeypatch.setattr(actors, "REPORT_PAGE", 1)
-    with stepped(memory(A, B)) as writer:
-        assert reported(writer) == ([A, B], [])
-    with stepped(memory(A, B), name="storage_writer-1") as writer:
-        assert writer.started.told == ()
-
-
 @pytest.mark.parametrize("kind", [StorageWriter, NoWriter])
 def test_a_restarted_writer_or_its_substitute_reports_everything_again(kind):
     with stepped(memory(A), kind, "storage_writer-1", incarnation=2) as writer:
@@ -275,32 +265,6 @@ def test_a_restarted_notifier_is_sent_everything_by_the_first_writer():
             reported(writer)
             effects = writer.turn(PeerRestarted("flush_notifier", 1))
             assert len(effects.to("flush_notifier")) == sent
-
-
-def test_lost_keys_are_reported_on_request():
-    inner = memory(A, B)
-    with stepped(inner, name="storage_writer-1") as writer:
-        inner.catalog.remove([A])
-        (gone,) = writer.turn(ReportLost()).to("flush_notifier")
-        assert (gone.hashes, gone.reason) == (A, Reason.RESTART)
-
-
-def test_a_delayed_report_is_corrected():
-    with stepped(memory(B), name="storage_writer-1") as writer:
-        gone, gained = writer.turn(Recheck(A, B + C)).to("flush_notifier")
-        assert (type(gone), gone.hashes) == (BlocksRemoved, A)
-        assert (type(gained), gained.hashes) == (BlocksAdded, B)
-
-
-def test_a_batch_sent_before_a_clear_is_not_written():
-    with stepped(memory(), name="storage_writer-1") as writer:
-        (job,) = writer.turn(Write(1, A, (0,), NEVER)).jobs
-        (clear,) = writer.turn(ClearStore(2)).jobs
-        (written,) = end(writer, job).to("cpu_evictor")
-        assert list(written.outcomes) == [Outcome.LATE]
-        effects = end(writer, clear)
-        assert isinstance(effects.to("flush_notifier")[0], TierCleared)
-        assert (effects.to("cpu_evictor")[0].op, effects.to("cpu_evictor")[0].error) == (2, "")
 
 
 def test_a_clear_that_fails_gives_the_reason():

@@ -75,28 +75,6 @@ def test_a_namespace_that_cannot_be_a_folder_is_an_error(name):
         Config.from_mapping({"storage": {"backend": "memory", "namespace": name}})
 
 
-@given(
-    st.integers(1, 5),
-    st.lists(
-        st.one_of(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.integers(0, 9)),
-        max_size=30,
-    ),
-)
-def test_the_catalog_is_an_exact_lru(capacity, history):
-    catalog, model = Catalog(capacity), []
-    for step in history:
-        if isinstance(step, int):
-            catalog.remove([name(step)])
-            model = [k for k in model if k != name(step)]
-            continue
-        batch = list(dict.fromkeys(name(i) for i in step))[-capacity:]
-        admission = catalog.admit([name(i) for i in step])
-        model = [k for k in model if k not in batch] + batch
-        gone, model = model[: max(0, len(model) - capacity)], model[-capacity:]
-        assert admission.evicted == gone
-        assert [*catalog] == model
-
-
 # -- Quotas of salts in a store: the catalog against a model, and what stores keep of salts.
 
 

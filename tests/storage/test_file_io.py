@@ -155,17 +155,6 @@ async def test_table_writes_of_slots_or_entries_that_do_not_fit_are_refused(tmp_
 # -- calls that do less than they were asked
 
 
-async def test_short_calls_go_on_where_they_ended(tmp_path):
-    def short(_fd, _at, size):
-        return 4096 if size > 4096 else None
-
-    async with opened(tmp_path) as bench:
-        with faults(bench.store, read=short, write=short):
-            assert await bench.put(*range(8)) == [OK] * 8
-            assert await bench.get(*range(8)) == [OK] * 8
-        assert await bench.get(*range(8)) == [OK] * 8
-
-
 LARGE = (5 << 19) + 100
 """Bytes of an object that takes three calls."""
 
@@ -307,13 +296,6 @@ async def test_a_table_that_ends_early_makes_the_objects_behind_it_corrupt(tmp_p
 
         with faults(bench.store, read=cut):
             assert await bench.get(1, 2) == [OK, CORRUPT]
-
-
-async def test_another_table_at_the_path_is_a_miss(tmp_path):
-    async with opened(tmp_path) as bench:
-        await bench.put(1)
-        with faults(bench.store, inode=lambda: 1):
-            assert await bench.get(1) == [MISS]
 
 
 # -- deadlines and cancellation
@@ -552,16 +534,3 @@ async def test_slabs_beyond_those_held_are_reckoned_shrunk_and_closed(tmp_path, 
     async with opened(tmp_path, capacity=2) as bench:
         assert len(list(bench.store.files.folder.glob("slab-*"))) == len(bench.store.files.slabs)
     assert descriptors() == before
-
-
-async def test_a_file_system_that_refuses_direct_io_later_is_used_through_the_page_cache(
-    tmp_path, held
-):
-    async with opened(tmp_path, capacity=1) as bench:
-        await bench.put(0)
-    async with opened(tmp_path, capacity=10) as bench:
-        await bench.put(*range(10))
-        if bench.store.files.direct:
-            bench.store.files.buffered_from_now_on()
-        assert await bench.get(*range(10)) == [OK] * 10
-        assert await bench.get(99) == [MISS]

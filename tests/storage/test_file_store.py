@@ -7,8 +7,6 @@ import errno
 import fcntl
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -281,40 +279,6 @@ async def test_a_full_or_failing_disk_leaves_nothing_behind(tmp_path, step, numb
         assert await bench.get(1, 2, 3) == [MISS if one_evicted else OK, OK, MISS]
 
 
-async def test_a_disk_that_is_really_full(tmp_path):
-    """A file size limit of the process stands in for a small disk: the slab cannot be made."""
-    script = f"""
-import asyncio, resource, signal, sys
-sys.path[:0] = {sys.path!r}
-from kvactors.storage.file.store import FileBackend
-from kvactors.storage.messages import Outcome
-from tests.support.killed_writer import kill_loop
-from kvactors.testing.store_contract import Bench
-from kvactors.device.arena import Arena
-async def main():
-    store, arena = FileBackend({str(tmp_path)!r}, bytes(32), 5000), Arena(8, 5000)
-    await store.open(); await store.attach(arena)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    bench = Bench(store, arena)
-    print([Outcome(o).name for o in await bench.put(1, 2)], await bench.get(1, 2), flush=True)
-    await store.close()
-asyncio.run(main())
-"""
-    done = await asyncio.to_thread(
-        subprocess.run, [sys.executable, "-P", "-c", script], capture_output=True, text=True
-    )
-    assert (
-        done.stdout.splitlines(keepends=True)[-1] == f"['NO_SPACE', 'NO_SPACE'] {[int(MISS)] * 2}\n"
-    ), done.stderr
-
-
-async def test_the_free_space_floor_stops_growth(tmp_path):
-    async with opened(tmp_path, floor=1 << 60) as bench:
-        assert await bench.put(1) == [Outcome.NO_SPACE]
-        assert not list(bench.store.files.folder.glob("slab-*"))
-
-
 async def test_a_store_that_cannot_be_opened_is_an_error_at_start(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(StoreError, match="file"):
@@ -351,17 +315,6 @@ async def test_a_smaller_capacity_keeps_the_youngest_and_gives_slabs_back(tmp_pa
         assert await bench.put(50) == [OK]
     async with opened(tmp_path) as bench:
         assert len(bench.store.keys()) == 5
-
-
-async def test_slots_are_used_again_and_files_do_not_grow(tmp_path):
-    async with opened(tmp_path, 10) as bench:
-        for start in range(0, 100, 10):
-            await bench.put(*range(start, start + 10))
-        assert len(list(bench.store.files.folder.glob("slab-*"))) <= 2
-        assert await bench.get(*range(90, 100)) == [OK] * 10
-        files = bench.store.files
-        slots = len(files.slabs) * files.meta.slots_per_slab
-        assert len(bench.store.supply.free) == slots - 10
 
 
 # -- neighbours
@@ -440,19 +393,6 @@ async def test_a_view_never_gives_the_bytes_of_another_object(tmp_path):
             await bench.put(first + 2)
             got = await view.get(*range(max(0, first - 6), first + 3))  # compares the bytes
             assert got[-3:-1] == [OK, OK]
-
-
-async def test_a_view_with_a_table_that_stays_reads_it_twice_and_no_more(tmp_path):
-    async with opened(tmp_path) as bench, opened(tmp_path, read_only=True) as view:
-        await bench.put(1)
-        reads = []  # of two chunks each
-        entries = view.store.files.entries
-        view.store.files.entries = lambda *args: reads.append(args) or entries(*args)
-        for _ in range(5):
-            assert await find(view, 1) == 1
-        assert len(reads) == 2 * 2, "the clock of a file system may stand still between two writes"
-        await bench.put(2)
-        assert await find(view, 1, 2) == 2
 
 
 async def test_a_view_follows_a_store_whose_files_are_made_anew(tmp_path):
@@ -547,41 +487,6 @@ async def test_a_scrub_gives_up_damaged_objects(tmp_path):
         assert store.removed_outside
         assert store.take_removed() == [key(2)]
         assert store.supply.quarantined == 1
-
-
-async def test_a_cache_with_a_scrub_reports_the_damage_that_it_finds(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_module, "SCRUB_PAUSE_S", 0.001)
-    async with kvactors.open(config(tmp_path, scrub_rate="1TB")) as cache:
-        store = cache.system.backend
-        for seed in range(5):
-            await serve(cache, seed)
-        await cache.wait_idle()
-        for slot, _ in list(store.objects.values())[:7]:
-            change(store.files.folder / "slab-0000", slot * store.files.meta.stride, b"damage")
-        while store.statistics().corrupt < 7:
-            await asyncio.sleep(0.001)
-        await serve(cache, 90)
-        await cache.wait_idle()
-        await cache.wait_flushed()
-        assert cache.statistics().store.corrupt == 7
-        assert cache.count_divergent_blocks() == 0
-
-
-async def test_a_cache_over_a_view_finds_new_blocks_and_saves_none(tmp_path):
-    async with kvactors.open(config(tmp_path)) as writer:
-        await serve(writer, 1)
-        await writer.wait_idle()
-        async with kvactors.open(config(tmp_path, read_only=True)) as reader:
-            assert (await serve(reader, 1)).storage == 4
-            await serve(writer, 2)
-            await writer.wait_idle()
-            reader.system.backend.view._due = 0.0
-            assert (await serve(reader, 2)).storage == 4
-            await serve(reader, 3)
-            await reader.wait_idle()
-            assert reader.statistics().store.no_space == 0
-            assert reader.health().status == "ok"
-            assert reader.check() == []
 
 
 async def test_the_blocks_of_a_deleted_folder_are_reported_gone(tmp_path):
@@ -713,43 +618,6 @@ async def test_a_key_that_does_not_fit_may_be_in_several_batches(tmp_path):
         whole(bench.store)
 
 
-@pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
-async def test_a_small_store_behind_several_writers_has_no_fault(tmp_path, mode):
-    config = kvactors.Config.from_mapping(
-        {
-            "cache": {"model": "m", "block_size": 4, "default_deadline_s": 60.0},
-            "device": {"num_blocks": 16},
-            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8, "dtype": "uint8"},
-            "host": {"slots": 12, "transit_slots": 16, "mode": mode},
-            "storage": {
-                "backend": "file",
-                "directory": str(tmp_path),
-                "capacity_blocks": 4,
-                "write_policy": "write_through",
-                "writers": 4,
-            },
-            "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
-        }
-    )
-
-    async def lane(cache: kvactors.KVCache, seed: int) -> None:
-        for number in range(30):
-            tokens = [(seed + number * index) % 3 for index in range(8 + (seed * 7 + number) % 16)]
-            try:
-                async with await cache.acquire(f"{seed}.{number}", tokens) as lease:
-                    await lease.wait_ready()
-                    await lease.finish(computed_tokens=len(tokens))
-            except kvactors.NoRoom:
-                await asyncio.sleep(0)
-
-    async with kvactors.open(config) as cache:
-        await asyncio.gather(*(lane(cache, seed) for seed in range(6)))
-        await cache.wait_flushed(60)
-        assert cache.statistics().store.faults == 0
-        assert cache.check() == []
-        assert cache.count_divergent_blocks() == 0
-
-
 # -- Tasks of a file store end when the loop ends, on any disk.
 
 
@@ -858,16 +726,6 @@ async def grown(bench: Bench, slabs: int) -> None:
     whole(store)
 
 
-async def test_a_slab_of_which_less_than_half_is_free_is_followed_by_another(tmp_path, small_slabs):
-    async with opened(tmp_path) as bench:
-        await bench.put(*range(4))
-        await grown(bench, 1)
-        await bench.put(4)
-        await grown(bench, 2)
-        await bench.put(*range(5, 12))
-        await grown(bench, 2)
-
-
 async def test_a_batch_does_not_wait_for_the_slab_that_follows(tmp_path, monkeypatch, small_slabs):
     async with opened(tmp_path) as bench:
         await bench.put(1)
@@ -904,19 +762,3 @@ async def test_a_disk_that_is_full_is_asked_for_the_next_slab_after_a_pause(
             await asyncio.sleep(0.01)
         assert len(asked) == 1
         assert len(bench.store.keys()) == 8
-
-
-async def test_a_store_that_is_closed_waits_for_the_slab_that_follows(
-    tmp_path, monkeypatch, small_slabs
-):
-    disk = Disk(monkeypatch, "grow")
-    disk.answers.set()
-    async with opened(tmp_path) as bench:
-        await bench.put(1)
-        disk.answers.clear()
-        asyncio.get_running_loop().call_later(0.1, disk.answers.set)
-        await bench.put(*range(2, 7))
-    assert disk.answered
-    async with opened(tmp_path) as bench:
-        assert len(bench.store.files.slabs) == 2
-        assert len(bench.store.keys()) == 6

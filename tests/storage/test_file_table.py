@@ -548,19 +548,6 @@ def test_the_number_of_a_salt_in_an_entry_byte_for_byte():
         assert salt_in(fields_of(entry_of(meta, b"K" * 32, 1, 2, 3, {SALT: wrong}))) is None
 
 
-def test_a_salt_leaves_a_lineage_whole_or_out():
-    meta = Meta("00" * 32, 4096, 4096, 1, entry_bytes=entry_bytes_for(2))
-    for name in range(90, 140):
-        lineage = Lineage(b"P" * 32, bytes(8), b"", RequestScope("a" * name))
-        before = {WRITTEN_AT: bytes(8), SALT: bytes(8)}
-        found = before | fields_of_lineage(lineage, room_beside(meta, before))
-        entry = entry_of(meta, lineage.block_hash(), 1, 2, 3, found)
-        assert fields_of(entry) == found
-        assert lineage_in(fields_of(entry), lineage.block_hash()) == (
-            lineage if len(found) > 2 else None
-        )
-
-
 @pytest.mark.parametrize("block_size", [1, 16, 64, 16_000, 20_000])
 @pytest.mark.parametrize("name", ["a" * 124, "a" * 140, "a" * 70_000])
 def test_a_lineage_is_kept_whole_or_not_at_all(block_size, name):

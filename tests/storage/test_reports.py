@@ -20,7 +20,6 @@ from kvactors.flush_notifier.messages import (
     TierCleared,
 )
 from kvactors.identity import PLAIN
-from kvactors.storage import actors
 from kvactors.storage import actors as reports_module
 from kvactors.storage.actors import StorageWriter
 from kvactors.storage.guarded import GuardedBackend
@@ -201,18 +200,6 @@ async def test_lost_keys_come_before_held_ones():
     assert [bench.page(), bench.page(), bench.page()] == [[(BlocksAdded, B)], [], None]
 
 
-async def test_a_page_leaves_out_keys_that_left_after_the_snapshot(monkeypatch):
-    monkeypatch.setattr(actors, "REPORT_PAGE", 2)
-    keys = {bytes([1, number]) * 16 for number in range(3)}  # listed together
-    bench = Bench(*keys)
-    bench.actor.report_all()
-    first = bench.context.told[0].hashes
-    (last,) = keys - {first[:32], first[32:]}
-    bench.store.catalog.remove([last])
-    assert [bench.page(), bench.page()] == [[(BlocksRemoved, last)], []]
-    assert (bench.page(), bench.page()) == ([], None)
-
-
 async def test_a_restart_during_a_reading_starts_it_over():
     bench = Bench(paths=True)
     bench.actor.started()
@@ -377,22 +364,3 @@ async def test_a_notifier_that_restarts_between_two_pages_gets_all_of_them(monke
         assert cache.system.notifier.incarnation == 2
         assert len(reports.told) >= 10 + when
         assert received[2] == set(store.keys())
-
-
-async def test_a_writer_that_restarts_between_two_pages_reports_the_rest(monkeypatch):
-    monkeypatch.setattr(reports_module, "REPORT_PAGE", 3)
-    store, writers, reports = Filled(30), [], Reports(monkeypatch)
-
-    def between(pages: int) -> None:
-        if pages == 4:
-            writers[0].try_tell(Unknown())
-
-    async with kvactors.open(config(), backend=store) as cache:
-        await cache.wait_idle()
-        writers += cache.system.writers
-        reports.told.clear()
-        reports.between = between
-        cache.system.notifier.try_tell(Unknown())
-        await cache.wait_idle()
-        assert writers[0].incarnation == 1
-        assert set(reports.names("BlocksAdded")) == set(store.keys())

@@ -15,7 +15,6 @@ from kvactors.actor.message import Control
 from kvactors.flush_notifier import ledger
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.storage import actors
-from kvactors.storage.file import table
 from kvactors.types import Tier, split_hashes
 from tests.storage.helpers import after_each_message
 
@@ -212,21 +211,6 @@ async def test_blocks_of_another_namespace_are_not_announced(tmp_path):
         assert (await serve(cache, "x", prompt(10)))[0].storage == 0
 
 
-async def test_a_store_without_tokens_is_used_and_not_announced(tmp_path):
-    before = await filled(config(tmp_path, keep_tokens=False))
-    assert next(tmp_path.rglob("table")).read_bytes()[:4096].count(b'"entry_bytes":192') == 1
-    async with kvactors.open(
-        config(tmp_path)
-    ) as cache:  # entries keep the size they were made with
-        await cache.wait_flushed()
-        assert announced(cache) == set()
-        assert cache.count_divergent_blocks() == 0
-        hits, keys = await serve(cache, "x", prompt(10))
-        assert hits.storage == 5
-        await cache.wait_flushed()
-        assert announced(cache) == set(keys) <= before
-
-
 async def test_damaged_lineages_cost_the_announcement_of_their_paths_only(tmp_path, caplog):
     before = await filled(config(tmp_path))
     import xxhash
@@ -307,13 +291,6 @@ async def test_a_cache_that_closes_does_not_read_the_rest(tmp_path, monkeypatch)
     async with kvactors.open(config(tmp_path)):
         pass
     assert len(sent) < 10
-
-
-async def test_without_sinks_no_paths_are_read(tmp_path, monkeypatch):
-    await filled(config(tmp_path))
-    monkeypatch.setattr(table.SlabPaths, "parts", lambda *_: pytest.fail("read"))
-    async with kvactors.open(config(tmp_path, sinks=())) as cache:
-        assert (await serve(cache, "x", prompt(10)))[0].storage == 5
 
 
 async def test_names_of_blocks_that_are_nowhere_are_ignored(tmp_path):

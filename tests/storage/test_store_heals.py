@@ -69,18 +69,6 @@ async def test_the_floor_of_free_space_evicts_as_a_full_disk_does(tmp_path, smal
         assert await bench.get(1, 2, 15) == [MISS, OK, OK]
 
 
-async def test_a_disk_with_free_space_again_is_used(tmp_path, monkeypatch, small_slabs):
-    async with opened(tmp_path) as bench:
-        await bench.put(*range(4))
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
-            await bench.put(*range(10, 18))
-        bench.store.supply.pause_until = 0.0
-        await bench.put(*range(20, 24))
-        assert len(bench.store.files.slabs) == 2
-        assert len(bench.store.keys()) == 12
-
-
 async def test_no_space_at_a_write_takes_one_objects_place(tmp_path, monkeypatch, small_slabs):
     """A disk that allocates when a slot is written first: the slots that are not written yet cannot
     be."""
@@ -111,17 +99,6 @@ async def test_a_disk_that_refuses_every_write_does_not_empty_the_store(
 
 
 # -- capacity
-
-
-async def test_a_capacity_that_is_not_set_is_a_share_of_the_space(tmp_path, small_slabs):
-    async with opened(tmp_path, floor=10 * 8192) as bench:
-        await bench.put(*range(8))
-        files = bench.store.files
-        space = files.free_bytes() + files.own_bytes()
-    async with opened(tmp_path, floor=10 * 8192) as bench:
-        expected = (0.8 * space - 10 * 8192) / 8192
-        assert bench.store.supply.capacity == pytest.approx(expected, rel=0.2)
-        assert len(bench.store.keys()) == 8
 
 
 def capacity_of(bench):
@@ -319,18 +296,6 @@ async def threads_down_to(count):
             return
         await asyncio.sleep(0.01)
     raise AssertionError(f"{threading.active_count()} threads, {count} before")
-
-
-async def test_failed_opens_leave_no_threads(tmp_path):
-    before = threading.active_count()
-    async with opened(tmp_path) as bench:
-        await bench.put(1)
-        inside = threading.active_count()
-        for _ in range(20):
-            with pytest.raises(StoreError, match="in use by process"):
-                await FileBackend(tmp_path, PRINT, SIZE).open()
-        await threads_down_to(inside)
-    await threads_down_to(before)
 
 
 async def test_close_does_not_wait_for_a_disk_that_hangs_and_gives_the_lock_up(
