@@ -4,27 +4,37 @@ wrong."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import signal
+import time
 from pathlib import Path
 from typing import Self
 
+import numpy as np
 import pytest
 
 import kvactors
 from kvactors.device.arena import Arena
-from kvactors.errors import StoreUnavailable
+from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.settings import Config
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import MooncakeBackend
-from kvactors.testing.store_contract import Bench, key, never
-from tests.storage.pools import master
+from kvactors.storage.mooncake_client import OK, RPC_FAILED, MooncakeClient
+from kvactors.testing.store_contract import Bench, StoreContract, key, never
+from tests.storage.pools import free_port, master
 from tests.support import cache as support
 
 pytestmark = pytest.mark.full
 
 SIZE = 40_000
+SMALL = {
+    "global_segment_size": "64MB",
+    "local_buffer_size": "16MB",
+    "local_hostname": "127.0.0.1",
+    "connect_timeout_s": 60.0,
+}
 IDENTITY = StoreIdentity("m", "n", bytes(range(32)))
 
 
@@ -38,14 +48,8 @@ class Node(Bench):
     """A back end that joins the pool, and its arena."""
 
     def __init__(self, address, slots=200, identity=IDENTITY, **changes) -> None:
-        settings = {
-            "global_segment_size": "64MB",
-            "local_buffer_size": "16MB",
-            "local_hostname": "127.0.0.1",
-            "timeout_s": 1.0,
-            "connect_timeout_s": 60.0,
-        }
-        config = MooncakeConfig(master_server_address=address, **{**settings, **changes})
+        settings = {**SMALL, "timeout_s": 1.0, **changes}
+        config = MooncakeConfig(master_server_address=address, **settings)
         super().__init__(MooncakeBackend(config, identity, SIZE), Arena(slots, SIZE))
 
     async def __aenter__(self) -> Self:
@@ -70,21 +74,6 @@ async def test_blocks_written_by_one_node_are_loaded_by_the_other(running):
         await one.store.clear()
         assert await other.store.ask([key(3)], never) == 0
         assert one.store.keys() == []
-
-
-@pytest.mark.parametrize(
-    "change", [{"fingerprint": bytes(32)}, {"model": "other"}, {"namespace": "o"}, {"ranks": 2}]
-)
-async def test_objects_of_different_identities_never_mix(running, change):
-    async with (
-        Node(running.address) as one,
-        Node(running.address, identity=IDENTITY._replace(**change)) as other,
-    ):
-        await one.put(1)
-        assert await other.store.ask([key(1)], never) == 0
-        await other.store.clear()
-        assert await one.get(1) == [Outcome.OK]
-        await one.store.clear()
 
 
 async def test_a_bad_object_is_corrupt_and_goes(running):
@@ -112,24 +101,6 @@ async def test_a_bad_object_is_corrupt_and_goes(running):
                 await one.store.remove([key(1)])
                 await one.put(1)
         assert await one.get(2) == [Outcome.OK]
-        await one.store.clear()
-
-
-async def test_nodes_with_and_without_checksums_share_a_pool(running):
-    """The node that verifies misses the other's objects, does not replace them and removes none.
-    The other one reads both kinds."""
-    plain = {"payload_checksums": False, "global_segment_size": 0}
-    async with Node(running.address) as one, Node(running.address, **plain) as other:
-        assert await other.put(1, 2, 3) == [Outcome.OK] * 3
-        assert await one.put(4) == [Outcome.OK]
-        for _ in range(2):
-            assert await one.get(1, 4, 2) == [Outcome.MISS, Outcome.OK, Outcome.MISS]
-            assert await one.put(1) == [Outcome.OK], "the pool has it"
-            assert await other.get(1, 2, 3, 4) == [Outcome.OK] * 4
-        assert one.store.statistics().without_checksum == 4
-        await one.store.remove([key(1)])
-        await one.put(1)
-        assert await one.get(1) == await other.get(1) == [Outcome.OK]
         await one.store.clear()
 
 
@@ -184,6 +155,73 @@ async def test_a_master_that_hangs_costs_its_time_out_and_the_loop_nothing():
             await asyncio.sleep(0.5)
 
 
+# -- the client, and the contract
+
+
+def client_at(address: str, **changes) -> MooncakeClient:
+    return MooncakeClient(MooncakeConfig(master_server_address=address, **{**SMALL, **changes}))
+
+
+async def test_before_open_and_after_close_nothing_is_called(running):
+    client = client_at(running.address)
+    assert await client.exist(["a", "b"]) == [RPC_FAILED] * 2, (
+        "the bare client would end the process"
+    )
+    await client.open()
+    await client.close()
+    assert await client.exist(["a"]) == [RPC_FAILED]
+    await client.close()
+
+
+async def test_closing_waits_for_calls_in_flight(running):
+    client = client_at(running.address)
+    await client.open()
+    body = np.zeros(4 << 20, np.uint8)
+    where, sizes = [[int(body.ctypes.data)]], [[body.nbytes]]
+
+    def put(name: str):
+        return client.call(
+            lambda store: list(store.batch_put_from_multi_buffers([name], where, sizes)),
+            [RPC_FAILED],
+        )
+
+    calls = [asyncio.create_task(put(f"c{i}")) for i in range(6)]
+    await asyncio.sleep(0)
+    await client.close()
+    assert all(code[0] in (OK, RPC_FAILED) for code in await asyncio.gather(*calls))
+
+
+async def test_a_master_that_is_not_there_is_an_error_within_its_time():
+    client = client_at(f"127.0.0.1:{free_port()}", connect_timeout_s=0.5)
+    began = time.monotonic()
+    with pytest.raises(StoreError, match="does not answer"):
+        await client.open()
+    assert time.monotonic() - began < 30.0
+
+
+async def test_a_client_that_raises_is_a_failed_call(running):
+    client = client_at(running.address)
+    await client.open()
+    try:
+        assert await client.call(lambda store: 1 // 0, -1) == -1
+    finally:
+        await client.close()
+
+
+class TestMooncake(StoreContract):
+    evicts = False
+    numbers = itertools.count()
+
+    @pytest.fixture(autouse=True)
+    def _at(self, running):
+        self.address = running.address
+
+    async def make(self, folder, capacity):
+        config = MooncakeConfig(master_server_address=self.address, **SMALL)
+        fingerprint = next(self.numbers).to_bytes(32, "big")
+        return MooncakeBackend(config, StoreIdentity("m", "n", fingerprint), self.block_bytes)
+
+
 # -- a whole cache on each of two nodes
 
 
@@ -197,13 +235,7 @@ def config(address: str) -> Config:
             "storage": {
                 "backend": "mooncake",
                 "write_policy": "write_through",
-                "mooncake": {
-                    "master_server_address": address,
-                    "local_hostname": "127.0.0.1",
-                    "global_segment_size": "64MB",
-                    "local_buffer_size": "16MB",
-                    "connect_timeout_s": 60.0,
-                },
+                "mooncake": {"master_server_address": address, **SMALL},
             },
             "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
         }
