@@ -157,13 +157,6 @@ async def test_only_blocks_missing_in_the_store_are_written():
     await store.close()
 
 
-async def test_a_total_time_out_ends_between_slices():
-    store = await backend(write_slice_blocks=2, write_total_timeout_s=0.5)
-    stand_in.service().slow = 0.2
-    assert 2 <= await store.save(path(10), 0, tuple(range(10)), 5.0) < 10
-    await store.close()
-
-
 async def test_time_outs_are_passed_and_end_a_call():
     store = store_over(HostDevice(LAYOUT, 8), write_slice_timeout_s=0.1, write_total_timeout_s=0.5)
     await store.open()
@@ -427,20 +420,6 @@ async def test_a_wrong_answer_is_a_miss_that_is_counted(name, answer, monkeypatc
     await store.close()
 
 
-@pytest.mark.parametrize("number", [np.int64(2), np.uint8(2)])
-async def test_numbers_of_other_types_are_numbers(number, monkeypatch):
-    store = store_over(HostDevice(LAYOUT, 8))
-    await store.open()
-    for name in ("match", "read", "write"):
-        monkeypatch.setattr(AttentionStoreSDK, name, broken(number))
-    path = np.arange(2 * BLOCK, dtype="<u4").tobytes()
-    assert (await store.save(path, 0, (0, 1), 5.0), await store.fetch(path, 0, (2, 3), 5.0)) == (
-        2,
-        2,
-    )
-    await store.close()
-
-
 @pytest.mark.parametrize("answer", [9, -1, None, "2", 2.0, RuntimeError("x")], ids=repr)
 async def test_a_back_end_that_gives_no_count_costs_a_miss_and_no_actor(answer, monkeypatch):
     async with kvactors.open(config()) as cache:
@@ -595,26 +574,6 @@ def release(held):
     stand_in.service().hold = None
     for _ in range(100):
         held.put(None)
-
-
-async def test_a_slow_read_holds_its_blocks_but_not_the_request_beyond_its_deadline():
-    async with kvactors.open(
-        config(
-            device={"num_blocks": 24},
-            cache={"model": "m", "block_size": BLOCK, "default_deadline_s": 0.3},
-        )
-    ) as cache:
-        await serve(cache, prompt(3))
-        held = stand_in.service().hold = SimpleQueue()
-        lease = await cache.acquire("late", prompt(3))
-        try:
-            await lease.wait_ready(deadline=30.0)
-            assert lease.cached_tokens == 0
-        finally:
-            lease.abandon()
-        release(held)
-        await cache.wait_idle(20.0)
-        assert cache.check() == []
 
 
 async def test_a_call_that_does_not_return_is_shown_and_no_request_waits_for_it():

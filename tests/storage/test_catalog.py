@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError
@@ -127,25 +125,6 @@ class Model:
         self.keys.remove(one)
 
 
-steps = st.lists(
-    st.one_of(
-        st.tuples(
-            st.just("admit"), st.lists(st.integers(0, 23), min_size=1, max_size=8, unique=True)
-        ),
-        st.tuples(st.just("remove"), st.integers(0, 23)),
-        st.tuples(st.just("run"), st.lists(st.integers(0, 23), max_size=5, unique=True)),
-        st.tuples(st.just("evict"), st.sets(st.integers(0, 23), max_size=4)),
-        st.tuples(
-            st.just("quota"),
-            st.integers(0, SALTS - 1),
-            st.none() | st.just("default") | st.integers(1, 8),
-        ),
-        st.tuples(st.just("clear")),
-    ),
-    max_size=40,
-)
-
-
 def salt_of(number):
     """Keys have one salt each. That of every fifth is not known."""
     return None if number % 5 == 4 else number % SALTS
@@ -160,11 +139,6 @@ def test_a_key_that_stays_beside_a_batch_beyond_the_capacity_is_not_refused():
     admission = catalog.admit([b"old", b"new", b"newer"], {b"new": 1, b"newer": 1})
     assert admission == ([b"newer"], [b"old"], [b"new"], [])
     assert [*catalog] == [b"old", b"newer"]
-
-
-@given(st.integers(1, 8), st.none() | st.integers(1, 8), steps)
-def test_the_catalog_with_quotas_follows_the_model(capacity, default, history):
-    follow(capacity, default, history)
 
 
 def test_many_small_stores_follow_the_model():

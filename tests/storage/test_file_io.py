@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import resource
 import subprocess
@@ -159,36 +160,19 @@ LARGE = (5 << 19) + 100
 """Bytes of an object that takes three calls."""
 
 
-@pytest.mark.parametrize("direction", ["read", "write"])
-async def test_an_object_is_moved_by_calls_of_at_most_a_mebibyte(tmp_path, direction):
-    calls: list[tuple[int, int]] = []
-    async with opened(tmp_path, size=LARGE) as bench:
-        await bench.put(0)
-        table, stride = bench.store.files._table, bench.store.files.meta.stride
+@pytest.mark.parametrize("size", [SIZE, LARGE])
+@pytest.mark.parametrize("answers", [[4096], [(1 << 20) - 4096], [-errno.EINTR, None]])
+async def test_calls_that_are_cut_short_or_interrupted_go_on(tmp_path, size, answers):
+    following = itertools.cycle(answers)
 
-        def noted(fd, at, size):
-            if fd != table:
-                calls.append((at, size))
+    def less(*_):
+        return next(following)
 
-        with faults(bench.store, **{direction: noted}):
-            assert await (bench.get(0) if direction == "read" else bench.put(1)) == [OK]
-        at = calls[0][0]
-        assert at % stride == 0
-        assert calls == [
-            (at, 1 << 20),
-            (at + (1 << 20), 1 << 20),
-            (at + (2 << 20), stride - (2 << 20)),
-        ]
-        assert await bench.get(0) == [OK]
-
-
-@pytest.mark.parametrize("bytes_", [4096, (1 << 20) - 4096])
-async def test_calls_of_a_large_object_that_are_cut_short_go_on(tmp_path, bytes_):
-    async with opened(tmp_path, size=LARGE) as bench:
-        with faults(bench.store, read=lambda *_: bytes_, write=lambda *_: bytes_):
-            assert await bench.put(1) == [OK]
-            assert await bench.get(1) == [OK]
-        assert await bench.get(1) == [OK]
+    async with opened(tmp_path, size=size) as bench:
+        with faults(bench.store, read=less, write=less):
+            assert await bench.put(1, 2) == [OK] * 2
+            assert await bench.get(1, 2) == [OK] * 2
+        assert await bench.get(1, 2) == [OK] * 2
 
 
 @pytest.mark.parametrize("call", [1, 2])
@@ -235,19 +219,6 @@ async def test_a_device_that_refuses_one_direct_call_of_an_object_gets_buffered_
             assert await bench.put(1) == [OK]
         assert await bench.get(0, 1) == [OK] * 2
         whole(bench.store)
-
-
-async def test_interrupted_calls_are_made_again(tmp_path):
-    calls = []
-
-    def interrupted(*call):
-        calls.append(call)
-        return -errno.EINTR if len(calls) % 2 else None
-
-    async with opened(tmp_path) as bench:
-        with faults(bench.store, read=interrupted, write=interrupted):
-            assert await bench.put(1, 2) == [OK] * 2
-            assert await bench.get(1, 2) == [OK] * 2
 
 
 async def test_a_write_that_moves_nothing_is_a_full_disk(tmp_path):
@@ -351,29 +322,6 @@ async def test_a_cancelled_write_ends_early_and_leaks_nothing(tmp_path):
         assert len(writes) == 1
         whole(bench.store)
         assert await bench.put(*range(4)) == [OK] * 4
-
-
-async def test_a_thread_that_hangs_does_not_delay_other_jobs(tmp_path):
-    begun, go = threading.Event(), threading.Event()
-    async with opened(tmp_path, depth=2) as bench:
-        await bench.put(1, 2)
-        table = bench.store.files._table
-
-        def hang(fd, at, _size):
-            if fd != table and at == 0:
-                begun.set()
-                go.wait(60)
-
-        views = bench.views(2)
-        with faults(bench.store, read=hang):
-            stuck = asyncio.create_task(bench.store.read([key(1)], views[:1], never))
-            while not begun.is_set():
-                await asyncio.sleep(0.001)
-            for _ in range(20):
-                found = await bench.store.read([key(2)], views[1:], never)
-                assert list(found.outcomes) == [OK]
-            go.set()
-            assert list((await stuck).outcomes) == [OK]
 
 
 # -- memory

@@ -610,14 +610,6 @@ async def test_a_key_evicted_while_it_is_written_may_be_in_another_batch(tmp_pat
         whole(bench.store)
 
 
-async def test_a_key_that_does_not_fit_may_be_in_several_batches(tmp_path):
-    async with opened(tmp_path, 1, block_size=4) as bench:
-        outcomes = await written(bench.store, bench.arena, (1, 2), (1, 3), (1,))
-        assert [one[0] for one in outcomes[:2]] == [REFUSED, REFUSED]
-        assert outcomes[2] in ([OK], [NO_SPACE], [REFUSED])
-        whole(bench.store)
-
-
 # -- Tasks of a file store end when the loop ends, on any disk.
 
 

@@ -524,30 +524,6 @@ async def test_parts_of_paths_are_whole_or_none(wrong):
 # -- The order of clears and writes.
 
 
-async def test_a_clear_waits_for_writes_in_flight():
-    inner, store = checked()
-    gate, order = asyncio.get_running_loop().create_future(), []
-
-    async def write(*_):
-        await gate
-        order.append("written")
-        return WriteReport(bytes([OK]), [])
-
-    async def clear(_generation=0):
-        order.append("cleared")
-
-    inner.write, inner.clear = write, clear
-    both = [
-        asyncio.create_task(store.write([key(1)], views(1), never)),
-        asyncio.create_task(store.clear()),
-    ]
-    for _ in range(5):
-        await asyncio.sleep(0)
-    gate.set_result(None)
-    await asyncio.gather(*both)
-    assert order == ["written", "cleared"]
-
-
 async def test_an_earlier_clear_does_not_end_a_later_one():
     clears = StoreClears()
     first = clears.clearing()

@@ -140,17 +140,6 @@ async def test_objects_are_payloads_and_headers_of_the_format(trailer):
     assert [bytes(view) for view in bench.views] == wanted
 
 
-async def test_objects_of_other_keys_short_ones_and_missing_ones_are_no_hits(bench):
-    await bench.write(bench.keys, bench.views, never)
-    stored, names = bench.pool.objects, [bench.name(one) for one in bench.keys]
-    stored[names[1]], stored[names[2]] = stored[names[2]], stored[names[1]]
-    stored[names[3]] = stored[names[3]][:-1]
-    stored[names[5]] += b"x"
-    del stored[names[6]]
-    found = await bench.read(bench.keys, bench.views, never)
-    assert list(found) == [OK, CORRUPT, CORRUPT, CORRUPT, OK, CORRUPT, Outcome.MISS, OK]
-
-
 async def test_an_object_without_space_is_tried_once_more_with_its_own_header(bench, monkeypatch):
     monkeypatch.setattr("kvactors.storage.mooncake.RETRY", 0.0)
     bench.pool.refused[bench.name(key(1))] = NO_SPACE
@@ -349,15 +338,6 @@ async def test_nodes_of_both_kinds_in_a_pool_remove_nothing_and_agree_in_the_end
         await verifying.put(1)
         assert await plain.put(1) == [OK], "the object stays as it is"
         assert await verifying.get(1) == await plain.get(1) == [OK]
-
-
-async def test_without_checksums_an_object_under_another_name_is_corrupt_and_goes(pool):
-    async with joined(payload_checksums=False) as plain:
-        await plain.put(1, 2)
-        one, two = (plain.store.name(key(number)) for number in (1, 2))
-        pool[one] = pool[two]
-        assert await plain.get(1, 2) == [CORRUPT, OK]
-        assert set(pool) == {two}
 
 
 @pytest.mark.parametrize("protocol", ["tcp", "rdma"])

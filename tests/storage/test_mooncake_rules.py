@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError, StoreUnavailable
@@ -434,16 +432,6 @@ def test_settings_that_cannot_be_are_named(changes, environ, complaint):
 def test_2500_bytes_are_registered_in_pieces_of_1024():
     assert pieces(5000, 2500, 1, 1024) == [(5000, 1024), (6024, 1024), (7048, 452)]
     assert pieces(5000, 1000, 1, 1024) == [(5000, 1000)]
-
-
-@given(st.integers(1, 64), st.integers(1, 64), st.integers(1, 64))
-def test_pieces_cover_every_slot_once(slots, stride, extra):
-    """Of any sizes of 1 to 64: no piece is larger than it may be, and none ends inside a slot."""
-    largest = stride + extra
-    found = pieces(4096, slots * stride, stride, largest)
-    covered = [byte for start, size in found for byte in range(start, start + size)]
-    assert covered == list(range(4096, 4096 + slots * stride))
-    assert all(size <= largest and size % stride == 0 for _, size in found)
 
 
 async def test_a_client_that_raises_at_a_registration_fails_the_start(standin, monkeypatch):

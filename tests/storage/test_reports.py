@@ -126,12 +126,6 @@ async def test_a_page_waits_while_earlier_messages_have_not_entered_their_channe
     assert len(bench.context.own) == 1, "the report is in progress"
 
 
-async def test_a_starting_actor_counts_as_reporting():
-    bench = Bench()
-    bench.context.state = State.STARTING
-    assert bench.actor.reporting
-
-
 async def test_a_delayed_report_is_checked_again_and_corrected():
     bench = Bench(A)
     bench.lag()
@@ -181,14 +175,6 @@ async def test_paths_are_read_after_the_keys_and_end_the_report():
     assert isinstance(bench.context.told[-1], PathsFound)
     assert [type(one) for one in bench.context.own] == [ReadPaths]
     bench.actor.paths_read(PathsRead(None))
-    assert not bench.actor.reporting
-
-
-async def test_a_stopped_actor_reports_nothing_more():
-    bench = Bench(A)
-    bench.lag()
-    bench.actor.report_all()
-    await bench.actor.stopped()
     assert not bench.actor.reporting
 
 
