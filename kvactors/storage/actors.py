@@ -325,7 +325,6 @@ class StorageReader(StorageWorker):
             if message.take:
                 results = zip(keys, report.outcomes, strict=True)
                 taken = [key for key, outcome in results if outcome == Outcome.OK]
-                self.backend.take(taken)
                 await self.backend.remove(taken)
             return BatchDone(
                 ReadDone(message.op, report.outcomes),

@@ -143,10 +143,6 @@ class Backend(ABC):
             start += run + 1
         return found
 
-    def take(self, keys: Sequence[bytes]) -> None:
-        """Remove keys from the inventory after their objects were read (exclusive stores). `remove`
-        deletes the objects next. Keys whose objects are being written stay."""
-
     @abstractmethod
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
@@ -174,7 +170,8 @@ class Backend(ABC):
 
     @abstractmethod
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """Delete objects. Keys that are not in the store are passed over."""
+        """Delete objects, which are not found from the call on. Keys that are not in the store are
+        passed over, and those whose objects are being written."""
 
     @abstractmethod
     async def clear(self, generation: int = 0) -> None:

@@ -267,9 +267,6 @@ class GuardedBackend:
             )
         )
 
-    def take(self, keys: Sequence[bytes]) -> None:
-        self._call("take", lambda: self.inner.take(keys), None)
-
     async def remove(self, keys: Sequence[bytes]) -> None:
         await self._wait("remove", lambda: self.inner.remove(keys), None)
 

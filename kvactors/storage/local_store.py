@@ -33,7 +33,7 @@ class CatalogStore(Backend):
     the loop."""
 
     # False for a store whose objects other processes decide about: its keys are not listed.
-    answerable = True
+    is_complete = True
 
     def __init__(self, digest: bytes, block_bytes: int, capacity: int = 0) -> None:
         super().__init__(digest, block_bytes)
@@ -138,13 +138,8 @@ class CatalogStore(Backend):
             self.catalog.remove({key for key, outcome in results if outcome != Outcome.OK} & fresh)
         return WriteReport(bytes(outcomes), admission.evicted)
 
-    def take(self, keys: Sequence[bytes]) -> None:
-        self.catalog.remove(key for key in keys if key not in self.pending)
-
     async def remove(self, keys: Sequence[bytes]) -> None:
-        """See `Backend.remove`. An object that is being written stays. The object of a key that was
-        taken before, and is therefore not in the catalog, is deleted too."""
-        self.take(keys)
+        self.catalog.remove(key for key in keys if key not in self.pending)
         await self.erase([key for key in keys if key not in self.catalog])
 
     async def forget(self, salt: int) -> int:
@@ -167,36 +162,35 @@ class CatalogStore(Backend):
     # -- keys, without those whose objects are still being written
 
     @property
-    def is_complete(self) -> bool:  # type: ignore[override]
-        return self.answerable
-
-    @property
     def shares(self) -> StoreShares | None:  # type: ignore[override]
-        return self.catalog.shares if self.answerable else None
+        return self.catalog.shares if self.is_complete else None
 
     def keys(self) -> list[bytes]:
         pending = self.pending
-        return [key for key in self.catalog if key not in pending] if self.answerable else []
+        return [key for key in self.catalog if key not in pending] if self.is_complete else []
 
     def key_slices(self) -> Iterator[list[bytes]]:
-        if not self.answerable:
+        if not self.is_complete:
             return iter(())
         pending = self.pending
         return ([key for key in part if key not in pending] for part in self.catalog.slices())
 
     def count(self) -> int:
-        """See `Backend.count`. Keys of a store that is not answerable count as well."""
+        """See `Backend.count`. Keys of a store that is not complete count as well."""
         return len(self.catalog) - sum(key in self.catalog for key in self.pending)
 
     def holds(self, key: bytes) -> bool:
-        return self.answerable and key in self.catalog and key not in self.pending
+        return self.is_complete and self._is_stored(key)
+
+    def _is_stored(self, key: bytes) -> bool:
+        return key in self.catalog and key not in self.pending
 
     def take_removed(self) -> list[bytes]:
         departed, removed = self.catalog.departed, list[bytes]()
         while departed and not removed:
             page = list(islice(departed, REMOVED_PAGE))
             departed.difference_update(page)
-            removed = [key for key in page if not self.holds(key)]
+            removed = [key for key in page if not self._is_stored(key)]
         return removed
 
     def acknowledge_removed(self, keys: Iterable[bytes]) -> None:

@@ -160,7 +160,7 @@ class MooncakeBackend(Backend):
         super().__init__(identity.digest, block_bytes)
         self.client = MooncakeClient(config, identity.rank)
         self.most_objects = TRANSFER_OBJECTS
-        self.arena: Arena | None = None  # registered with the client
+        self.arena: Arena | None = None  # registered with the client, with space for headers
         self._prefix = identity.pool_prefix
         self._headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)
 
@@ -173,7 +173,8 @@ class MooncakeBackend(Backend):
 
     async def attach(self, arena: Arena) -> None:
         await self.client.register(arena)
-        self.arena = arena
+        if arena.trailer >= HEADER.size and arena.block_bytes == self.block_bytes:
+            self.arena = arena
 
     async def close(self) -> None:
         """Leave the pool, which loses the objects in this node's memory."""
@@ -296,23 +297,23 @@ class MooncakeBackend(Backend):
         slot is then one piece: over a network, another piece costs as much as a small block, and a
         view of a slot costs as much as a small object."""
         arena, whole = self.arena, [self.block_bytes + HEADER.size]
-        if isinstance(views, SlotViews) and self._registered(views.arena, views.slots):
+        if isinstance(views, SlotViews) and self._has_slots(views):
             pointers = slot_pointers(views.arena.address, views.arena.stride, views.slots)
             return PoolBatch(keys, pointers, whole)
         payloads = addresses(list(views))
-        if arena is not None and arena.trailer >= HEADER.size and all(map(arena.holds, payloads)):
+        if arena is not None and all(map(arena.holds, payloads)):
             return PoolBatch(keys, [[address] for address in payloads], whole)
         headers = np.zeros(HEADER.size * len(payloads), np.uint8)
         first = int(headers.ctypes.data)
         pieces = [[at, first + HEADER.size * i] for i, at in enumerate(payloads)]
         return PoolBatch(keys, pieces, [self.block_bytes, HEADER.size], headers)
 
-    def _registered(self, arena: Arena, slots: Sequence[int]) -> bool:
-        """Whether these slots can be moved without views of them."""
+    def _has_slots(self, views: SlotViews) -> bool:
+        """Whether slots are those of the arena, and can be moved without views of them."""
+        arena, slots = self.arena, views.slots
         return (
-            arena is self.arena
-            and arena.trailer >= HEADER.size
-            and arena.block_bytes == self.block_bytes
+            arena is not None
+            and arena is views.arena
             and len(slots) > 0
             and min(slots) >= 0
             and max(slots) < arena.num_slots

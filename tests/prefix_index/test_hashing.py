@@ -169,7 +169,7 @@ async def test_other_tasks_run_while_a_long_prompt_is_hashed(
             held = set(split_hashes(keys))
             monkeypatch.setattr(cache.system.store.inner, "holds", held.__contains__)
         else:
-            monkeypatch.setattr(cache.system.store.inner, "answerable", False)
+            monkeypatch.setattr(cache.system.store.inner, "is_complete", False)
         index.turn_blocks = LONG
         ticks = Ticks()
         other = asyncio.create_task(ticks.run())

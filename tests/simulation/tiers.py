@@ -60,7 +60,7 @@ class SimStore(MemoryBackend):
     """A store that is slow, hangs, fails, forgets and flips bits by a seed."""
 
     def __init__(self, noise: random.Random, capacity: int, *, faults: float, lists: bool) -> None:
-        self.answerable = lists
+        self.is_complete = lists
         super().__init__(bytes(32), BLOCK, capacity)
         self.noise, self.faults = noise, faults
 

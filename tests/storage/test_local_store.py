@@ -19,9 +19,9 @@ SIZE = 4
 class Bench(LocalStore):
     """A store of at most `capacity` objects. Calls succeed, but for the keys in `fails`."""
 
-    def __init__(self, capacity: int = 0, *, answerable: bool = True) -> None:
+    def __init__(self, capacity: int = 0, *, is_complete: bool = True) -> None:
         super().__init__(b"", SIZE, capacity)
-        self.answerable = answerable
+        self.is_complete = is_complete
         self.objects: dict[bytes, bytes] = {}
         self.fails: dict[bytes, Outcome] = {}
         self.found_since: set[bytes] = set()
@@ -151,15 +151,6 @@ def test_removal_spares_objects_that_are_being_written():
     assert set(bench.objects) == {B}
 
 
-def test_a_taken_key_is_erased_when_it_is_removed():
-    bench = Bench()
-    bench.put(A)
-    bench.take([A])
-    assert A in bench.objects
-    run_unsuspended(bench.remove([A]))
-    assert bench.objects == {}
-
-
 # -- keys
 
 
@@ -182,7 +173,7 @@ def test_a_run_of_readable_keys_counts_as_used_now():
 
 
 def test_a_store_of_another_process_lists_no_keys():
-    looker = Bench(answerable=False)
+    looker = Bench(is_complete=False)
     looker.catalog.admit([A])
     assert (looker.keys(), list(looker.key_slices()), looker.holds(A)) == ([], [], False)
     assert (looker.count(), looker.readable_run([A])) == (1, 1)
@@ -192,7 +183,7 @@ def test_removed_keys_are_returned_once_unless_they_are_back(monkeypatch):
     monkeypatch.setattr(local_store, "REMOVED_PAGE", 1)
     owned = Bench()
     owned.catalog.admit([A, B, C])
-    owned.take([A, B, C])
+    owned.catalog.remove([A, B, C])
     owned.catalog.admit([B])
     owned.acknowledge_removed([C])
     assert owned.take_removed() == [A]

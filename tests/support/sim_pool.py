@@ -14,7 +14,7 @@ class SimPool(SimBackend):
     takes time, and no object belongs to this process."""
 
     exclusive = False
-    answerable = False
+    is_complete = False
     keeps_lineages = False
 
     def probe(self, keys: Sequence[bytes]) -> None:

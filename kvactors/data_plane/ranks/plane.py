@@ -118,9 +118,6 @@ class RankStore(Backend):
             raise StoreUnavailable(self.trouble())
         return next((i for i, outcome in enumerate(outcomes) if outcome != Outcome.OK), len(keys))
 
-    def take(self, keys: Sequence[bytes]) -> None:
-        self.names_held.take(keys)
-
     async def _all(
         self,
         kind: Literal["read", "write", "ask", "remove"],
@@ -171,7 +168,7 @@ class RankStore(Backend):
             if o in (Outcome.MISS, Outcome.CORRUPT)
         }
         held = [key for key in {*gone, *bad} if key in self.names_held]
-        self.take(held)
+        self.names_held.take(held)
         return ReadReport(outcomes, held)
 
     async def write(
@@ -193,7 +190,7 @@ class RankStore(Backend):
         outcomes, gone = await self._all("write", keys, slots_of(views), lineages)
         evicted = [key for key in gone if key in self.names_held]
         self.counters.evicted += len(evicted)
-        self.take(evicted)
+        self.names_held.take(evicted)
         for key, outcome in zip(keys, outcomes, strict=True):
             if (
                 outcome in (Outcome.OK, Outcome.EXISTS)
@@ -205,7 +202,7 @@ class RankStore(Backend):
         return WriteReport(outcomes, evicted)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        self.take(keys)
+        self.names_held.take(keys)
         if keys:
             await self._all("remove", keys)
 

@@ -123,7 +123,7 @@ class FileBackend(CatalogStore):
         scrub_rate: int = 0,
     ) -> None:
         super().__init__(digest, block_bytes, 0 if read_only else capacity)
-        self.answerable = not read_only
+        self.is_complete = not read_only
         self.keeps_lineages = block_size > 0 and not read_only
         names = identity or StoreIdentity("", "", digest)
         stride = object_stride(block_bytes)
