@@ -8,32 +8,17 @@ from types import SimpleNamespace
 import pytest
 
 import kvactors
-from kvactors.actor import PeerRestarted
 from kvactors.actor.context import State
 from kvactors.actor.message import Control
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import (
-    BlocksAdded,
-    BlocksRemoved,
-    PathPart,
-    PathsFound,
-    TierCleared,
-)
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathPart, PathsFound
 from kvactors.identity import PLAIN
 from kvactors.storage import actors as reports_module
 from kvactors.storage.actors import StorageWriter
 from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.local_store import REMOVED_PAGE
 from kvactors.storage.memory import MemoryBackend
-from kvactors.storage.messages import (
-    BatchDone,
-    NextPage,
-    PathsRead,
-    ReadPaths,
-    Recheck,
-    ReportLost,
-    StoreCleared,
-)
+from kvactors.storage.messages import BatchDone, NextPage, PathsRead, ReadPaths, Recheck, ReportLost
 from kvactors.types import Reason, split_hashes
 from tests.storage.helpers import after_each_message
 
@@ -107,25 +92,6 @@ class Bench:
         self.context.outbox.waiting.append(object())
 
 
-async def test_keys_that_left_without_a_batch_are_reported_once():
-    bench = Bench(A, B)
-    bench.store.catalog.remove([A])
-    bench.actor.report_lost_keys()
-    bench.actor.report_lost_keys()
-    assert bench.pages() == [(BlocksRemoved, A, Reason.RESTART)]
-    bench.actor.report_lost_keys()
-    assert len(bench.pages()) == 1
-
-
-async def test_a_page_waits_while_earlier_messages_have_not_entered_their_channels():
-    bench = Bench(A)
-    bench.lag()
-    bench.actor.report_all()
-    assert (bench.context.told, [type(one) for one in bench.context.own]) == ([], [NextPage])
-    bench.actor.report_lost_keys()
-    assert len(bench.context.own) == 1, "the report is in progress"
-
-
 async def test_a_delayed_report_is_checked_again_and_corrected():
     bench = Bench(A)
     bench.lag()
@@ -153,14 +119,6 @@ async def test_a_batch_reports_the_changes_that_are_still_true():
     assert bench.store.catalog.departed == set(), "acknowledged"
 
 
-async def test_after_a_clear_the_objects_written_since_are_reported():
-    bench = Bench(A)
-    bench.actor.batch_done(BatchDone(StoreCleared(1)))
-    cleared, added = (bench.context.told.pop(0), bench.pages())
-    assert isinstance(cleared, TierCleared)
-    assert added == [(BlocksAdded, A, Reason.STORED)]
-
-
 async def test_paths_are_read_after_the_keys_and_end_the_report():
     bench = Bench(A, paths=True)
     bench.actor.started()
@@ -176,25 +134,6 @@ async def test_paths_are_read_after_the_keys_and_end_the_report():
     assert [type(one) for one in bench.context.own] == [ReadPaths]
     bench.actor.paths_read(PathsRead(None))
     assert not bench.actor.reporting
-
-
-async def test_lost_keys_come_before_held_ones():
-    bench = Bench(A, B)
-    bench.store.catalog.remove([A])
-    bench.actor.report_all()
-    assert [(type(one), one.hashes) for one in bench.context.told] == [(BlocksRemoved, A)]
-    assert [bench.page(), bench.page(), bench.page()] == [[(BlocksAdded, B)], [], None]
-
-
-async def test_a_restart_during_a_reading_starts_it_over():
-    bench = Bench(paths=True)
-    bench.actor.started()
-    bench.actor.peer_restarted(PeerRestarted("flush_notifier"))
-    assert len(bench.context.jobs) == 1
-    bench.actor.paths_read(PathsRead(None))
-    assert (len(bench.context.jobs), bench.actor.reporting) == (2, True)
-    bench.actor.paths_read(PathsRead(None))
-    assert (len(bench.context.jobs), bench.actor.reporting) == (2, False)
 
 
 async def test_a_message_has_the_roots_that_requests_have_now():
