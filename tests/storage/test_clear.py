@@ -26,39 +26,6 @@ def store_for(settings, **options):
     return SimBackend(layout.fingerprint, layout.block_bytes, **options)
 
 
-@pytest.mark.parametrize("slow", [True, False], ids=["slow erasures", "erasures at once"])
-@pytest.mark.parametrize("writers", [1, 3])
-def test_batches_that_wait_in_any_writer_are_not_written_after_the_clear(writers, slow):
-    settings = cached_config(backend="memory", writers=writers)
-    store = store_for(settings, latency=lambda: 0.5)
-
-    async def at_once(keys):
-        for key in keys:
-            store.objects.pop(key, None)
-
-    if not slow:
-        store.erase = at_once
-
-    async def main():
-        async with kvactors.open(settings, backend=store, inline_copies=True) as cache:
-            for seed in range(12):
-                await serve(cache, seed)
-            await asyncio.sleep(0.1)
-            assert not store.objects, (
-                "the store is slow: every batch is in flight, or waits in a writer"
-            )
-            await cache.clear(storage=True)
-            assert [*store.catalog] == []
-            for seed in range(12):
-                assert sum(await serve(cache, seed, save=False)) == 0
-            await cache.wait_idle()
-            assert [*store.catalog] == []
-            assert store.objects == {}
-            assert cache.check() == []
-
-    simulate(main, seed=writers)
-
-
 def test_a_failed_clear_raises_and_nothing_is_hit_until_one_succeeds():
     settings = cached_config(backend="memory", writers=2)
     store = store_for(settings)

@@ -12,7 +12,6 @@ from kvactors.storage.factory import make_backend
 from kvactors.storage.file import store
 from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.file.store import FileBackend
-from kvactors.storage.local_store import LocalStore
 from kvactors.storage.memory import MemoryBackend
 from kvactors.testing.store_contract import StoreContract
 
@@ -64,40 +63,11 @@ class RefusesDirect(SlabFiles):
             os.open = real
 
 
-class Strangers(LocalStore):
+class Strangers(MemoryBackend):
     """A back end of another package: chosen by its module path, called with the config."""
 
     def __init__(self, config, fingerprint, block_bytes):
         super().__init__(fingerprint, block_bytes, config.capacity_blocks or 0)
-        self.objects = {}
-
-    async def open(self):
-        pass
-
-    async def load(self, key, into):
-        from kvactors.storage.messages import Outcome
-
-        if key not in self.objects:
-            return Outcome.MISS
-        into[:] = self.objects[key]
-        return Outcome.OK
-
-    async def save(self, key, data):
-        from kvactors.storage.messages import Outcome
-
-        self.objects[key] = bytes(data)
-        return Outcome.OK
-
-    async def erase(self, keys):
-        for key in keys:
-            self.objects.pop(key, None)
-
-    async def each(self, work):
-        for item in work:
-            await item()
-
-    async def close(self):
-        pass
 
 
 class TestAStrangers(StoreContract):

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvactors.storage import local_store
-from kvactors.storage.local_store import LocalStore
+from kvactors.storage.backend import StoreCounters
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from tests.support.steps import run_unsuspended
@@ -16,35 +16,22 @@ A, B, C, D = (bytes([letter]) * 32 for letter in b"abcd")
 SIZE = 4
 
 
-class Bench(LocalStore):
+class Bench(MemoryBackend):
     """A store of at most `capacity` objects. Calls succeed, but for the keys in `fails`."""
 
     def __init__(self, capacity: int = 0, *, is_complete: bool = True) -> None:
         super().__init__(b"", SIZE, capacity)
         self.is_complete = is_complete
-        self.objects: dict[bytes, bytes] = {}
         self.fails: dict[bytes, Outcome] = {}
         self.found_since: set[bytes] = set()
         self.on_save = lambda key: None
 
     async def load(self, key, into):
-        if key in self.fails:
-            return self.fails[key]
-        if key not in self.objects:
-            return Outcome.MISS
-        into[:] = self.objects[key]
-        return Outcome.OK
+        return self.fails[key] if key in self.fails else await super().load(key, into)
 
     async def save(self, key, data):
         self.on_save(key)
-        if key in self.fails:
-            return self.fails[key]
-        self.objects[key] = bytes(data)
-        return Outcome.OK
-
-    async def erase(self, keys):
-        for key in keys:
-            self.objects.pop(key, None)
+        return self.fails[key] if key in self.fails else await super().save(key, data)
 
     def present(self, key):
         return key in self.found_since
@@ -52,10 +39,6 @@ class Bench(LocalStore):
     async def each(self, work):
         for item in work:
             await item()
-
-    async def open(self): ...
-
-    async def close(self): ...
 
     def put(self, *keys: bytes, expired=lambda: False):
         views = [memoryview(bytes([key[0]]) * SIZE) for key in keys]
@@ -66,32 +49,6 @@ class Bench(LocalStore):
         views = [memoryview(bytearray(SIZE)) for _ in keys]
         report = run_unsuspended(self.read(keys, views, expired))
         return list(report.outcomes), report.gone, [bytes(view) for view in views]
-
-
-class Grouped(Bench):
-    """Objects are moved a batch a call."""
-
-    calls: tuple[list[bytes], ...] = ()
-
-    async def load_group(self, keys, into, expired):
-        self.calls += (list(keys),)
-        return [await self.load(key, view) for key, view in zip(keys, into, strict=True)]
-
-    async def save_group(self, keys, data, expired, lineages=()):
-        self.calls += (list(keys),)
-        return [await self.save(key, view) for key, view in zip(keys, data, strict=True)]
-
-
-def test_a_batch_is_one_call_and_each_object_has_an_outcome():
-    bench = Grouped()
-    bench.put(A)
-    bench.fails[D] = Outcome.NO_SPACE
-    assert bench.put(A, B, D, C)[0] == [Outcome.EXISTS, Outcome.OK, Outcome.NO_SPACE, Outcome.OK]
-    bench.fails[B] = Outcome.CORRUPT
-    outcomes, gone, views = bench.get(A, B, C)
-    assert bench.calls == ([A], [B, D, C], [A, B, C])
-    assert (outcomes, gone) == ([Outcome.OK, Outcome.CORRUPT, Outcome.OK], [B])
-    assert (views[0], views[2]) == (b"aaaa", b"cccc")
 
 
 def test_a_write_that_fails_leaves_no_key():
@@ -143,14 +100,6 @@ def test_corrupt_and_missing_objects_leave_the_store():
     assert set(bench.objects) == {D}
 
 
-def test_removal_spares_objects_that_are_being_written():
-    bench = Bench()
-    bench.put(A, B)
-    bench.pending.add(B)
-    run_unsuspended(bench.remove([A, B]))
-    assert set(bench.objects) == {B}
-
-
 # -- keys
 
 
@@ -162,14 +111,6 @@ def test_keys_that_are_being_written_are_not_listed():
     assert (owned.count(), owned.holds(A), owned.holds(B)) == (1, True, False)
     assert owned.readable_run([A, B]) == 1
     assert owned.readable_run([B, A]) == 0
-
-
-def test_a_run_of_readable_keys_counts_as_used_now():
-    owned = Bench(2)
-    owned.catalog.admit([A, B])
-    assert owned.readable_run([A]) == 1
-    owned.catalog.admit([C])
-    assert owned.keys() == [A, C]
 
 
 def test_a_store_of_another_process_lists_no_keys():
@@ -188,6 +129,20 @@ def test_removed_keys_are_returned_once_unless_they_are_back(monkeypatch):
     owned.acknowledge_removed([C])
     assert owned.take_removed() == [A]
     assert owned.take_removed() == []
+
+
+# -- counters
+
+
+def test_every_outcome_is_counted_in_its_field():
+    counters = StoreCounters()
+    counters.read(bytes(Outcome))
+    counters.written(bytes([Outcome.OK] * 2))
+    counters.evicted = 3
+    found = counters.statistics(7, 4096)
+    assert found[:5] == (7, 4096, 1, 2, 1)
+    assert found[5:11] == (1, 1, 1, 1, 1, 3)
+    assert (found.breaker, found.faults, found.refused) == ("closed", 0, 1)
 
 
 # -- slices
