@@ -9,7 +9,7 @@ CONSUMERS ?= ../consumers
 # Folders of tests that run many caches or processes; `test-core` leaves them out.
 SLOW = benchmarks chaos e2e interop oracle planted ranks scenario simulation soak
 
-.PHONY: help install install-core test test-core lint format types bench benchmarks docs docs-serve pages \
+.PHONY: help install install-core test test-core test-native lint format types bench benchmarks docs docs-serve pages \
 	simulate planted soak interop engines engines-full
 
 help:  ## list the recipes
@@ -28,6 +28,11 @@ test:  ## the whole suite
 
 test-core:  ## unit tests that need only the extra `test-core`
 	$(PYTHON) -m pytest -n $(JOBS) -m "not full" $(SLOW:%=--ignore=tests/%)
+
+test-native:  ## the C++ tests under AddressSanitizer and UBSan
+	cmake -S native -B build/native -DKVACTORS_TESTS=ON -DKVACTORS_PYTHON=OFF -DCMAKE_BUILD_TYPE=None
+	cmake --build build/native --parallel $(JOBS)
+	ctest --test-dir build/native --output-on-failure --no-tests=error
 
 lint:  ## ruff: rules and format
 	$(PYTHON) -m ruff check .
