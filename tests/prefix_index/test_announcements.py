@@ -46,16 +46,6 @@ def whole_walk(news, effects):
     return found + effects
 
 
-def test_a_long_path_is_announced_in_parts_each_below_its_parent(index):
-    news = made(index)
-    news.remember(ROOT, PLAIN)
-    one = cached(index, 5)
-    sent = effects_of(news.cached, one, 0, 5, Reason.COMMIT)
-    assert [(each.start, each.count) for each in sent] == [(0, 2), (2, 2), (4, 1)]
-    assert [each.parent for each in sent] == [ROOT, one.hashes(1, 2), one.hashes(3, 4)]
-    assert b"".join(each.tokens for each in sent) == one.tokens(0, 5)
-
-
 def test_blocks_below_a_forgotten_root_are_reported_by_their_hashes(index, monkeypatch):
     monkeypatch.setattr(module, "REMEMBERED_SCOPES", 2)
     news = made(index)

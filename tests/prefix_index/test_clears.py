@@ -33,16 +33,6 @@ def test_with_the_store_it_is_answered_when_the_store_is_empty_or_could_not_be_e
     assert effects_of(clears.finish, HostCleared(ops[0], "")) == []
 
 
-def test_a_clear_of_a_salt_waits_for_the_device_and_for_the_store():
-    clears, request = TreeClears(RecordedIndexEffects(), count(1)), Request()
-    [clear] = effects_of(clears.start, request, 7, storage=True)
-    assert clear.salt == 7
-    assert effects_of(clears.finish, HostCleared(clear.op, "")) == []
-    assert effects_of(clears.again) == [], "it has been answered"
-    [done] = answers(effects_of(clears.device_cleared, clear.op, request, 6))
-    assert done.count == 6
-
-
 @given(
     st.lists(st.tuples(st.none() | st.integers(0, 3), st.booleans()), max_size=12),
     st.integers(0, 12),

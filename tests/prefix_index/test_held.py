@@ -23,18 +23,6 @@ def test_a_held_request_has_a_timer_until_it_is_admitted():
     assert (len(state.queue.held), len(state.leases)) == (0, 1)
 
 
-def test_a_timer_of_an_earlier_wait_changes_nothing():
-    state, message = core(4), acquire(1, 2)
-    state.pause(Pause(), Request())
-    [first] = effects_of(state.acquire, message, Request(message))
-    state.queue.cancel(1, "gone")
-    [second] = effects_of(state.acquire, message, Request(message))
-    state.queue.expire(first.message.wait)
-    assert len(state.queue.held) == 1
-    state.queue.expire(second.message.wait)
-    assert len(state.queue.held) == 0
-
-
 @given(st.permutations(range(6)), st.lists(st.tuples(st.booleans(), st.integers(0, 5))))
 def test_requests_wait_in_the_order_of_their_calls(numbers, steps):
     line, model = Line(), set()
