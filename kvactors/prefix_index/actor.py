@@ -792,7 +792,7 @@ class PrefixIndex(Actor):
         if hints is not None and hints.pin:
             pinned = self.pins.pin(lease)
             if pinned:
-                self.queue.pinned()
+                self.queue.check_reach()
         self._close(lease, envelope, pinned)
 
     @on(Preempt)
@@ -1077,6 +1077,7 @@ class PrefixIndex(Actor):
         if message.namespace != self.roots.namespace:
             self.roots.use(message.namespace)
             self.announcements.report(NamespaceChanged(message.namespace))
+            self.queue.check_reach()  # requests that wait share no pinned blocks any more
         self.out.reply(envelope, Ack())
 
     @on(SetNumBlocks)

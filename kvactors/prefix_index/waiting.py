@@ -187,8 +187,9 @@ class WaitQueue:
         self.refuse(envelope, NoRoom(claim, index.available, withheld, PINNED))
         return True
 
-    def pinned(self) -> None:
-        """Blocks were pinned: refuse the waiting requests that these pins keep out."""
+    def check_reach(self) -> None:
+        """Refuse the waiting requests that pins keep out: blocks were pinned, or the namespace is
+        another one."""
         for line in (self.forks, self.acquires):
             for wait in list(line.waits.values()):
                 if self.refuse_unreachable(wait.envelope, *self._wanted(wait.message)):
@@ -198,6 +199,7 @@ class WaitQueue:
         """Path, claim, deadline and media items of an `Acquire` or `Fork`."""
         if isinstance(message, Acquire):
             path = message.path
+            self._core.set_root(path, message.scope)
             return path, self._index.blocks_for(path.num_tokens), message.deadline, message.media
         lease: Any = self._core.leases.get(message.lease)  # holds its blocks until the fork is made
         return lease.path, lease.path.num_blocks + len(message.leases), message.deadline, ()

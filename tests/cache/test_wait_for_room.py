@@ -112,3 +112,17 @@ async def test_a_pin_refuses_the_requests_that_wait_and_can_get_no_blocks_any_mo
         assert not small.done()
         await other.finish()
         await (await small).finish()
+
+
+async def test_another_namespace_refuses_a_request_that_would_share_pinned_blocks():
+    async with opened(device=16) as cache:
+        await serve(cache, "system", prompt(1, 4), hints=kvactors.Hints(pin=True))
+        other = await cache.acquire("other", prompt(4, 8))
+        shared = cache.acquire("shared", prompt(1, 16), wait_for_room=True, deadline=20.0)
+        shares = asyncio.ensure_future(shared)
+        while not waiting(cache):
+            await asyncio.sleep(0)
+        await cache.set_namespace("other weights")
+        with pytest.raises(kvactors.NoRoom, match="only the end of a pin"):
+            await shares
+        await other.finish()
