@@ -40,52 +40,44 @@ turns = 2
 
 def check(page):
     """Raise AssertionError for the first rule that is broken. Returns events by phase."""
-    found = defaultdict(list)
+    found, stacks, slices, last = defaultdict(list), defaultdict(list), defaultdict(list), 0
     assert page["displayTimeUnit"] in ("ms", "ns")
-    stacks = defaultdict(list)
-    slices = defaultdict(list)
-    last = 0
     for event in page["traceEvents"]:
         found[event["ph"]].append(event)
         assert isinstance(event["pid"], int)
         assert isinstance(event["tid"], int)
+        assert set(event) <= FIELDS
         assert event["name"]
         if event["ph"] == "M":
             assert event["args"]["name"]
             continue
-        assert isinstance(event["ts"], int)
         assert event["ts"] >= last
         last = event["ts"]
         match event["ph"]:
             case "X":
                 assert event["dur"] >= 0
-                slices[event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+                slices[event["tid"]].append((last, last + event["dur"]))
             case "b":
                 stacks[event["cat"], event["id"]].append(event["name"])
             case "e":
                 assert stacks[event["cat"], event["id"]].pop() == event["name"]
-            case "s" | "f":
-                assert isinstance(event["id"], int)
-            case "i":
-                assert event["s"] in ("g", "p", "t")
-            case other:
-                raise AssertionError(f"phase {other}")
-        assert not set(event) - {
-            *("ph", "pid", "tid", "ts", "dur", "name", "cat", "id", "args", "bp", "s")
-        }
+            case phase:
+                assert phase in ("s", "f", "i")
     assert not any(stacks.values())
     for track, spans in slices.items():
         for (_, end), (begin, _) in itertools.pairwise(spans):
             assert begin >= end, track  # slices of a track do not overlap
     starts = Counter(event["id"] for event in found["s"])
     assert max(starts.values()) == 1
-    for event in found["f"]:
-        assert starts[event["id"]] == 1  # an arrow that ends has begun
+    assert all(starts[event["id"]] == 1 for event in found["f"])  # an arrow that ends has begun
     for arrow in (*found["s"], *found["f"]):  # and both ends are in a slice
         assert any(b <= arrow["ts"] <= e for b, e in slices[arrow["tid"]]), arrow
     named = {e["tid"] for e in found["M"] if e["name"] == "thread_name"}
     assert {e["tid"] for e in page["traceEvents"]} <= named
     return found
+
+
+FIELDS = {*("ph", "pid", "tid", "ts", "dur", "name", "cat", "id", "args", "bp", "s")}
 
 
 def recorded(tmp_path, work, **options):
@@ -140,26 +132,11 @@ def test_a_trace_is_bounded(tmp_path):
     assert page["otherData"]["left_out"] > 100
 
 
-def test_a_trace_holds_no_tokens_and_no_salts(tmp_path):
-    token, salt = 987_654_321, "tenant-secret"
-
-    async def work(cache):
-        lease = await cache.acquire("r", [token] * 20, salt=salt)
-        await lease.wait_ready()
-        await lease.commit(20)
-        await lease.finish()
-
-    text = json.dumps(recorded(tmp_path, work))
-    assert str(token) not in text
-    assert salt not in text
-
-
-@pytest.mark.parametrize("options", [[], ["--virtual"]])
-def test_the_command_writes_a_trace(tmp_path, options, capsys):
+def test_the_command_writes_a_trace(tmp_path, capsys):
     scenario, out = tmp_path / "s.toml", tmp_path / "trace.json"
     scenario.write_text(SCENARIO)
     with pytest.raises(SystemExit) as ended:
-        main(["run", str(scenario), "--trace", str(out), *options])
+        main(["run", str(scenario), "--trace", str(out)])
     assert ended.value.code == 0, capsys.readouterr()
     found = check(json.loads(out.read_text()))
     requests_ = [e for e in found["b"] if e["name"].startswith("request ")]
@@ -216,12 +193,13 @@ def test_a_refused_request_is_an_error_and_has_no_parent():
     assert span.parent is None
 
 
-def test_spans_hold_no_tokens_and_no_salts():
+def test_neither_traces_nor_spans_hold_tokens_or_salts(tmp_path):
     async def work(cache):
         async with await cache.acquire("r", [987_654_321] * 20, salt="tenant-secret") as lease:
             await lease.wait_ready()
             await lease.commit(20)
 
     text = "".join(span.to_json() for span in spans_of(work, host=HOST, storage=STORE))
+    text += json.dumps(recorded(tmp_path, work))
     assert "987654321" not in text
     assert "tenant-secret" not in text

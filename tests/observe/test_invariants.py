@@ -98,26 +98,21 @@ async def test_an_actor_that_changed_between_two_steps_is_checked_again():
         broken = False
 
 
-class Entries(dict):
-    """Counts the entries that are looked at."""
+def counting(table: type) -> type:
+    """A table that counts the names that are looked at."""
 
-    looked = 0
+    class Counting(table):
+        looked = 0
 
-    def items(self):
-        for item in super().items():
-            self.looked += 1
-            yield item
+        def __iter__(self):
+            for name in super().__iter__():
+                Counting.looked += 1
+                yield name
 
+        def items(self):
+            return ((name, self[name]) for name in self)
 
-class Names(OrderedDict):
-    """A table of names that is damaged in the same way."""
-
-    looked = 0
-
-    def __iter__(self):
-        for name in super().__iter__():
-            self.looked += 1
-            yield name
+    return Counting
 
 
 async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
@@ -127,16 +122,14 @@ async def test_no_step_looks_at_more_names_of_a_tier_than_a_page():
         await serve(cache, "long", prompt(1, blocks), verify=False)
         await cache.wait_flushed()
         tier, catalog = cache.system.evictor_actor.host, cache.system.backend.catalog
-        entries = tier.blocks = Entries(tier.blocks)
-        names = catalog._names = Names(catalog._names)
+        entries = tier.blocks = counting(dict)(tier.blocks)
+        names = catalog._names = counting(OrderedDict)(catalog._names)
         where, before, most = {}, 0, 0
         for _ in residency_steps(cache.system, where):
-            most, before = (
-                max(most, entries.looked + names.looked - before),
-                entries.looked + names.looked,
-            )
+            looked = type(entries).looked + type(names).looked
+            most, before = max(most, looked - before), looked
         assert {tier: len(found) for tier, found in where.items()} == dict.fromkeys(Tier, blocks)
-        assert most <= PAGE_KEYS
+        assert 0 < most <= PAGE_KEYS
         tier.blocks, catalog._names = dict(entries), OrderedDict(names)
 
 

@@ -45,12 +45,8 @@ async def worst(call):
         return await tick_of(monitor, "lag")
 
 
-def test_a_loop_that_computes_is_late_by_its_processor_time():
-    tick = asyncio.run(worst(compute))
-    assert tick.cpu >= LATE
-
-
 def test_a_loop_that_waits_has_no_processor_time():
+    assert asyncio.run(worst(compute)).cpu >= LATE
     tick = asyncio.run(worst(block))
     assert tick.lag >= LATE - 0.002
     assert tick.cpu < LATE / 2
@@ -70,21 +66,10 @@ def test_waits_for_a_core_are_no_lag_of_the_loop(tmp_path, monkeypatch):
     assert tick.own == 0.0
 
 
-def test_without_counters_of_the_system_the_lag_has_no_own_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(lag, "SCHEDSTAT", str(tmp_path / "missing"))
-
-    async def run():
-        async with LagMonitor().running() as monitor:
-            await asyncio.sleep(0.005)
-        return monitor.results()
-
-    assert asyncio.run(run()).own is None
-
-
 def test_the_parts_are_taken_tick_by_tick():
     ticks = [Tick(0.010, 0.002, 0.009), Tick(0.001, 0.009, 0.0), Tick(0.0, 0.0, 0.5)]
     found = lags_of(ticks, sees_waits=True)
     assert found.wall.p50 == pytest.approx(1.0)
     assert found.own == pytest.approx(lag.percentiles([0.001, 0.001, 0.0]))
     assert found.cpu == pytest.approx(lag.percentiles([0.002, 0.001, 0.0]))
-    assert lags_of([], sees_waits=True) == (NO_LAG, NO_LAG, NO_LAG)
+    assert lags_of([], sees_waits=False) == (NO_LAG, None, NO_LAG)
