@@ -1,5 +1,4 @@
-"""When requests are admitted and under which name: waiting requests, namespaces, media items, and
-the counters and announcements."""
+"""When requests are admitted and under which name, their counters and announcements."""
 
 from __future__ import annotations
 
@@ -19,65 +18,25 @@ HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_through"}
 
 
-async def compute_and_finish(cache, lease):
-    """Compute the missing tokens and finish. Returns the tokens that were cached."""
-    await lease.wait_ready()
-    full, cached = lease.num_tokens // BLOCK, lease.cached_tokens // BLOCK
-    keys, table = lease.hashes(0, full), list(lease.block_table)
-    assert cache.device.check(table[:cached], keys[: 32 * cached]) == []
-    cache.device.fill(table[cached:full], keys[32 * cached :])
-    await lease.finish(lease.num_tokens)
-    return cached * BLOCK
-
-
 # -- namespaces
 
 
 @pytest.mark.parametrize("storage", [{}, STORE], ids=["device", "storage"])
-async def test_a_request_that_waits_for_resume_is_admitted_under_the_namespace_of_its_admission(
-    storage,
-):
-    tokens = prompt(1, 3, tail=1)
-    async with opened(device=16, storage=storage) as cache:
-        await serve(cache, "old weights", tokens)
-        await cache.pause()
-        waits = asyncio.ensure_future(cache.acquire("waits", tokens, salt=None))
-        salted = asyncio.ensure_future(cache.acquire("salted", tokens, salt="s"))
-        await asyncio.sleep(0)
-        await cache.set_namespace("new weights")
-        assert cache.namespace == "new weights"
-        await cache.resume()
-        lease = await waits
-        assert await compute_and_finish(cache, lease) == 0
-        await compute_and_finish(cache, await salted)
-        assert (await serve(cache, "new weights", tokens)).cached_tokens == 3 * BLOCK
-        await cache.set_namespace("default")
-        again = await serve(cache, "old weights again", tokens)
-        assert again.cached_tokens == 3 * BLOCK
-        assert again.hashes(0, 3) != lease.hashes(0, 3)
-
-
-async def test_a_waiting_request_is_admitted_under_the_namespace_of_its_admission():
+async def test_a_waiting_request_is_admitted_under_the_namespace_of_its_admission(storage):
     """Its loads are sent ahead under the old name: they must not end in blocks of the new one."""
     tokens = prompt(1, 3, tail=1)
-    for storage in ({}, STORE):
-        async with opened(device=8, host=HOST, storage=storage) as cache:
-            await serve(cache, "old weights", tokens)
-            await cache.wait_idle()
-            await serve(cache, "other", prompt(2, 8))
-            await cache.wait_idle()
-            waits = asyncio.ensure_future(cache.acquire("waits", tokens))
-            named = asyncio.ensure_future(cache.set_namespace("new weights"))
-            lease = await waits
-            await named
-            root = cache.system.roots.root(PLAIN)
-            if lease._path.root == root:
-                assert await compute_and_finish(cache, lease) == 0
-                assert (await serve(cache, "new weights", tokens)).cached_tokens == 3 * BLOCK
-            else:
-                pytest.fail(
-                    "the request was admitted before the namespace changed: it did not wait"
-                )
+    async with opened(device=8, host=HOST, storage=storage) as cache:
+        await serve(cache, "old weights", tokens)
+        await serve(cache, "other", prompt(2, 8))
+        await cache.wait_idle()
+        waits = asyncio.ensure_future(serve(cache, "waits", tokens))
+        await cache.set_namespace("new weights")
+        lease = await waits
+        assert lease._path.root == cache.system.roots.root(PLAIN), "it has waited"
+        assert lease.cached_tokens == 0
+        assert (await serve(cache, "new weights", tokens)).cached_tokens == 3 * BLOCK
+        await cache.set_namespace("default")
+        assert (await serve(cache, "old weights again", tokens)).cached_tokens == 3 * BLOCK
 
 
 # -- waiting
@@ -143,70 +102,6 @@ async def test_a_pause_ends_a_wait_at_its_deadline_only():
         with pytest.raises(Paused):
             await cache.acquire("a", prompt(1, 1), deadline=0.05)
         await cache.resume()
-
-
-# -- media items
-
-ITEM = (BLOCK + 1, 2 * BLOCK, "cat")  # of blocks 1, 2 and 3
-
-
-@pytest.mark.parametrize("tier", ["device", "host", "storage"])
-@pytest.mark.parametrize("split", [False, True])
-async def test_cached_tokens_never_end_inside_a_media_item(tier, split):
-    """Two prompts agree up to the middle of an image and differ after: the second computes all of
-    it, in its own blocks."""
-    tokens = prompt(1, 5, tail=1)
-    other = [*tokens[: 2 * BLOCK + 3], *prompt(2, 3)]
-    host = HOST if tier == "host" else None
-    storage = STORE if tier == "storage" else None
-    async with opened(device=8, host=host, storage=storage, cache={"split_media": split}) as cache:
-        await compute_and_finish(cache, await cache.acquire("a", tokens, extra_keys=[ITEM]))
-        await cache.wait_idle()
-        if tier != "device":
-            await serve(cache, "other", prompt(10, 8))
-            await cache.wait_idle()
-        lease = await cache.acquire("b", other, extra_keys=[ITEM])
-        await lease.wait_ready()
-        wanted = 2 * BLOCK if split else BLOCK
-        assert lease.cached_tokens == wanted
-        assert sum(lease.hits) * BLOCK == wanted
-        path = cache.system.index_actor.leases.get(lease._handle.id).path
-        assert not any(
-            path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
-        )
-        await compute_and_finish(cache, lease)
-        assert (
-            await compute_and_finish(
-                cache, await cache.acquire("c", [*other, 1], extra_keys=[ITEM])
-            )
-            >= 4 * BLOCK
-        )
-
-
-async def test_a_load_that_ends_inside_a_media_item_is_cut_before_it():
-    """The store lost the block in the middle of the image: what was loaded of the image is left to
-    its owner."""
-    tokens = prompt(1, 5, tail=1)
-    async with opened(device=16, storage=STORE) as cache:
-        await compute_and_finish(cache, await cache.acquire("a", tokens, extra_keys=[ITEM]))
-        await cache.wait_idle()
-        names = await cache.acquire("names", tokens, extra_keys=[ITEM])
-        keys = names.hashes(0, 5)
-        names.abandon()
-        for number in range(4):
-            await serve(cache, "other", prompt(10 + number, 8))
-            await cache.wait_idle()
-        lease = await cache.acquire("b", tokens, extra_keys=[ITEM])
-        if lease.pending:
-            await cache.system.backend.remove([keys[64:96]])
-        await lease.wait_ready()
-        assert lease.cached_tokens in (BLOCK, 5 * BLOCK)
-        path = cache.system.index_actor.leases.get(lease._handle.id).path
-        assert not any(
-            path.is_shared(p) for p in range(lease.cached_tokens // BLOCK, path.num_blocks)
-        )
-        assert sum(lease.hits) * BLOCK == lease.cached_tokens
-        await compute_and_finish(cache, lease)
 
 
 # -- counters and announcements

@@ -13,14 +13,6 @@ from tests.support.cache import BLOCK, opened, prompt
 HOST = {"slots": 8, "transit_slots": 16}
 
 
-async def hashes(cache, tokens, extra_keys=()):
-    """Hashes of a new request of these tokens."""
-    lease = await cache.acquire("again", tokens, extra_keys=extra_keys)
-    found = lease.hashes(0, lease.num_tokens // BLOCK)
-    await lease.finish()
-    return found
-
-
 async def test_reserved_blocks_are_used_by_the_next_tokens_and_given_back():
     async with opened(device=8) as cache:
         async with await cache.acquire("a", prompt(1, 1)) as lease:
@@ -66,27 +58,6 @@ async def test_a_commit_in_parts_during_a_truncate_is_refused(monkeypatch, queue
             await lease.commit(6 * BLOCK)
         await truncates
         assert await lease.commit(0) == 0
-
-
-ITEMS = [(1, 2, "cat"), (BLOCK, BLOCK + 1, b"dog")]
-
-
-@pytest.mark.parametrize("tail", range(BLOCK))
-async def test_media_of_a_later_turn_have_the_identity_of_one_request(tail):
-    """The last block of the first turn has an item of each turn."""
-    first = ((tail + BLOCK - 1, 1, 7),)
-    async with opened(device=32) as cache:
-        tokens, more = prompt(1, 1, tail=tail), prompt(2, 3)
-        whole = (*first, *((len(tokens) + at, length, name) for at, length, name in ITEMS))
-        async with await cache.acquire("a", tokens, extra_keys=first) as lease:
-            await lease.extend(more, extra_keys=ITEMS)
-            full = lease.num_tokens // BLOCK
-            assert lease.hashes(0, full) == await hashes(cache, tokens + more, whole)
-            assert lease.hashes(0, full) != await hashes(cache, tokens + more, first)
-            # Rejected with its items, then taken again without them.
-            await lease.truncate(len(tokens))
-            await lease.extend(more)
-            assert lease.hashes(0, full) == await hashes(cache, tokens + more, first)
 
 
 async def test_a_media_item_is_not_cut():

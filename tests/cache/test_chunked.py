@@ -47,27 +47,6 @@ async def test_a_prompt_is_computed_in_chunks(tiers, long, monkeypatch):
         assert whole.cached_tokens == 7 * BLOCK
 
 
-@pytest.mark.parametrize("tiers", TIERS, ids=["device", "host", "storage"])
-async def test_the_chunk_begins_after_the_cached_tokens(tiers):
-    """Cached on the device, or in a tier below after other requests."""
-    tokens = prompt(1, 8, tail=2)
-    async with opened(device=10, **tiers) as cache:
-        await serve(cache, "cached", tokens[: 5 * BLOCK + 1])
-        await cache.wait_idle()
-        if tiers:
-            await serve(cache, "other", prompt(2, 10))
-            await cache.wait_idle()
-        lease = await cache.acquire("chunked", tokens, chunk_tokens=BLOCK + 1)
-        await lease.wait_ready()
-        assert lease.cached_tokens == 5 * BLOCK
-        assert len(lease.block_table) >= 7
-        sizes = await prefill(cache, lease, 1)
-        assert sizes[-1] == 9
-        assert lease.covered_tokens == lease.num_tokens
-        assert await lease.next_chunk(5) == ()
-        await lease.finish(8 * BLOCK)
-
-
 async def test_tokens_without_blocks_cannot_be_committed():
     async with opened(device=8) as cache:
         lease = await cache.acquire("chunked", prompt(1, 4), chunk_tokens=BLOCK)
