@@ -7,8 +7,6 @@ import asyncio
 
 import pytest
 
-import kvactors
-from kvactors.actor import Control
 from kvactors.data_plane.base import Direction
 from kvactors.storage.messages import Outcome
 from kvactors.types import Residency, Tier, split_hashes
@@ -16,10 +14,6 @@ from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_back"}
-
-
-class Unwelcome(Control, frozen=True, eq=False):
-    """A message that no actor handles: its receiver fails."""
 
 
 async def pressed(cache):
@@ -51,33 +45,6 @@ async def test_a_failed_load_is_a_miss_into_the_leases_own_blocks(monkeypatch):
         await lease.commit(6 * BLOCK)
         await lease.finish()
         assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits.device == 6
-
-
-async def test_two_requests_share_one_load_and_a_failure_of_it(monkeypatch):
-    for broken in (False, True):
-        async with opened(device=16, host=HOST) as cache:
-            await serve(cache, "a", prompt(1, 6))
-            await serve(cache, "b", prompt(2, 16))
-            await cache.wait_idle()
-            if broken:
-                refuse_copies(cache, monkeypatch, "copy_to_device")
-            before = cache.statistics().host.loaded
-            one, two = await asyncio.gather(
-                *(cache.acquire(name, prompt(1, 6, tail=1)) for name in "xy")
-            )
-            await asyncio.gather(one.wait_ready(), two.wait_ready())
-            if broken:
-                assert one.hits == two.hits == (0, 0, 0)
-                assert not set(one.block_table) & set(two.block_table)
-                monkeypatch.undo()
-            else:
-                assert one.hits.host == two.hits.host == 6
-                assert one.block_table[:6] == two.block_table[:6]
-                assert cache.statistics().host.loaded == before + 6
-                assert cache.device.check(one.block_table[:6], one.hashes(0, 6)) == []
-            for lease in (one, two):
-                await lease.finish()
-            await cache.wait_idle()
 
 
 async def test_host_watermarks_evict_ahead_of_need():
@@ -147,34 +114,6 @@ async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(
         await cache.wait_idle()
         assert cache.device.check(lease.block_table[:4], lease.hashes(0, 4)) == []
         await lease.finish()
-
-
-@pytest.mark.parametrize("victim", ["index", "swapper", "evictor", "notifier", "reader", "writer"])
-async def test_any_actor_may_fail_at_any_time(victim):
-    """Blocks of the failed actor become misses, the sinks converge, and the next requests are
-    served with right bytes."""
-    async with opened(host=HOST, storage=STORE) as cache:
-        system = cache.system
-        ref = {"reader": system.readers[0], "writer": system.writers[0]}.get(victim) or getattr(
-            system, victim
-        )
-        for round_ in range(3):
-            await pressed(cache)
-            lease = await cache.acquire("a", prompt(1, 6, tail=1))
-            ref.try_tell(Unwelcome())
-            try:
-                await lease.wait_ready()
-                await lease.finish()
-            except (kvactors.ActorFailed, kvactors.LeaseEnded):
-                assert victim == "index"
-                lease.abandon()
-            await asyncio.sleep(0.01)
-            await cache.wait_idle()
-            assert cache.statistics().supervisor.failures == round_ + 1
-            assert cache.check() == []
-        for seed in (1, 2, 3, 1):
-            await serve(cache, "after", prompt(seed, 6, tail=1))
-        await cache.wait_flushed()
 
 
 # -- blocks move between tiers, and are never nowhere in between

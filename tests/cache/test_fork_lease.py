@@ -9,7 +9,7 @@ import threading
 import pytest
 
 import kvactors
-from kvactors.errors import DeadlineExceeded, DeviceError, LeaseEnded, NoRoom, TokensCommitted
+from kvactors.errors import DeadlineExceeded, DeviceError, LeaseEnded, NoRoom
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 16, "transit_slots": 16}
@@ -97,40 +97,6 @@ def holds_back(monkeypatch, device, call: str) -> threading.Event:
     return may_copy
 
 
-CALLS = {
-    "fork": lambda cache, lease, **how: lease.fork_many(2, **how),
-    "extend": lambda cache, lease, **how: lease.extend(prompt(2, 2), **how),
-    "reserve": lambda cache, lease, **how: lease.reserve(2 * BLOCK, **how),
-    "acquire": lambda cache, lease, **how: cache.acquire("b", prompt(2, 2), **how),
-}
-
-
-@pytest.mark.parametrize("call", CALLS)
-async def test_blocks_of_cancelled_forks_are_waited_for(monkeypatch, call):
-    async with opened(device=4) as cache:
-        lease = await cache.acquire("a", prompt(1, 1, tail=1))
-        may_copy = holds_back(monkeypatch, cache.device, "copy_blocks")
-        cancelled = asyncio.ensure_future(lease.fork_many(2))
-        while not cache.statistics().prefix.tails_copied:
-            await asyncio.sleep(0)
-        cancelled.cancel()
-        await asyncio.gather(cancelled, return_exceptions=True)
-        with pytest.raises(kvactors.DeadlineExceeded):
-            await CALLS[call](cache, lease, deadline=0.01)
-        if call in ("fork", "acquire"):
-            with pytest.raises(NoRoom):
-                await CALLS[call](cache, lease, wait_for_evictions=False)
-        waiting = asyncio.ensure_future(CALLS[call](cache, lease))
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert not waiting.done()
-        may_copy.set()
-        made = await waiting
-        for one in {"fork": made, "acquire": [made]}.get(call, []):
-            await one.finish()
-        await lease.finish()
-
-
 async def test_blocks_of_a_load_without_a_lease_are_waited_for(monkeypatch):
     async with opened(device=8, host=HOST) as cache:
         await serve(cache, "a", tokens := prompt(1, 4))
@@ -203,19 +169,6 @@ async def test_loads_in_flight_are_waited_for_by_both(monkeypatch):
         assert cache.statistics().prefix.host_hits == 3
 
 
-async def test_tokens_in_a_shared_block_are_not_dropped_while_it_is_shared():
-    async with opened(device=16) as cache:
-        lease = await cache.acquire("a", prompt(1, 2, tail=1))
-        fork = await lease.fork()
-        with pytest.raises(TokensCommitted, match="'a' shares with a fork"):
-            await fork.truncate(BLOCK + 1)
-        assert len(await fork.truncate(BLOCK)) == 2
-        assert fork.num_tokens == BLOCK
-        await fork.finish()
-        assert len(await lease.truncate(BLOCK + 1)) == 1
-        await lease.finish()
-
-
 async def test_salt_media_and_hints_are_inherited():
     tokens, media = prompt(1, 1, tail=1), [(1, 2, "image")]
     async with opened(device=16) as cache:
@@ -233,26 +186,6 @@ async def test_salt_media_and_hints_are_inherited():
             await fork.truncate(2)
         await lease.finish()
         await fork.finish()
-
-
-@pytest.mark.parametrize("steps", range(8))
-async def test_a_cancelled_fork_leaves_nothing(steps):
-    async with opened(device=6, inline=True) as cache:
-        lease = await cache.acquire("a", prompt(1, 1, tail=1))
-        call = asyncio.ensure_future(lease.fork_many(2))
-        for _ in range(steps):
-            await asyncio.sleep(0)
-        call.cancel()
-        made = await asyncio.gather(call, return_exceptions=True)
-        await cache.wait_idle()
-        if isinstance(made[0], tuple):
-            for fork in made[0]:
-                fork.abandon()
-            await cache.wait_idle()
-        prefix = cache.statistics().prefix
-        assert (prefix.leases, prefix.blocks_free, prefix.blocks_shared) == (1, 4, 0)
-        assert await lease.extend([1, 2, 3, 4]) != ()
-        await lease.finish()
 
 
 async def test_the_copy_waits_for_the_event_and_a_failed_one_changes_nothing():
