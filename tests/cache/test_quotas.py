@@ -155,31 +155,6 @@ async def test_a_clear_ends_pins():
         await settle(cache)
 
 
-async def test_a_clear_of_one_salt_forgets_it_in_device_and_host():
-    host = {"slots": 8, "transit_slots": 8}
-    async with opened(device=8, host=host) as cache:
-        await use(cache, 1, salt="a")
-        await use(cache, 2, salt="b")
-        await use(cache, 3, salt="a", blocks=4)
-        await use(cache, 4, salt="b", blocks=4)
-        await cache.wait_idle()
-        assert hosted(cache, 1, salt="a") == 2
-        lease = await cache.acquire("open", tokens_of(3, 4), salt="a")
-        await cache.clear(salt="a")
-        for number, blocks in ((1, 2), (3, 4)):
-            assert held(cache, number, salt="a", blocks=blocks) == 0
-            assert hosted(cache, number, salt="a", blocks=blocks) == 0
-        assert hosted(cache, 2, salt="b") == 2
-        assert held(cache, 4, salt="b", blocks=4) == 4
-        await cache.wait_flushed()
-        assert cache.count_divergent_blocks() == 0
-        await lease.finish(4 * BLOCK)
-        assert held(cache, 3, salt="a", blocks=4) == 0
-        await use(cache, 3, salt="a", blocks=4)
-        assert held(cache, 3, salt="a", blocks=4) == 4
-        await settle(cache)
-
-
 async def test_a_lease_of_before_a_clear_of_its_salt_caches_nothing():
     async with opened(device=8) as cache:
         lease = await cache.acquire("open", tokens_of(1, 2), salt="a")
