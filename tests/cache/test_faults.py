@@ -126,9 +126,9 @@ def slow_writes(cache, seconds: float) -> None:
     """Every write of the store takes a while longer."""
     write = cache.system.store.inner.write
 
-    async def slowly(*arguments):
+    async def slowly(*arguments, **options):
         await asyncio.sleep(seconds)
-        return await write(*arguments)
+        return await write(*arguments, **options)
 
     cache.system.store.inner.write = slowly
 
