@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from kvactors.errors import ConfigError
-from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE
 from tests.integrations.fastdeploy.conftest import memory_of_gpu
 from tests.integrations.fastdeploy.oracle import ModelMemory
@@ -57,22 +56,6 @@ def test_copies_use_as_many_threads_as_the_option(engine, number, ranks):
     one.manager.free_block_ids(2)
     assert one.manager.statistics().cpu_blocks == 2
     assert threads() - before == number * ranks
-
-
-@pytest.mark.parametrize("slots", [1, 2, 5])
-def test_writes_pass_as_many_slots_as_the_option(engine, monkeypatch, slots):
-    copied = []
-    store = RankCopies.store
-
-    def counted(copies, blocks, places):
-        copied.append(len(blocks))
-        return store(copies, blocks, places)
-
-    monkeypatch.setattr(RankCopies, "store", counted)
-    one = engine(gpu=8, file=True, options={"staging_slots": slots})
-    one.serve("a", list(range(BLOCK_SIZE * 8)))
-    assert max(copied) == slots
-    assert sum(copied) == one.manager.statistics().written_blocks == 8
 
 
 def test_copying_threads_have_no_use_for_tensors_of_a_gpu(engine, gpu):

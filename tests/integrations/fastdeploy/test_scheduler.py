@@ -10,8 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
-from tests.integrations.fastdeploy.conftest import RESERVE
+from kvactors.integrations.fastdeploy import PrefixCacheManager
+from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request, make_config
+from tests.integrations.fastdeploy.conftest import RESERVE, Engine, memory_of_gpu
 from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
 from tests.integrations.fastdeploy.simulation import simulate
@@ -127,3 +128,21 @@ def test_tensors_of_paddle(engine):
     one = engine(gpu=6, cpu=3, file=True, memory=memory)
     drive(one, 5, requests=20)
     assert one.manager.statistics().written_blocks > 0
+
+
+def test_runs_over_tensors_of_a_gpu(gpu, tmp_path):
+    config = make_config(6, 3, backend="file")
+    memory = memory_of_gpu(gpu, 6)
+    manager = PrefixCacheManager(
+        config,
+        1,
+        tensors=memory.tensors,
+        stream=lambda: gpu.stream,
+        environ={RESERVE: "0", "FILE_BACKEND_STORAGE_DIR": str(tmp_path)},
+    )
+    manager.attach()
+    drive(Engine(manager, memory, config), 0, requests=30)
+    found = manager.statistics()
+    assert found.cpu_tokens > 0
+    assert found.storage_tokens > 0
+    manager.close()

@@ -13,7 +13,6 @@ import pytest
 from kvactors.integrations.fastdeploy.lower_tiers import FinishWrites, RankCopies
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.test_launch import process as process  # a fixture
-from tests.integrations.fastdeploy.test_threads import LIMIT
 from tests.tier_cache.stores import SharedStore
 
 A, B = list(range(16)), list(range(100, 116))
@@ -95,24 +94,6 @@ def test_only_the_tail_is_copied_and_written_from_its_slots(engine, calls, stagi
 
 
 # -- results that are no bytes
-
-
-@pytest.mark.parametrize("mode", ["unreachable", "damages"])
-def test_a_read_that_fails_is_an_empty_result(engine, faults, monkeypatch, mode):
-    monkeypatch.setattr("kvactors.tier_cache.storage_moves.RETRY", 0.2)
-    one = engine(gpu=4, file=True, options={"storage": {"timeout_s": 5.0}})
-    one.serve("a", A[:8])
-    one.manager.reset()
-    faults.mode = mode
-    assert one.match(Request("b", A[:8]))[:2] == ([], 0)
-    assert one.free_blocks == [0, 1, 2, 3]
-    faults.mode = "ok"
-    one.serve("c", A[:8])
-    one.manager.reset()
-    until = time.monotonic() + LIMIT
-    while one.serve("d", A[:8])["storage_match_token_num"] != 8:
-        assert time.monotonic() < until, "the store is not used again"
-        one.manager.reset()
 
 
 @pytest.mark.parametrize(
