@@ -23,13 +23,13 @@ from kvactors.identity import StoreIdentity
 from kvactors.integrations.engine import log_to
 from kvactors.integrations.lmcache.catalog import (
     KeyCatalog,
-    KeyLog,
+    KeyFile,
     ObjectShape,
     StoredObject,
     layout_of,
     stored_object,
 )
-from kvactors.integrations.lmcache.object_store import Buffer, ObjectStore, TransferTask, Worker
+from kvactors.integrations.lmcache.object_store import Buffer, ObjectStore, TransferTask
 from kvactors.integrations.lmcache.settings import (
     L2Settings,
     read_settings,
@@ -37,10 +37,9 @@ from kvactors.integrations.lmcache.settings import (
     store_config,
 )
 from kvactors.native import addresses
-from kvactors.threads import Workers
 from kvactors.tier_cache import StorageTier, TierConfig, open_storage
 
-STOP_LIMIT_S = 5.0  # of the worker's thread, which never waits for the file system
+STOP_LIMIT_S = 5.0  # of the loop, which never waits for the file system
 
 
 class KVActorsL2(L2AdapterInterface):
@@ -63,13 +62,13 @@ class KVActorsL2(L2AdapterInterface):
         self._loads: dict[int, Any] = {}
         self._closed = False
         staging = staging_memory(settings)
-        tier = self._tier = open_storage(config, event_fd=True)
+        tier = self._tier = open_storage(config)
         try:
-            catalog, self._keys = read_keys(tier, config, settings)
+            catalog, keys = read_keys(tier, config, settings)
         except BaseException:
             tier.close(settings.close_timeout_s)
             raise
-        self._worker = Worker(ObjectStore(tier, self._keys, catalog, self, staging))
+        self._objects = ObjectStore(tier, keys, catalog, self, staging)
         self._store_event, self._lookup_event, self._load_event = (
             create_event_notifier() for _ in range(3)
         )
@@ -78,7 +77,6 @@ class KVActorsL2(L2AdapterInterface):
             self._notify_keys_stored(
                 [key for key, _ in recovered], [found.shape.size for _, found in recovered]
             )
-        self._worker.start()
 
     # -- event descriptors
 
@@ -118,14 +116,12 @@ class KVActorsL2(L2AdapterInterface):
         buffers = [buffer_of(each, writable=not save) for each in objects]
         deadline = time.monotonic() + self.settings.timeout_s
         task = TransferTask(next(self._numbers), list(keys), buffers, deadline, save=save)
-        self._hand_over(partial(self._worker.objects.begin, task), partial(self.task_ended, task))
+        self._hand_over(partial(self._objects.begin, task), partial(self.task_ended, task))
         return task.number
 
     def _hand_over(self, call: Callable[[], None], otherwise: Callable[[], None]) -> None:
-        """Give a call to the worker. After the end the caller has its answer at once."""
-        if self._worker.running and not self._closed:
-            self._worker.post(call)
-        else:
+        """Give a call to the loop. After the end the caller has its answer at once."""
+        if self._closed or not self._objects.post(call):
             otherwise()
 
     # -- look-ups and locks
@@ -141,7 +137,7 @@ class KVActorsL2(L2AdapterInterface):
             if layout is not None and layout.shapes
         }
         self._hand_over(
-            partial(self._worker.objects.look_up, number, list(keys), layouts),
+            partial(self._objects.look_up, number, list(keys), layouts),
             partial(self.looked_up, number, [False] * len(keys)),
         )
         return number
@@ -152,9 +148,9 @@ class KVActorsL2(L2AdapterInterface):
 
     def submit_unlock(self, keys: list[Any]) -> None:
         if not self._closed:
-            self._worker.post(partial(self._worker.objects.unlock, list(keys)))
+            self._objects.post(partial(self._objects.unlock, list(keys)))
 
-    # -- results: called in the worker's thread
+    # -- results: called on the store's loop
 
     def task_ended(self, task: TransferTask) -> None:
         if task.save:
@@ -180,21 +176,19 @@ class KVActorsL2(L2AdapterInterface):
     # -- eviction, listing, status
 
     def delete(self, keys: list[Any]) -> None:
-        self._worker.ask(
-            partial(self._worker.objects.delete, list(keys)), self.settings.timeout_s, 0
-        )
+        self._objects.ask(partial(self._objects.delete, list(keys)), self.settings.timeout_s, 0)
 
     def register_listener(self, listener: Any) -> None:
         """Register a listener, and report the objects of the store to it."""
 
         def register() -> None:
             L2AdapterInterface.register_listener(self, listener)
-            known = self._worker.objects.catalog.items()
+            known = self._objects.catalog.items()
             if known:
                 keys = [key for key, _ in reversed(known)]  # the last one is evicted first
                 listener.on_l2_keys_stored(keys, [found.shape.size for _, found in reversed(known)])
 
-        self._worker.ask(register, self.settings.timeout_s, None)
+        self._objects.ask(register, self.settings.timeout_s, None)
 
     def list_l2_keys(
         self, model_name: str | None = None, page_size: int = 500, cursor: str | None = None
@@ -205,9 +199,7 @@ class KVActorsL2(L2AdapterInterface):
             raise ValueError(f"malformed cursor {cursor!r}")
         start = int(cursor or 0)
         nothing: list[tuple[Any, StoredObject]] = []
-        known = self._worker.ask(
-            self._worker.objects.catalog.items, self.settings.timeout_s, nothing
-        )
+        known = self._objects.ask(self._objects.catalog.items, self.settings.timeout_s, nothing)
         entries = sorted(
             (found.digest, key, found.shape.size)
             for key, found in known
@@ -225,11 +217,11 @@ class KVActorsL2(L2AdapterInterface):
         return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
 
     def report_status(self) -> dict[str, Any]:
-        catalog = self._worker.objects.catalog
+        catalog = self._objects.catalog
         failing = "; ".join(self._tier.failing)
-        trouble = self._tier.trouble or failing or self._worker.objects.keys.error
+        trouble = self._tier.trouble or failing or self._objects.keys.error
         return {
-            "is_healthy": self._worker.running and not trouble,
+            "is_healthy": self._objects.running and not trouble,
             "type": type(self).__name__,
             "trouble": trouble,
             "stored_object_count": len(catalog.objects),
@@ -237,7 +229,7 @@ class KVActorsL2(L2AdapterInterface):
             "bytes_used": catalog.nbytes,
             "pages_used": catalog.used,
             "pages": catalog.capacity,
-            "tasks_in_flight": len(self._worker.objects.tasks),
+            "tasks_in_flight": len(self._objects.tasks),
             "directory": self.settings.directory,
         }
 
@@ -247,11 +239,11 @@ class KVActorsL2(L2AdapterInterface):
         if self._closed:
             return
         self._closed = True
-        stopped = self._worker.stop(STOP_LIMIT_S)
+        stopped = self._objects.stop(STOP_LIMIT_S)
         self._tier.close(self.settings.close_timeout_s)
         if self._tier.stuck:
-            self._worker.objects.memory.keep()
-        self._keys.close()
+            self._objects.memory.keep()
+        self._objects.keys.close()
         if stopped:  # else the thread may still signal
             for event in (self._store_event, self._lookup_event, self._load_event):
                 event.close()
@@ -288,16 +280,15 @@ def buffer_of(memory_object: Any, *, writable: bool) -> Buffer | None:
 
 def read_keys(
     tier: StorageTier, config: TierConfig, settings: L2Settings
-) -> tuple[KeyCatalog, KeyLog]:
+) -> tuple[KeyCatalog, KeyFile]:
     """The objects of the store, and the open file of their keys. Other pages are removed."""
     storage = config.storage
     identity = StoreIdentity(config.model, storage.namespace, config.fingerprint)
     name = f"keys-{identity.digest.hex()[:16]}.jsonl"
-    keys = KeyLog(identity.folder(storage.directory) / name)
-    disk = Workers(1, "kvactors-lmcache-open")
+    keys = KeyFile(identity.folder(storage.directory) / name)
     catalog = KeyCatalog(settings.pages)
     try:
-        for stored, shape in disk.submit(keys.read).result(settings.open_timeout_s):
+        for stored, shape in keys.run(keys.read, settings.open_timeout_s):
             with suppress(ValueError):
                 key = ObjectKey(*stored)
                 found = stored_object(key, shape, tier.block_bytes)
@@ -305,11 +296,9 @@ def read_keys(
                     catalog.remove(key)
                     catalog.add(key, found)
         tier.retain(page for _, found in catalog.items() for page in found.page_keys())
-        disk.submit(partial(keys.rewrite, catalog.records())).result(settings.open_timeout_s)
+        keys.run(partial(keys.rewrite, catalog.records()), settings.open_timeout_s)
     except TimeoutError:
         raise StoreError(f"{keys.path} was not read in {settings.open_timeout_s} seconds") from None
     except OSError as error:
         raise StoreError(f"{keys.path}: {error}") from error
-    finally:
-        disk.close()
     return catalog, keys

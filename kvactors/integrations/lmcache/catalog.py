@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvactors.actor.log import described, get_logger
 from kvactors.files import open_private, private_folder, read_all
@@ -21,6 +21,8 @@ from kvactors.integrations.engine import model_digest
 from kvactors.threads import Workers
 
 log = get_logger()
+
+T = TypeVar("T")
 
 
 # -- Identity of LMCache's objects: their keys, layouts, and the keys of their pages.
@@ -121,7 +123,6 @@ class KeyCatalog:
         self.nbytes = 0
         self.locks: Counter[Key] = Counter()
         self.objects: OrderedDict[Key, StoredObject] = OrderedDict()
-        self.by_digest: dict[bytes, Key] = {}
 
     def items(self) -> list[tuple[Key, StoredObject]]:
         """Every key and its object, least recently used first."""
@@ -140,14 +141,12 @@ class KeyCatalog:
     def add(self, key: Key, found: StoredObject) -> None:
         """An object is in the store. It must not be in the catalog."""
         self.objects[key] = found
-        self.by_digest[found.digest] = key
         self.used += found.pages
         self.nbytes += found.shape.size
 
     def remove(self, key: Key) -> StoredObject | None:
         found = self.objects.pop(key, None)
         if found is not None:
-            del self.by_digest[found.digest]
             self.used -= found.pages
             self.nbytes -= found.shape.size
         return found
@@ -180,18 +179,31 @@ class KeyCatalog:
 Record = tuple[Key, ObjectShape]
 
 
-class KeyLog:
-    """An append-only file with a line for every stored object. Every method blocks.
+SPARE_LINES = 1024  # beyond twice the objects: then the file is written anew
+
+
+class KeyFile:
+    """An append-only file with a line for every stored object, and the thread that writes it.
 
     The file proves nothing: an object counts when the store has its pages under the hash of the
     line's fields. A damaged line is skipped.
+
+    Attributes:
+        error: why the file does not take records, empty if it does.
+        unwritten: objects that are stored and whose tasks have not ended.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.lines = 0
+        self.error = ""
+        self.unwritten: dict[Key, ObjectShape] = {}
+        self._lines = 0
         self._fd: int | None = None
         self._torn = False  # the last line may lack its end
+        self._disk = Workers(1, "kvactors-lmcache-keys")
+        self._finished = False
+
+    # -- calls of the file system, which block
 
     def read(self) -> list[tuple[Key, ObjectShape]]:
         """The records of the file, in the order of the lines. OSError."""
@@ -212,7 +224,7 @@ class KeyLog:
         other = self.path.with_suffix(".new")
         fd = open_private(other, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         try:
-            _write(fd, text)
+            _write_all(fd, text)
             os.fsync(fd)
             other.replace(self.path)
         except BaseException:
@@ -220,16 +232,16 @@ class KeyLog:
             raise
         self.close()
         self._fd, self._torn = fd, False
-        self.lines = text.count(b"\n")
+        self._lines = text.count(b"\n")
 
     def append(self, records: Iterable[Record]) -> None:
         if self._fd is None:
             raise OSError("the file of the keys is closed")
         text = b"".join(map(_line, records))
         begin, self._torn = b"\n" if self._torn else b"", True
-        _write(self._fd, begin + text)
+        _write_all(self._fd, begin + text)
         self._torn = False
-        self.lines += text.count(b"\n")
+        self._lines += text.count(b"\n")
 
     def close(self) -> None:
         fd, self._fd = self._fd, None
@@ -237,8 +249,52 @@ class KeyLog:
             with suppress(OSError):
                 os.close(fd)
 
+    # -- calls that the thread of the file makes
 
-def _write(fd: int, text: bytes) -> None:
+    def run(self, call: Callable[[], T], limit: float) -> T:
+        """The result of a call, TimeoutError after `limit` seconds."""
+        return self._disk.submit(call).result(limit)
+
+    def take(self, keys: Sequence[Key]) -> list[Record]:
+        """The records of a task that has ended, the end of the prefix first: the order of the file
+        is the order of use after a restart."""
+        fresh = dict.fromkeys(key for key in reversed(keys) if key in self.unwritten)
+        return [(key, self.unwritten.pop(key)) for key in fresh]
+
+    def is_long(self, objects: int) -> bool:
+        return self._lines > 2 * objects + SPARE_LINES
+
+    def write(
+        self, records: list[Record], whole: list[Record] | None, written: Callable[[], object]
+    ) -> None:
+        """Add records, or write the `whole` file anew. `written` is called in any case."""
+        self._disk.submit(partial(self._write, records, whole)).add_done_callback(
+            lambda _: written()
+        )
+
+    def _write(self, records: list[Record], whole: list[Record] | None) -> None:
+        try:
+            if whole is None:
+                self.append(records)
+            else:
+                self.rewrite(whole)
+        except OSError as error:
+            if not self.error:
+                log.error("keys of LMCache's objects not written", error=described(error))
+            self.error = str(error)
+        else:
+            self.error = ""
+
+    def finish(self, whole: list[Record], limit: float) -> None:
+        """Write all records in the order of their use, in `limit` seconds at most."""
+        if not self._finished:
+            self._finished = True
+            self._disk.submit(partial(self._write, [], whole))
+            self._disk.end(limit)
+            self._disk.close()
+
+
+def _write_all(fd: int, text: bytes) -> None:
     while text:
         text = text[os.write(fd, text) :]
 
@@ -266,56 +322,3 @@ def _parsed(text: bytes) -> Iterator[tuple[Key, ObjectShape]]:
             if numbers and texts and size:
                 key = Key(bytes.fromhex(chunk_hash), model, rank, group, salt)
                 yield key, ObjectShape(layout, size)
-
-
-SPARE_LINES = 1024  # beyond twice the objects: then the file is written anew
-
-
-class KeyWriter:
-    """The objects whose keys are not in the file yet, and the thread that writes them. `error`: why
-    the file does not take records, empty if it does."""
-
-    def __init__(self, keys: KeyLog) -> None:
-        self.error = ""
-        self._keys = keys
-        self.unwritten: dict[Key, ObjectShape] = {}  # of tasks that have not ended
-        self._disk = Workers(1, "kvactors-lmcache-keys")
-        self._closed = False
-
-    def take(self, keys: Sequence[Key]) -> list[Record]:
-        """The records of a task that has ended, the end of the prefix first: the order of the file
-        is the order of use after a restart."""
-        fresh = dict.fromkeys(key for key in reversed(keys) if key in self.unwritten)
-        return [(key, self.unwritten.pop(key)) for key in fresh]
-
-    def is_long(self, objects: int) -> bool:
-        return self._keys.lines > 2 * objects + SPARE_LINES
-
-    def write(
-        self, records: list[Record], whole: list[Record] | None, written: Callable[[], None]
-    ) -> None:
-        """Add records, or write the `whole` file anew. `written` is called in any case."""
-        self._disk.submit(partial(self._write, records, whole)).add_done_callback(
-            lambda _: written()
-        )
-
-    def _write(self, records: list[Record], whole: list[Record] | None) -> None:
-        try:
-            if whole is None:
-                self._keys.append(records)
-            else:
-                self._keys.rewrite(whole)
-        except OSError as error:
-            if not self.error:
-                log.error("keys of LMCache's objects not written", error=described(error))
-            self.error = str(error)
-        else:
-            self.error = ""
-
-    def close(self, whole: list[Record], limit: float) -> None:
-        """Write all records in the order of their use, in `limit` seconds at most."""
-        if not self._closed:
-            self._closed = True
-            self._disk.submit(partial(self._write, [], whole))
-            self._disk.end(limit)
-            self._disk.close()

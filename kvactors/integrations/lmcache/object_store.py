@@ -1,20 +1,18 @@
-"""The decisions over LMCache's objects: look-ups, stores, loads, evictions. State of one thread.
+"""The decisions over LMCache's objects: look-ups, stores, loads, evictions.
 
-It never waits for the file system: the store and the file of the keys have their own threads."""
+LMCache's threads hand calls over and take results. The event loop of the store makes every
+decision, so nothing is shared. It never waits for the file system: the store and the file of the
+keys have their own threads."""
 
 from __future__ import annotations
 
-import os
-import select
-import threading
-import time
-import weakref
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvactors.actor.log import described, get_logger
@@ -23,8 +21,7 @@ from kvactors.integrations.lmcache.catalog import (
     DIGEST_BYTES,
     Key,
     KeyCatalog,
-    KeyLog,
-    KeyWriter,
+    KeyFile,
     ObjectShape,
     Record,
     StoredObject,
@@ -33,6 +30,10 @@ from kvactors.integrations.lmcache.catalog import (
 )
 from kvactors.native import copy_bytes
 from kvactors.tier_cache import SlotMemory, StorageResult, StorageTier
+
+T = TypeVar("T")
+
+log = get_logger()
 
 # -- Tasks of LMCache, the objects that they move, and the staging memory of their pages.
 #
@@ -55,6 +56,7 @@ class TransferTask:
     Attributes:
         buffers: memory of each object, None where there is none that fits.
         deadline: on the monotonic clock. Objects that are not done by then fail.
+        timer: of the deadline.
         ok: one bool a key, valid when the task has ended.
     """
 
@@ -66,6 +68,7 @@ class TransferTask:
     ok: list[bool] = field(init=False)
     left: int = 0
     nbytes: int = 0
+    timer: asyncio.TimerHandle | None = None
     transfers: list[PageTransfer] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -161,7 +164,7 @@ BATCH = 16  # pages of one job of the store
 
 
 class TransferReport(Protocol):
-    """Takes results and changes, in the worker's thread. Objects that were found are locked."""
+    """Takes results and changes, in the store's thread. Objects that were found are locked."""
 
     def task_ended(self, task: TransferTask) -> None: ...
     def looked_up(self, number: int, found: list[bool]) -> None: ...
@@ -171,13 +174,14 @@ class TransferReport(Protocol):
 
 
 class ObjectStore:
-    """The objects and the tasks in flight. Every method but `close` is called in one thread. Half
-    of the staging memory is for stores and half for loads."""
+    """The objects and the tasks in flight. `post`, `ask` and `stop` are called in any thread, the
+    others on the event loop of the store. Half of the staging memory is for stores and half for
+    loads."""
 
     def __init__(
         self,
         tier: StorageTier,
-        keys: KeyLog,
+        keys: KeyFile,
         catalog: KeyCatalog,
         report: TransferReport,
         staging: SlotMemory,
@@ -185,15 +189,85 @@ class ObjectStore:
         self.tier = tier
         self.catalog = catalog
         self.tasks: dict[int, TransferTask] = {}
-        self.keys = KeyWriter(keys)
+        self.keys = keys
         self._report = report
         self.memory = staging
         half = staging.num_slots // 2
         self._loads = TransferLane(self.memory, range(half), save=False)
         self._saves = TransferLane(self.memory, range(half, staging.num_slots), save=True)
+        self.running = True
+        self._thread = 0
+        self._turns = False  # whether a turn is due
         self._storing: dict[Key, PageTransfer] = {}
         self._stored: list[Record] = []  # in this turn
         self._ended_tasks: list[TransferTask] = []  # in this turn
+
+    # -- any thread
+
+    def post(self, call: Callable[[], object]) -> bool:
+        """Make a call on the loop. Returns False if it has ended."""
+        return self.tier.call(self._run, call)
+
+    def ask(self, call: Callable[[], T], limit: float, otherwise: T) -> T:
+        """The result of a call on the loop, or `otherwise` after `limit` seconds."""
+        if get_ident() == self._thread:  # LMCache's listener, in a report
+            return call()
+        answer: Future[T] = Future()
+        if not self.post(partial(_answer, answer, call)):
+            return otherwise
+        try:
+            return answer.result(limit)
+        except TimeoutError:
+            return otherwise
+
+    def stop(self, limit: float) -> bool:
+        """Fail the tasks in flight, and write the keys. Returns whether no result is reported any
+        more, `limit` seconds at most after the call."""
+        if not self.ask(self._stop, limit, not self.running):
+            return False
+        self.keys.finish(self.catalog.records(), limit)
+        return True
+
+    # -- turns
+
+    def _run(self, call: Callable[[], object]) -> None:
+        self._thread = get_ident()
+        self._contain(call)
+        if not self.running:
+            self._give_up_all()
+        elif self.tasks:
+            self._take_turn()
+
+    def _take_turn(self) -> None:
+        """What calls and results have begun goes on, in one turn for those that come together."""
+        if not self._turns and get_ident() == self._thread:  # else the tier closes
+            self._turns = True
+            asyncio.get_running_loop().call_soon(self._turn)
+
+    def _turn(self) -> None:
+        self._turns = False
+        for result in self.tier.poll():
+            self._contain(partial(self.job_ended, result))
+        self._contain(self.fill)
+        self._contain(self.settle)
+
+    def _stop(self) -> bool:
+        self.running = False
+        return True
+
+    def _give_up_all(self) -> None:
+        for task in list(self.tasks.values()):
+            self._contain(partial(self.give_up, task))
+        self._contain(self.settle)
+        for task in list(self.tasks.values()):
+            self._contain(partial(self.end_task, task))
+
+    @staticmethod
+    def _contain(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except Exception as error:
+            log.error("LMCache call failed", call=str(call), error=described(error))
 
     # -- look-ups, locks, removals
 
@@ -251,6 +325,8 @@ class ObjectStore:
 
     def begin(self, task: TransferTask) -> None:
         self.tasks[task.number] = task
+        loop = asyncio.get_running_loop()
+        task.timer = loop.call_at(task.deadline, self._run, partial(self.give_up, task))
         task.left = 1  # until every object has begun
         try:
             if not self.tier.trouble:
@@ -310,16 +386,19 @@ class ObjectStore:
             while moves := lane.take_pages(BATCH):
                 keys = [move.transfer.found.page_key(move.number) for move in moves]
                 try:
-                    submit(tuple(moves), keys, [lane.view(move) for move in moves])
+                    job = submit(tuple(moves), keys, [lane.view(move) for move in moves])
                 except CacheClosed:
                     self._pages_ended(moves, [False] * len(moves))
+                else:
+                    job.add_done_callback(lambda _: self._take_turn())
 
     def job_ended(self, result: StorageResult) -> None:
         if isinstance(result.job, tuple):
             self._pages_ended(result.job, result.ok)
-        digests = dict.fromkeys(key[:DIGEST_BYTES] for key in result.removed)
-        gone = [self.catalog.by_digest.get(digest) for digest in digests]
-        self._drop([key for key in gone if key is not None])
+        digests = {key[:DIGEST_BYTES] for key in result.removed}
+        if digests:
+            known = self.catalog.objects.items()
+            self._drop([key for key, found in known if found.digest in digests])
 
     def _pages_ended(self, moves: Sequence[PageMove], ok: Sequence[bool]) -> None:
         for move, good in zip(moves, ok, strict=True):
@@ -377,9 +456,8 @@ class ObjectStore:
 
     # -- results
 
-    def settle(self, post: Callable[[Callable[[], None]], None]) -> None:
-        """Report the results of this turn. A store task ends when its keys are in the file: then
-        `post` runs a call in the thread."""
+    def settle(self) -> None:
+        """Report the results of this turn. A store task ends when its keys are in the file."""
         ended, self._ended_tasks = self._ended_tasks, []
         stored, self._stored = self._stored, []
         if stored:
@@ -396,7 +474,7 @@ class ObjectStore:
                 self.end_task(task)
         if records:
             whole = self.catalog.records() if self.keys.is_long(len(self.catalog.objects)) else None
-            self.keys.write(records, whole, lambda: post(partial(self._end_tasks, saves)))
+            self.keys.write(records, whole, lambda: self.post(partial(self._end_tasks, saves)))
         else:
             self._end_tasks(saves)
 
@@ -406,117 +484,9 @@ class ObjectStore:
 
     def end_task(self, task: TransferTask) -> None:
         if self.tasks.pop(task.number, None) is not None:
+            if task.timer is not None:
+                task.timer.cancel()
             self._report.task_ended(task)
-
-
-# -- The thread that owns the objects and the tasks in flight.
-#
-# LMCache's threads hand calls over and take results. One thread makes every decision, so nothing is
-# shared.
-
-T = TypeVar("T")
-
-log = get_logger()
-
-
-class Worker:
-    """Runs calls and results in one thread. `post` and `ask` may be called in any thread, the
-    methods of `objects` in the worker's thread."""
-
-    def __init__(self, objects: ObjectStore) -> None:
-        self.objects = objects
-        self._tier = objects.tier
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake)  # other threads may write to it until then
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="kvactors-lmcache", daemon=True)
-
-    # -- any thread
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def post(self, call: Callable[[], None]) -> None:
-        self._commands.append(call)
-        os.eventfd_write(self._wake, 1)
-
-    def ask(self, call: Callable[[], T], limit: float, otherwise: T) -> T:
-        """The result of a call in the worker's thread, or `otherwise` after `limit` seconds."""
-        if threading.current_thread() is self._thread:
-            return call()
-        answer: Future[T] = Future()
-        self.post(partial(_answer, answer, call))
-        try:
-            return answer.result(limit if self._thread.is_alive() else 0.0)
-        except TimeoutError:
-            return otherwise
-
-    def stop(self, limit: float) -> bool:
-        """End the thread. Tasks in flight fail. Returns whether it ended in `limit` seconds."""
-        if self._thread.is_alive():
-            self.post(self._stop)
-            self._thread.join(limit)
-        if self._thread.is_alive():
-            return False
-        self.objects.keys.close(self.objects.catalog.records(), limit)
-        return True
-
-    @property
-    def running(self) -> bool:
-        return self._thread.is_alive() and not self._stopped
-
-    # -- the thread
-
-    def _stop(self) -> None:
-        self._stopped = True
-
-    def _run(self) -> None:
-        poll = select.poll()
-        descriptors = [self._wake] if self._tier.fd is None else [self._wake, self._tier.fd]
-        for fd in descriptors:
-            poll.register(fd, select.POLLIN)
-        while not self._stopped:
-            poll.poll(self._patience())
-            for fd in descriptors:
-                with suppress(BlockingIOError):
-                    os.eventfd_read(fd)
-            self._turn()
-        self._run_commands()
-        tasks = self.objects.tasks
-        for task in list(tasks.values()):
-            self._contain(self.objects.give_up, task)
-        self._contain(self.objects.settle, self.post)
-        for task in list(tasks.values()):
-            self._contain(self.objects.end_task, task)
-
-    def _patience(self) -> int | None:
-        """Milliseconds until the next deadline, None without tasks."""
-        if not self.objects.tasks:
-            return None
-        next_deadline = min(task.deadline for task in self.objects.tasks.values())
-        return max(0, int((next_deadline - time.monotonic()) * 1000) + 1)
-
-    def _turn(self) -> None:
-        self._run_commands()
-        for result in self._tier.poll():
-            self._contain(self.objects.job_ended, result)
-        now = time.monotonic()
-        for task in [task for task in self.objects.tasks.values() if task.deadline <= now]:
-            self._contain(self.objects.give_up, task)
-        self._contain(self.objects.fill)
-        self._contain(self.objects.settle, self.post)
-
-    def _run_commands(self) -> None:
-        while self._commands:
-            self._contain(self._commands.popleft())
-
-    @staticmethod
-    def _contain(call: Callable[..., None], *arguments: object) -> None:
-        try:
-            call(*arguments)
-        except Exception as error:
-            log.error("LMCache call failed", call=str(call), error=described(error))
 
 
 def _answer(answer: Future[T], call: Callable[[], T]) -> None:

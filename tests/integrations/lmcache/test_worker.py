@@ -113,7 +113,7 @@ def test_the_store_evicts_by_use_and_never_a_locked_object(tmp_path: Path) -> No
     assert world.store(KEYS[10:13]) == [True, False, False]
     assert world.held(KEYS[:3]) == [True] * 3
     assert world.load(KEYS[:3]) == [*map(payload, KEYS[:3])]
-    world.worker.post(partial(world.worker.objects.unlock, [*KEYS[:3]]))
+    world.objects.post(partial(world.objects.unlock, [*KEYS[:3]]))
     assert world.store(KEYS[20:24]) == [True] * 4
     assert world.held(KEYS[:4]) == [False] * 4
     # more than the capacity: the beginning is stored
@@ -137,7 +137,7 @@ def test_delete_leaves_locked_objects(world: World) -> None:
     world.store(salted("tenant")[:3])
     assert world.look_up(KEYS[:1]) == [True]
     chosen = [*KEYS[:2], KEYS[1], KEYS[9]]
-    assert world.worker.ask(lambda: world.worker.objects.delete(chosen), LIMIT, -1) == 1
+    assert world.objects.ask(lambda: world.objects.delete(chosen), LIMIT, -1) == 1
     assert world.held(KEYS[:3]) == [True, False, True]
     assert world.held(salted("tenant")[:3]) == [True] * 3
     world.check()
@@ -197,9 +197,9 @@ def test_many_threads_store_and_load_what_fits_and_what_does_not(tmp_path: Path)
             hits = [key for key, there in zip(keys, found, strict=True) if there]
             loaded = world.load(hits)
             assert loaded == [payload(key) for key in hits], "a locked object was not loaded"
-            world.worker.post(partial(world.worker.objects.unlock, hits))
+            world.objects.post(partial(world.objects.unlock, hits))
             if draw.random() < 0.3:
-                world.worker.post(partial(world.worker.objects.delete, keys))
+                world.objects.post(partial(world.objects.delete, keys))
 
     failures: list[BaseException] = []
 
@@ -216,7 +216,7 @@ def test_many_threads_store_and_load_what_fits_and_what_does_not(tmp_path: Path)
         thread.join(LIMIT)
     assert failures == []
     world.check()
-    assert not world.worker.objects.catalog.locks
+    assert not world.objects.catalog.locks
     world.close()
 
 
@@ -235,10 +235,10 @@ def test_a_load_that_hangs_ends_in_time_and_leaves_the_memory_alone(faulty: Worl
     faulty.timeout = LIMIT
     assert faulty.tier.drain(LIMIT)
     for _ in range(2):  # a turn that begins after the end of the read
-        faulty.worker.ask(lambda: None, LIMIT, None)
+        faulty.objects.ask(lambda: None, LIMIT, None)
     assert faulty.load(KEYS[1:2]) == [payload(KEYS[1])]
     assert memory.bytes.raw == b"\7" * SIZE, "memory that LMCache has back was written"
-    assert not faulty.worker.objects.catalog.locks
+    assert not faulty.objects.catalog.locks
     assert faulty.load(KEYS[:1]) == [payload(KEYS[0])]
     faulty.check()
 
@@ -259,7 +259,7 @@ def test_a_store_that_fails_costs_misses_only(faulty: World) -> None:
     FaultyStore.mode = "raise"
     assert faulty.load(KEYS[:2]) == [None] * 2
     assert faulty.store(KEYS[2:4]) == [False] * 2
-    assert faulty.worker.running
+    assert faulty.objects.running
     faulty.check()
 
 
@@ -269,13 +269,13 @@ def test_tasks_in_flight_fail_when_the_worker_stops(tmp_path: Path) -> None:
     FaultyStore.mode = "hang"
     task = world.submit(KEYS[:1], [Memory()], save=False)
     assert world.look_up(KEYS[:1]) == [True]
-    assert world.worker.stop(LIMIT)
+    assert world.objects.stop(LIMIT)
     assert world.results[task.number].ok == [False]
-    assert not world.worker.running
-    assert world.worker.stop(LIMIT)
-    assert world.worker.ask(lambda: 1, LIMIT, 2) == 2
+    assert not world.objects.running
+    assert world.objects.stop(LIMIT)
     FaultyStore.mode = "ok"
     world.tier.close()
+    assert world.objects.ask(lambda: 1, LIMIT, 2) == 2
     world.keys.close()
 
 

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvactors.integrations.lmcache.catalog import Key, KeyCatalog, KeyLog, ObjectShape
-from kvactors.integrations.lmcache.object_store import Buffer, ObjectStore, TransferTask, Worker
+from kvactors.integrations.lmcache.catalog import Key, KeyCatalog, KeyFile, ObjectShape
+from kvactors.integrations.lmcache.object_store import Buffer, ObjectStore, TransferTask
 from kvactors.tier_cache import SlotMemory, StorageTier, open_storage
 from tests.tier_cache.stores import FaultyStore
 
@@ -68,12 +68,11 @@ class World:
         self.lookups: dict[int, list[bool]] = {}
         self._numbers = itertools.count()
         self._arrived = threading.Event()
-        self.keys = KeyLog(folder / "keys.jsonl")
+        self.keys = KeyFile(folder / "keys.jsonl")
         self.keys.read()
         self.keys.rewrite([])
         staging = SlotMemory(8, tier.block_bytes)
-        self.worker = Worker(ObjectStore(tier, self.keys, KeyCatalog(capacity), self, staging))
-        self.worker.start()
+        self.objects = ObjectStore(tier, self.keys, KeyCatalog(capacity), self, staging)
 
     # -- the receiver
 
@@ -111,7 +110,7 @@ class World:
         buffers = [None if each is None else each.buffer for each in memory]
         deadline = time.monotonic() + self.timeout
         task = TransferTask(next(self._numbers), list(keys), buffers, deadline, save=save)
-        self.worker.post(partial(self.worker.objects.begin, task))
+        self.objects.post(partial(self.objects.begin, task))
         return task
 
     def store(self, keys: Sequence[Key], layout: str = LAYOUT) -> list[bool]:
@@ -132,7 +131,7 @@ class World:
         """Look keys up. Those that are found stay locked."""
         number = next(self._numbers)
         layouts = {} if layout is None else {0: layout}
-        self.worker.post(partial(self.worker.objects.look_up, number, list(keys), layouts))
+        self.objects.post(partial(self.objects.look_up, number, list(keys), layouts))
         self.wait(lambda: number in self.lookups)
         return self.lookups[number]
 
@@ -140,7 +139,7 @@ class World:
         """Look keys up and unlock them."""
         found = self.look_up(keys, layout)
         hits = [key for key, there in zip(keys, found, strict=True) if there]
-        self.worker.post(partial(self.worker.objects.unlock, hits))
+        self.objects.post(partial(self.objects.unlock, hits))
         return found
 
     def check(self) -> None:
@@ -148,12 +147,12 @@ class World:
         flight."""
 
         def inside() -> None:
-            catalog = self.worker.objects.catalog
+            catalog = self.objects.catalog
             items = catalog.items()
             assert catalog.used == sum(found.pages for _, found in items) <= catalog.capacity
             assert catalog.nbytes == sum(found.shape.size for _, found in items)
             assert catalog.reserved == 0
-            assert not self.worker.objects.tasks
+            assert not self.objects.tasks
             assert all(self.tier.contains(page) for _, found in items for page in found.page_keys())
             there: dict[Any, int] = {}
             for change, keys, sizes in self.changes:
@@ -165,10 +164,10 @@ class World:
                         assert there.pop(key) == size
             assert there == {key: found.shape.size for key, found in items}
 
-        self.worker.ask(inside, LIMIT, None)
+        self.objects.ask(inside, LIMIT, None)
 
     def close(self) -> None:
-        assert self.worker.stop(LIMIT)
+        assert self.objects.stop(LIMIT)
         self.tier.close()
         self.keys.close()
 
@@ -183,7 +182,7 @@ def open_files(folder: Path, pages: int = 1000) -> StorageTier:
         "timeout_s": LIMIT,
     }
     config = {"model": "lmcache", "block_bytes": PAGE, "num_slots": 1, "storage": storage}
-    return open_storage(config, event_fd=True)
+    return open_storage(config)
 
 
 def open_faulty(timeout: float = LIMIT) -> StorageTier:
@@ -192,4 +191,4 @@ def open_faulty(timeout: float = LIMIT) -> StorageTier:
     backend = f"{FaultyStore.__module__}:{FaultyStore.__name__}"
     storage = {"backend": backend, "timeout_s": timeout}
     config = {"model": "lmcache", "block_bytes": PAGE, "num_slots": 1, "storage": storage}
-    return open_storage(config, event_fd=True)
+    return open_storage(config)
