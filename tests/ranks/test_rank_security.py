@@ -97,17 +97,6 @@ async def test_a_proof_cannot_be_sent_back_or_replayed():
         assert group.healthy
 
 
-@simulated
-async def test_an_unauthenticated_client_receives_nothing_derived_from_the_secret():
-    async with opened():
-        wire = await connect(ENDPOINT)
-        wire.send(Hello(VERSION, bytes(NONCE_BYTES)))
-        challenge = await wire.receive()
-        assert challenge == Challenge(VERSION, challenge.nonce)
-        wire.send(Proof(bytes(32)))
-        assert isinstance(await wire.receive(), Refused)
-
-
 def test_the_secret_is_in_no_repr_or_log():
     config = Config(ranks=RanksConfig(2, "tcp://h:1", secret=SECRET))
     group = group_at()

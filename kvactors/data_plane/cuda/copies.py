@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.log import get_logger
-from kvactors.data_plane.cuda.device import CudaDevice, CudaTensors
+from kvactors.data_plane.cuda.device import CudaTensors
 from kvactors.data_plane.cuda.driver import (
     DEVICE_MAP,
     FATAL,
@@ -296,7 +296,7 @@ class Copies:
 
     def __init__(
         self,
-        device: CudaDevice | CudaTensors,
+        device: CudaTensors,
         plan: HostSlotPlan,
         undo: ExitStack,
         *,

@@ -24,7 +24,15 @@ from kvactors.data_plane.cuda.driver import (
 from kvactors.device.arena import Arena
 from kvactors.device.base import Device, checked_numbers
 from kvactors.device.host import HostDevice
-from kvactors.device.tensors import TYPESTRS, Region, Rows, TensorDevice, ensure_in_place, region_of
+from kvactors.device.tensors import (
+    TYPESTRS,
+    Region,
+    Rows,
+    TensorDevice,
+    ensure_in_place,
+    region_of,
+    rows_of,
+)
 from kvactors.errors import DeviceError, LayoutError
 from kvactors.layout.base import ITEM_BYTES, Layout
 
@@ -74,7 +82,35 @@ def checked_ids(
     return ids, places
 
 
-class CudaDevice(CudaContext, Device):
+class CudaTensors(CudaContext):
+    """Tensors of one GPU, whose rows are the pieces of its blocks. DeviceError for tensors of
+    several GPUs, and for one that is not memory of the GPU that it names."""
+
+    def __init__(self, rows: Sequence[Rows], driver: CudaDriver) -> None:
+        ordinals = sorted({one.ordinal or 0 for one in rows})
+        if len(ordinals) > 1:
+            raise DeviceError(f"tensors of several GPUs: {ordinals}. A worker copies those of one")
+        super().__init__(ordinals[0], driver)
+        try:
+            self._take_rows(rows)
+        except BaseException:
+            self.close()
+            raise
+
+    def _take_rows(self, rows: Sequence[Rows]) -> None:
+        with self.current():
+            for i, one in enumerate(rows):
+                what = f"tensor {i}, of {one.rows} rows of {one.nbytes} bytes,"
+                size = (one.rows - 1) * one.stride + one.nbytes
+                verify_memory(self.driver, one.address, size, self.ordinal, what)
+        self.num_blocks = rows[0].rows
+        self.regions = np.array([one.address for one in rows], np.int64)
+        self.piece_bytes = np.array([one.nbytes for one in rows], np.int64)
+        self.strides = np.array([one.stride for one in rows], np.int64)
+        self.offsets = np.cumsum(self.piece_bytes) - self.piece_bytes
+
+
+class CudaDevice(CudaTensors, Device):
     """tensors: in the layout's contract order, or by (layer, role). Each has shape [blocks, *the
     role's shape] and is on the GPU `ordinal`.
 
@@ -129,19 +165,11 @@ class CudaDevice(CudaContext, Device):
     def _take(self, tensors: list[Any]) -> None:
         self.tensors = tensors
         regions = [cuda_region_of(tensor) for tensor in tensors]
-        self.num_blocks = regions[0].shape[0] if regions and regions[0].shape else 0
-        if self.num_blocks < 1:
+        blocks = regions[0].shape[0] if regions and regions[0].shape else 0
+        if blocks < 1:
             raise LayoutError("a device needs at least 1 block")
-        self.layout.verify([(region.shape, region.dtype) for region in regions], self.num_blocks)
-        with self.current():
-            for region in regions:
-                what = f"a tensor of shape {list(region.shape)}"
-                size = int(np.prod(region.shape)) * ITEM_BYTES[region.dtype]
-                verify_memory(self.driver, region.address, size, self.ordinal, what)
-        self.regions = np.array([region.address for region in regions], np.int64)
-        self.piece_bytes = np.array([piece.nbytes for piece in self.layout.pieces], np.int64)
-        self.strides = self.piece_bytes
-        self.offsets = np.cumsum(self.piece_bytes) - self.piece_bytes
+        self.layout.verify([(region.shape, region.dtype) for region in regions], blocks)
+        self._take_rows([rows_of(tensor) for tensor in tensors])
 
     # -- copies
 
@@ -227,31 +255,3 @@ class CudaDevice(CudaContext, Device):
             yield host, arena, range(len(blocks))
         finally:
             arena.close()
-
-
-# -- Tensors of a GPU as rows of bytes, without a layout.
-
-
-class CudaTensors(CudaContext):
-    """Tensors of one GPU, whose rows are the pieces of its blocks. DeviceError for tensors of
-    several GPUs, and for one that is not memory of the GPU that it names."""
-
-    def __init__(self, rows: Sequence[Rows], driver: CudaDriver) -> None:
-        ordinals = sorted({one.ordinal or 0 for one in rows})
-        if len(ordinals) > 1:
-            raise DeviceError(f"tensors of several GPUs: {ordinals}. A worker copies those of one")
-        super().__init__(ordinals[0], driver)
-        try:
-            with self.current():
-                for i, one in enumerate(rows):
-                    what = f"tensor {i}, of {one.rows} rows of {one.nbytes} bytes,"
-                    size = (one.rows - 1) * one.stride + one.nbytes
-                    verify_memory(driver, one.address, size, self.ordinal, what)
-        except BaseException:
-            self.close()
-            raise
-        self.num_blocks = rows[0].rows
-        self.regions = np.array([one.address for one in rows], np.int64)
-        self.piece_bytes = np.array([one.nbytes for one in rows], np.int64)
-        self.strides = np.array([one.stride for one in rows], np.int64)
-        self.offsets = np.cumsum(self.piece_bytes) - self.piece_bytes
