@@ -810,7 +810,6 @@ class CopyQueue:
         num_slots: slots in all rows.
         threads: 1 to 64.
         inline_bytes: smaller jobs are copied by the thread that submits them.
-        event: whether `event_fd` counts ended jobs (-1 if not).
 
     Raises:
         ValueError: the sizes do not fit.
@@ -828,7 +827,6 @@ class CopyQueue:
         num_slots: int,
         threads: int,
         inline_bytes: int,
-        event: bool,
     ) -> None: ...
     def submit(self, to_host: bool, blocks: NDArray[np.int64], slots: NDArray[np.int64]) -> int:
         """Begin to copy every pair. Returns the job's number.
@@ -847,8 +845,6 @@ class CopyQueue:
 
     @property
     def in_flight(self) -> int: ...
-    @property
-    def event_fd(self) -> int: ...
 
 def touch(address: int, nbytes: int) -> None:
     """Write one zero byte to each page, so that later use does not fault. Releases the GIL."""

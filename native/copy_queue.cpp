@@ -1,7 +1,6 @@
 #include "copy_queue.hpp"
 
 #include <linux/futex.h>
-#include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -50,19 +49,14 @@ CopyQueue::Worker::~Worker() {
 }
 
 CopyQueue::CopyQueue(std::vector<i64> addresses, std::vector<i64> piece_bytes, std::vector<i64> strides, Slots slots,
-                     unsigned threads, std::size_t inline_bytes, bool event)
+                     unsigned threads, std::size_t inline_bytes)
     : addresses_(std::move(addresses)), piece_bytes_(std::move(piece_bytes)), strides_(std::move(strides)),
       slots_(slots), threads_(threads), inline_bytes_(inline_bytes) {
     for (const i64 bytes : piece_bytes_) block_bytes_ += std::size_t(bytes);
-    if (event) {
-        event_fd_ = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
-        if (event_fd_ < 0) throw std::runtime_error("no eventfd can be had");
-    }
 }
 
 CopyQueue::~CopyQueue() {
     if (stop()) join();
-    if (event_fd_ >= 0) ::close(event_fd_);
 }
 
 bool CopyQueue::is_forked() const { return process_ != 0 && process_ != int(getpid()); }
@@ -142,10 +136,6 @@ void CopyQueue::end(CopyJob& job) {
     } while (!ended_.compare_exchange_weak(last, &job));
     job.ended.store(true);
     changed_.change();
-    if (event_fd_ >= 0) {
-        const u64 one = 1;
-        if (write(event_fd_, &one, sizeof one) < 0) return;  // the counter is full: readable already
-    }
 }
 
 std::vector<CopyQueue::Ended> CopyQueue::take_ended() {

@@ -47,10 +47,10 @@ public:
         double seconds;
     };
 
-    // addresses, piece_bytes, strides: of the device's regions. event: whether `event_fd` counts
-    // ended jobs. inline_bytes: smaller jobs are copied by the thread that submits them.
+    // addresses, piece_bytes, strides: of the device's regions. inline_bytes: smaller jobs are
+    // copied by the thread that submits them.
     CopyQueue(std::vector<i64> addresses, std::vector<i64> piece_bytes, std::vector<i64> strides, Slots slots,
-              unsigned threads, std::size_t inline_bytes, bool event);
+              unsigned threads, std::size_t inline_bytes);
     ~CopyQueue();
     CopyQueue(const CopyQueue&) = delete;
     CopyQueue& operator=(const CopyQueue&) = delete;
@@ -64,7 +64,6 @@ public:
     // Whether the job has ended, after `seconds` at most.
     bool wait(const CopyJob& job, double seconds);
     std::size_t in_flight() const { return jobs_.size(); }
-    int event_fd() const { return event_fd_; }
     bool is_forked() const;
     // Refuse further jobs. Returns whether this was the first call.
     bool stop();
@@ -105,7 +104,6 @@ private:
     std::atomic<bool> stopping_{false};
     u64 last_ = 0;
     unsigned turn_ = 0;
-    int event_fd_ = -1;
     int process_ = 0;
     bool closed_ = false;
 };

@@ -21,7 +21,7 @@ class BoundQueue {
 public:
     BoundQueue(const Ints& addresses, const Ints& piece_bytes, const Ints& strides, i64 num_blocks, std::uintptr_t memory,
                std::size_t row_stride, std::size_t slots_per_row, i64 num_slots, unsigned threads,
-               std::size_t inline_bytes, bool event)
+               std::size_t inline_bytes)
         : num_blocks_(num_blocks), num_slots_(num_slots) {
         if (addresses.shape(0) != piece_bytes.shape(0) || addresses.shape(0) != strides.shape(0))
             throw nb::value_error("addresses, piece_bytes and strides differ in length");
@@ -36,7 +36,7 @@ public:
         if (bytes * slots_per_row > row_stride) throw nb::value_error("the slots of a row are larger than the row");
         const Slots slots{reinterpret_cast<u8*>(memory), row_stride, slots_per_row, bytes};
         queue_ = std::make_unique<CopyQueue>(vector_of(addresses), vector_of(piece_bytes), vector_of(strides), slots,
-                                             threads, inline_bytes, event);
+                                             threads, inline_bytes);
     }
 
     u64 submit(bool to_host, const Ints& blocks, const Ints& slots) {
@@ -66,7 +66,6 @@ public:
     }
 
     std::size_t in_flight() const { return queue_->in_flight(); }
-    int event_fd() const { return queue_->event_fd(); }
 
 private:
     static void check(const Ints& ids, i64 limit, const char* otherwise) {
@@ -83,16 +82,15 @@ private:
 void bind_copy_queue(nb::module_& m) {
     nb::class_<BoundQueue>(m, "CopyQueue")
         .def(nb::init<const Ints&, const Ints&, const Ints&, i64, std::uintptr_t, std::size_t, std::size_t, i64, unsigned,
-                      std::size_t, bool>(),
+                      std::size_t>(),
              nb::arg("addresses"), nb::arg("piece_bytes"), nb::arg("strides"), nb::arg("num_blocks"), nb::arg("memory"),
              nb::arg("row_stride"), nb::arg("slots_per_row"), nb::arg("num_slots"), nb::arg("threads"),
-             nb::arg("inline_bytes"), nb::arg("event"))
+             nb::arg("inline_bytes"))
         .def("submit", &BoundQueue::submit, nb::arg("to_host"), nb::arg("blocks"), nb::arg("slots"))
         .def("take_ended", &BoundQueue::take_ended)
         .def("wait", &BoundQueue::wait, nb::arg("number"), nb::arg("seconds"))
         .def("close", &BoundQueue::close)
-        .def_prop_ro("in_flight", &BoundQueue::in_flight)
-        .def_prop_ro("event_fd", &BoundQueue::event_fd);
+        .def_prop_ro("in_flight", &BoundQueue::in_flight);
 }
 
 }  // namespace kvactors

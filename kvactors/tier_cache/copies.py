@@ -63,7 +63,6 @@ class CopyWorker:
             counted in device blocks: slot * blocks_per_slot + index.
         threads: copying threads on the CPU, 1 to 64.
         inline_bytes: smaller copies on the CPU are made by the thread that submits them.
-        event_fd: whether `fd` becomes readable when copies have ended.
         driver: of CUDA, for tensors of a GPU. None: the system's.
 
     Raises:
@@ -84,7 +83,6 @@ class CopyWorker:
         blocks_per_slot: int = 1,
         threads: int = 2,
         inline_bytes: int = INLINE_BYTES,
-        event_fd: bool = False,
         driver: CudaDriver | None = None,
     ) -> None:
         offset = check_int("offset", offset, -(2**62))
@@ -115,7 +113,7 @@ class CopyWorker:
                 sizes = (memory.nbytes, offset, memory.stride, blocks_per_slot, places)
                 plan = HostSlotPlan(memory.address, *sizes)
                 driver = driver or load_driver()
-                self._queue = CudaCopyQueue(rows, plan, driver=driver, event_fd=event_fd)
+                self._queue = CudaCopyQueue(rows, plan, driver=driver)
             else:
                 self._queue = CopyQueue(
                     _ints(self._addresses),
@@ -128,19 +126,12 @@ class CopyWorker:
                     places,
                     threads,
                     inline_bytes,
-                    event_fd,
                 )
         except BaseException:
             self._held.release()
             raise
         self._names: dict[int, tuple[Hashable, bool]] = {}
         self._numbers: dict[Hashable, int] = {}
-
-    @property
-    def fd(self) -> int | None:
-        """For `select`, None without `event_fd`. Read its 8 bytes before `get_finished`."""
-        found = -1 if self._queue is None else self._queue.event_fd
-        return None if found < 0 else found
 
     def submit_store(
         self,

@@ -24,8 +24,7 @@ struct World {
     }
     CopyQueue make(unsigned threads, std::size_t inline_bytes) {
         return CopyQueue({reinterpret_cast<i64>(first.data()), reinterpret_cast<i64>(second.data())},
-                         {kPieces[0], kPieces[1]}, {128, 33}, Slots{rows.data(), kRow, 1, kSlot}, threads, inline_bytes,
-                         true);
+                         {kPieces[0], kPieces[1]}, {128, 33}, Slots{rows.data(), kRow, 1, kSlot}, threads, inline_bytes);
     }
     bool same(i64 block, i64 slot) const {
         const u8* row = rows.data() + slot * kRow;

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import select
 import threading
 import traceback
 
@@ -106,18 +105,6 @@ def test_a_tensor_that_moved_is_noticed():
     with pytest.raises(DeviceError, match="moved"):
         worker.submit_store("job", [0], [0])
     worker.shutdown()
-
-
-def test_the_event_descriptor_becomes_readable():
-    worker = CopyWorker(make_tensors(4, 64), SlotMemory(2, 64), inline_bytes=0, event_fd=True)
-    assert worker.fd is not None
-    assert select.select([worker.fd], [], [], 0)[0] == []
-    worker.submit_store("job", [0], [0])
-    assert select.select([worker.fd], [], [], LIMIT)[0] == [worker.fd]
-    assert os.eventfd_read(worker.fd) == 1
-    assert [one.job for one in worker.get_finished()] == ["job"]
-    worker.shutdown()
-    assert worker.fd is None
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import select
 import threading
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -284,21 +282,12 @@ def test_a_bad_stream_or_lack_of_memory_copies_nothing_and_later_copies_work(gpu
     worker.shutdown()
 
 
-@pytest.mark.parametrize("event_fd", [False, True])
-def test_copies_of_a_gpu_that_was_reset_fail_and_nothing_waits_for_it(gpu, event_fd):
-    worker = CopyWorker(gpu.tensors(2, 64), SlotMemory(2, 64), driver=gpu.driver, event_fd=event_fd)
+def test_copies_of_a_gpu_that_was_reset_fail_and_nothing_waits_for_it(gpu):
+    worker = CopyWorker(gpu.tensors(2, 64), SlotMemory(2, 64), driver=gpu.driver)
     gpu.fake.gate(0)
-    waits = gpu.fake.calls("cuEventSynchronize")
     worker.submit_store("store", [0], [0], stream=gpu.stream)
     worker.submit_load("load", [1], [1], stream=gpu.stream)
-    if event_fd:  # the threads behind the descriptor wait for the copies in the driver
-        until = time.monotonic() + LIMIT
-        while gpu.fake.calls("cuEventSynchronize") < waits + 2:
-            assert time.monotonic() < until
-            time.sleep(0.001)
     gpu.fake.sticky(DESTROYED)
-    if event_fd:
-        assert select.select([worker.fd], [], [], LIMIT)[0] == [worker.fd]
     errors = ended(worker, "store", "load")
     assert set(errors) == {"store", "load"}
     assert all(str(DESTROYED) in error for error in errors.values())
@@ -380,24 +369,6 @@ def test_memory_that_its_owner_has_pinned_stays_pinned(gpu):
         CopyWorker(tensors, memory, driver=gpu.driver)
     with gpu.driver.current(gpu.context):
         gpu.driver.call("cuMemHostUnregister", memory.address)
-
-
-def test_the_event_descriptor_becomes_readable_once_a_copy(gpu):
-    worker = CopyWorker(gpu.tensors(4, 64), SlotMemory(4, 64), driver=gpu.driver, event_fd=True)
-    assert worker.fd is not None
-    gpu.fake.gate(0)
-    for job in range(3):
-        worker.submit_store(job, [job], [job], stream=gpu.stream)
-    assert select.select([worker.fd], [], [], SHORT)[0] == []
-    gpu.fake.gate(-1)
-    count, found = 0, []
-    while count < 3:
-        assert select.select([worker.fd], [], [], LIMIT)[0] == [worker.fd]
-        count += os.eventfd_read(worker.fd)
-        found += worker.get_finished()
-    assert [one.job for one in found] == [0, 1, 2]
-    worker.shutdown()
-    assert worker.fd is None
 
 
 def test_copies_that_do_not_end_keep_their_memory(gpu, monkeypatch):

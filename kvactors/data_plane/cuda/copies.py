@@ -165,12 +165,11 @@ class Lane:
     copies, launches of the kernel, calls for one copy, bytes, and transfers that failed. Made, and
     closed by `undo`, with the GPU's context current."""
 
-    def __init__(self, driver: CudaDriver, undo: ExitStack, event_flags: int) -> None:
+    def __init__(self, driver: CudaDriver, undo: ExitStack) -> None:
         self.batches = self.launches = self.singles = self.bytes = self.errors = 0
         self.stream = driver.make(undo, "cuStreamCreate", NON_BLOCKING)
         self._driver = driver
         self._undo = undo
-        self._event_flags = event_flags
         self._events: list[int] = []
         self._scratches: list[Scratch] = []
         undo.callback(self._close)
@@ -183,7 +182,7 @@ class Lane:
     def take_event(self) -> int:
         if self._events:
             return self._events.pop()
-        return self._driver.make(self._undo, "cuEventCreate", self._event_flags)
+        return self._driver.make(self._undo, "cuEventCreate", UNTIMED)
 
     def take_scratch(self, count: int) -> Scratch:
         found = self._scratches.pop() if self._scratches else None
@@ -301,7 +300,6 @@ class Copies:
         undo: ExitStack,
         *,
         batch_from: int | None = None,
-        event_flags: int = UNTIMED,
     ) -> None:
         self.device = device
         self.driver = driver = device.driver
@@ -322,7 +320,7 @@ class Copies:
         table = Scratch(driver, max(1, len(rows)))
         undo.callback(table.close)
         self._table = table.device
-        self.lanes = {way: Lane(driver, undo, event_flags) for way in (False, True)}
+        self.lanes = {way: Lane(driver, undo) for way in (False, True)}
         table.push(rows, self.lanes[True].stream)
         driver.call("cuStreamSynchronize", self.lanes[True].stream)
 

@@ -1,7 +1,6 @@
 """Copies between tensors of a GPU and host slots, for threads without an event loop.
 
-The calling thread puts copies on a stream and asks how far they are. No thread waits for the GPU,
-except one for each direction if a file descriptor is to become readable.
+The calling thread puts copies on a stream and asks how far they are. No thread waits for the GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,10 +21,6 @@ from kvactors.data_plane.cuda.driver import FATAL, UNTIMED, CudaDriver, CudaErro
 from kvactors.device.base import checked_numbers
 from kvactors.device.tensors import Rows
 from kvactors.errors import CacheClosed, DeviceError
-from kvactors.threads import Workers
-
-BLOCKING = 1
-"""CU_EVENT_BLOCKING_SYNC: a thread that waits for the event sleeps."""
 
 FIRST_PAUSE, LAST_PAUSE = 50e-6, 1e-3
 """Seconds between two questions of `wait`: they double."""
@@ -34,41 +28,25 @@ FIRST_PAUSE, LAST_PAUSE = 50e-6, 1e-3
 
 class CudaCopyQueue:
     """Copies of a GPU's blocks in the order of their submission, one stream for each direction.
-    Block b is row b of each tensor. event_fd: whether `event_fd` becomes readable when copies have
-    ended. One thread at a time calls the methods. `wait` is the exception."""
+    Block b is row b of each tensor. One thread at a time calls the methods. `wait` is the
+    exception."""
 
-    def __init__(
-        self,
-        rows: Sequence[Rows],
-        plan: HostSlotPlan,
-        *,
-        driver: CudaDriver,
-        event_fd: bool = False,
-    ) -> None:
+    def __init__(self, rows: Sequence[Rows], plan: HostSlotPlan, *, driver: CudaDriver) -> None:
         self._num_slots = plan.num_slots
         self._process = os.getpid()
         self._jobs: dict[int, tuple[Transfer, int]] = {}  # with the number of pairs
         self._last = 0
         self._undo = ExitStack()
-        self._watchers: dict[bool, Workers] = {}
         self._queues: dict[bool, deque[int]] = {True: deque(), False: deque()}
-        self.event_fd = -1
         self._device = CudaTensors(rows, driver)
         self._undo.callback(self._device.close)
-        flags = UNTIMED | BLOCKING if event_fd else UNTIMED
         with self._device.current():
             try:
-                self._copies = Copies(self._device, plan, self._undo, event_flags=flags)
+                self._copies = Copies(self._device, plan, self._undo)
                 self._ordering = driver.make(self._undo, "cuEventCreate", UNTIMED)
             except BaseException:
                 self._undo.close()
                 raise
-        if event_fd:
-            self.event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._watchers = {
-                to_device: Workers(1, f"kvactors-cuda-{'load' if to_device else 'store'}-watch")
-                for to_device in (True, False)
-            }
 
     def submit(
         self,
@@ -106,36 +84,16 @@ class CudaCopyQueue:
         self._last += 1
         self._jobs[self._last] = job, len(blocks)
         self._queues[job.to_device].append(self._last)
-        if self._watchers:
-            self._watchers[job.to_device].submit(partial(self._watch, job))
         return self._last
 
     # -- progress
-
-    def _watch(self, job: Transfer) -> None:
-        """In a thread: make the descriptor readable when a copy has ended."""
-        driver, pause = self._device.driver, FIRST_PAUSE
-        with ExitStack() as entered:
-            if not driver.status("cuCtxPushCurrent", self._device.context):
-                # The call reports an error of the copies too, which `ask` finds.
-                entered.callback(driver.status, "cuCtxPopCurrent", None)
-                if job.recorded:
-                    driver.status("cuEventSynchronize", job.events[0])
-            while not self._copies.ask(job):
-                time.sleep(pause)
-                pause = min(2 * pause, LAST_PAUSE)
-        os.eventfd_write(self.event_fd, 1)
-
-    def _has_ended(self, job: Transfer) -> bool:
-        """A watcher reads the event until it has ended the job, so nothing else ends it."""
-        return job.ended if self._watchers else self._copies.ask(job)
 
     def take_ended(self) -> list[tuple[int, int, float, str]]:
         """Number, bytes, seconds and error of the copies that have ended and were not returned
         before."""
         found = []
         for to_device, numbers in self._queues.items():
-            while numbers and self._has_ended(self._jobs[numbers[0]][0]):
+            while numbers and self._copies.ask(self._jobs[numbers[0]][0]):
                 number = numbers.popleft()
                 job, pairs = self._jobs.pop(number)
                 self._copies.lanes[to_device].give_back(job)
@@ -149,7 +107,7 @@ class CudaCopyQueue:
         if job is None:
             return True
         until, pause = time.monotonic() + seconds, FIRST_PAUSE
-        while not self._has_ended(job):
+        while not self._copies.ask(job):
             if (left := until - time.monotonic()) <= 0:
                 return False
             time.sleep(min(pause, left))
@@ -166,28 +124,16 @@ class CudaCopyQueue:
         memory and the tensors must be kept."""
         if os.getpid() != self._process:
             self._undo.pop_all()  # the parent's
-            self._close_fd()
             return True
         until = time.monotonic() + CLOSE_LIMIT
         jobs = list(self._jobs)
         ended = all(self.wait(number, until - time.monotonic()) for number in jobs)
-        for workers in self._watchers.values():
-            workers.close()
-            while workers.busy and time.monotonic() < until:
-                time.sleep(FIRST_PAUSE)
-            ended &= not workers.busy
         if ended:
             self.take_ended()  # the memory of those that were never asked for
             with ExitStack() as entered:
                 if not self._device.driver.status("cuCtxPushCurrent", self._device.context):
                     entered.callback(self._device.driver.status, "cuCtxPopCurrent", None)
                 self._undo.close()
-            self._close_fd()
         else:
             self._device.abandon(self._undo.pop_all(), self._copies)
         return ended
-
-    def _close_fd(self) -> None:
-        number, self.event_fd = self.event_fd, -1
-        if number >= 0:
-            os.close(number)
