@@ -3,6 +3,7 @@ with the truth."""
 
 from __future__ import annotations
 
+import base64
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -11,15 +12,18 @@ from typing import Any
 
 from tests.interop.consumers.base import Index, Source
 from tests.interop.consumers.indexer import Indexer
-from tests.interop.consumers.message_types import PASSED_OVER, check_types
 from tests.interop.consumers.router import Router
 from tests.interop.consumers.selection import Selection
 from tests.interop.environments import Environments
 from tests.interop.link import Link
 from tests.interop.node import Node
+from tests.interop.processes import Child
 from tests.interop.truth import TIERS, Truth
 from tests.interop.workload import Workload
 
+TYPES = Path(__file__).with_name("consumers") / "message_types_child.py"
+PASSED_OVER = {"vllm": {"cache_salt", "block_mm_infos"}, "sglang": {"extra_keys", "block_mm_infos"}}
+"""By engine: fields of ours that its types do not have."""
 CATCH_UP = 15.0
 """Seconds within which an index must match the truth. Only a wrong index takes as long."""
 ASKED = 300
@@ -178,10 +182,9 @@ class Scene:
             node.recorder.take()
             payloads = [message.payload for message in node.recorder.messages]
             assert payloads, "no message was recorded"
-            for engine in (
-                ("vllm", "sglang") if node.dialect == "map" else ("vllm",) * node.for_engines
-            ):
-                found = check_types(self.environments, self.folder, engine, node.dialect, payloads)
+            engines = ("vllm", "sglang") if node.dialect == "map" else ("vllm",) * node.for_engines
+            for engine in engines:
+                found = self._check_types(engine, node.dialect, payloads)
                 self.counts[f"messages through {engine}'s types"] += found["messages"]
                 self.wrong += [f"{engine}'s types: {line}" for line in found["wrong"]]
                 unexpected = set(found["fields_passed_over"]) - PASSED_OVER[engine]
@@ -191,6 +194,16 @@ class Scene:
                     )
         print(dict(self.counts))
         assert not self.wrong, f"{len(self.wrong)} wrong:\n" + "\n".join(self.wrong[:20])
+
+    def _check_types(self, engine: str, dialect: str, payloads: Sequence[bytes]) -> Any:
+        """What an engine's own message types make of messages (`message_types_child.Types`)."""
+        command = [self.environments.program(engine), "-P", str(TYPES), engine]
+        child = Child(f"{engine}'s types", command, self.folder / f"types-{engine}.log", lines=True)
+        texts = [base64.b64encode(payload).decode() for payload in payloads]
+        try:
+            return child.ask({"do": "check", "dialect": dialect, "payloads": texts})
+        finally:
+            child.close()
 
     def close(self) -> None:
         """End everything."""

@@ -55,25 +55,6 @@ def test_an_environment_is_made_once_and_again_when_its_pins_change(tmp_path: Pa
     assert "made in" in setup(tmp_path / "there", ["group"], path=path)[0]
 
 
-def test_an_environment_sees_the_packages_of_its_base(tmp_path: Path) -> None:
-    path = tmp_path / "pins.toml"
-    base = EMPTY.replace("group.name", "group.base")
-    path.write_text(base + EMPTY.replace("[group.name]", '[group.name]\nbase = "base"'))
-    directory = tmp_path / "there"
-    assert len(setup(directory, ["group"], path=path)) == 2
-    (packages,) = (directory / "base").glob("lib/python*/site-packages")
-    (packages / "seen.py").write_text("value = 7\n")
-    (packages / "editable.pth").write_text(f"{tmp_path}\n")
-    (tmp_path / "beside.py").write_text("value = 8\n")
-    python = Environments(directory, path).program("name")
-    shown = "import beside, seen; print(seen.value, beside.value)"
-    done = subprocess.run([python, "-c", shown], capture_output=True, check=True)
-    assert done.stdout == b"7 8\n"
-    path.write_text(path.read_text().replace("import sys", "import os", 1))
-    with pytest.raises(InteropError, match="base was made from other pins"):
-        Environments(directory, path).program("name")
-
-
 def test_an_environment_whose_check_fails_is_not_finished(tmp_path: Path) -> None:
     path = tmp_path / "pins.toml"
     path.write_text(EMPTY.replace("import sys", "import no_such_module"))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -34,7 +31,7 @@ from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
 from kvactors.errors import StoreError
 from kvactors.integrations.vllm import KVActorsOffloadingSpec
-from kvactors.integrations.vllm.region import FOLDER, remove_stale_regions
+from kvactors.integrations.vllm.region import FOLDER
 
 ROW = 4096
 CONTEXT = ReqContext("request")
@@ -141,24 +138,6 @@ def test_a_request_may_name_the_tiers_that_it_loads_from(tmp_path) -> None:
     either = ReqContext("b", load_tier_filter=stored)
     assert manager.lookup(key, either) is LookupResult.HIT_PENDING
     manager.shutdown()
-
-
-def test_the_region_of_a_killed_process_is_removed() -> None:
-    code = (
-        "from kvactors.integrations.vllm.region import TierRegion\n"
-        f"region = TierRegion('killed', 4, {ROW}, {ROW}, None)\n"
-        "print('open', flush=True)\n"
-        "input()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as child:
-        assert child.stdout.readline() == b"open\n"
-        assert remove_stale_regions() == 0
-        child.send_signal(signal.SIGKILL)
-    assert list(FOLDER.glob("vllm_offload_kvactors_killed.mmap"))
-    assert remove_stale_regions() == 1
-    assert not list(FOLDER.glob("*kvactors_killed*"))
 
 
 # -- the secondary tier
