@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -97,7 +96,7 @@ class KVActorsManager(OffloadingManager):
         self._region = region
         self._chunk_tokens = chunk_tokens
         self._flush_steps = flush_steps
-        self._forgotten: list[CopiesInFlight] = []  # of before a reset
+        self._forgotten: CopiesInFlight | None = None  # of before a reset
         self._steps_left = 0
         self._allocations: list[int] = []  # slots of each store since the last metrics
         self._last: TierStatistics | None = None
@@ -186,19 +185,16 @@ class KVActorsManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget every chunk, in storage too: vLLM resets after an update of the weights, which is
         not part of a chunk's identity."""
-        stores, loads = self.tiers.copies_in_flight()
-        for earlier in self._forgotten:
-            stores = tuple(key for key in stores if key not in earlier.stores)
-            loads = _without(loads, earlier.loads)
-        if stores or loads:
-            self._forgotten.append(CopiesInFlight(stores, loads))
+        copies = self.tiers.copies_in_flight()  # those of before an earlier reset among them
+        if copies.stores or copies.loads:
+            self._forgotten = copies
             self._steps_left = self._flush_steps
         self.tiers.reset(storage=True)
 
     def on_reset_flushed(self) -> None:
         """No worker copies for a job of before a reset: unpin the slots of those jobs."""
-        forgotten, self._forgotten = self._forgotten, []
-        for copies in forgotten:
+        copies, self._forgotten = self._forgotten, None
+        if copies is not None:
             self.tiers.complete_load(copies.loads)
             self.tiers.complete_store(copies.stores, success=False)
 
@@ -236,8 +232,3 @@ class KVActorsManager(OffloadingManager):
         self.tiers.shutdown()
         if self._region is not None:
             self._region.close()
-
-
-def _without(keys: tuple[bytes, ...], less: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    """Keys without those of `less`, each as often as it is there."""
-    return tuple((Counter(keys) - Counter(less)).elements())
