@@ -43,11 +43,14 @@ def show(report: FleetReport) -> None:
 
 
 def test_the_scenario_of_the_package_holds() -> None:
-    """`python -m tests.fleet`: every placement, and no pool."""
+    """`python -m tests.fleet`: every placement, and no pool. Faults cost hits, and no byte is
+    wrong."""
     data = read_toml(FLEET)
     report = run(data)
     show(report)
     assert report.requests == data["expect"]["requests"]
+    assert report.fleet["namespaces"]["used"] == 1
+    assert report.fleet["random"]["faults"] == len(data["fleet"]["fault"])
     alone, aware = report.fleet["no_pool"], report.fleet["kv_aware"]
     assert aware["blocks_computed"] < alone["blocks_computed"]
 
