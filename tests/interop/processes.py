@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ def descendants(process: int) -> list[int]:
     """The processes that a process has started, and those that they have started."""
     found = [process]
     for each in found:
-        tasks = Path(f"/proc/{each}/task").glob("*/children")
-        found += [int(child) for task in tasks for child in task.read_text().split()]
+        for task in Path(f"/proc/{each}/task").glob("*/children"):
+            with suppress(OSError):  # it has ended
+                found += map(int, task.read_text().split())
     return found[1:]
 
 
@@ -122,7 +124,8 @@ class Child:
         """kill -9, of the processes that it has started too."""
         if self.process.poll() is None:
             for process in [*descendants(self.process.pid), self.process.pid]:
-                os.kill(process, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
         self.process.wait(HANG)
 
     def close(self) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import urllib.request
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,7 @@ from tests.interop.engines.stores import offloading
 from tests.interop.engines.vllm_child import TINY
 from tests.interop.engines.vllm_engine import VARIABLES
 from tests.interop.environments import Environments
-from tests.interop.processes import Child, descendants, wait_until
+from tests.interop.processes import Child, wait_until
 
 MODEL = "tiny"
 START = 600.0
@@ -108,13 +105,6 @@ class Server:
     def wait(self) -> None:
         """Return when it answers."""
         wait_until(f"{self.url} answers", lambda: answers(self.child, self.url), START)
-
-    def kill(self) -> None:
-        """kill -9, of the processes that it has started too."""
-        for process in descendants(self.child.process.pid):
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self.child.kill()
 
     def metric(self, name: str) -> float:
         """A counter, summed over its labels."""

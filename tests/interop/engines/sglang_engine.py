@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.interop.engines.vllm_engine import Prompt, Tokens
 from tests.interop.environments import Environments, InteropError
-from tests.interop.processes import MODULES, Child, descendants
+from tests.interop.processes import MODULES, Child
 
 CHILD = Path(__file__).with_name("sglang_child.py")
 SITE = Path(__file__).with_name("sglang_site")
@@ -128,7 +126,6 @@ class SglangEngine:
             lines=True,
             env=VARIABLES | (variables or {}),
         )
-        self._ended = False
         try:
             self.opened = self._ask(do="open", settings={"model_path": str(model)} | settings)
         except BaseException:
@@ -195,10 +192,7 @@ class SglangEngine:
 
     def kill(self) -> None:
         """kill -9 of the engine's processes, all at once."""
-        if not self._ended:
-            self._ended = True
-            for pid in [*descendants(self._child.process.pid), self._child.process.pid]:
-                os.kill(pid, signal.SIGKILL)
-            self._child.close()
+        self._child.kill()
+        self._child.close()
 
     discard = kill

@@ -190,7 +190,7 @@ def test_a_prompt_of_one_server_is_a_hit_on_the_other(pair: tuple[Pair, FleetRou
     with load(want) as found:
         both.lose_master()
         assert found.refused == []
-        second.kill()
+        second.child.kill()
         answers = len(found.served)
         wait_until("the router goes on", lambda: len(found.served) > answers + 20, START)
     assert found.wrong == []
