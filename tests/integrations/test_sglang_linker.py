@@ -32,28 +32,6 @@ def keys(*numbers: int) -> list[bytes]:
 # -- settings
 
 
-@pytest.mark.parametrize(
-    ("extra", "error"),
-    [
-        (None, "host_bytes is missing"),
-        ({"host_bytes": 100, "directory": "x"}, "unknown key 'directory'"),
-        ({"host_bytes": "many"}, "host_bytes must be a size"),
-        ({"host_bytes": -1}, "host_bytes must be at least 0"),
-        ({"host_bytes": 100, "storage": {"backend": "file"}}, "storage.directory is needed"),
-        ({"host_bytes": 100, "storage": FILE | {"rank": 1, "ranks": 2}}, "SGLang's workers"),
-        ({"host_bytes": 100, "eviction_policy": "newest"}, "unknown eviction_policy 'newest'"),
-        ({"host_bytes": 100, "numa_node": -1}, "numa_node"),
-        ({"host_bytes": 100, "numa_node": "0"}, "numa_node"),
-        ({"host_bytes": 100, "fetch_wait_s": -1}, "fetch_wait_s must be at least 0"),
-        ({"host_bytes": 100, "fetch_wait_s": float("inf")}, "fetch_wait_s must be at most"),
-    ],
-)
-def test_a_bad_setting_of_the_linker_is_named(extra: Any, error: str) -> None:
-    with pytest.raises(ConfigError, match=error) as found:
-        read_linker_settings(extra)
-    assert "--unified-cache-external-linker-config" in str(found.value)
-
-
 def test_the_host_memory_must_hold_a_page() -> None:
     def config(host_bytes: int, replica: int = 0, model: str | None = "m", **more: Any) -> Any:
         settings = read_linker_settings({"host_bytes": host_bytes, "storage": FILE, **more})

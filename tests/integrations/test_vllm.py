@@ -47,7 +47,6 @@ ROW = mmap.PAGESIZE
         ({"cpu_bytes_to_use": 1, "storage": {"ranks": 2}}, "vLLM's data parallel replicas"),
         ({"cpu_bytes_to_use": 1, "copy_worker": "ours"}, "copy_worker"),
         ({"cpu_bytes_to_use": 1, "numa_node": -1}, "numa_node"),
-        ({"cpu_bytes_to_use": 1, "numa_node": "0"}, "numa_node"),
     ],
 )
 def test_a_bad_setting_is_named(extra: dict[str, Any], error: str) -> None:
@@ -84,10 +83,7 @@ def test_the_worker_that_copies(platform: str, found: dict[str, str]) -> None:
         ({"directory": "x", "root_dir": "y"}, "unknown key 'root_dir'"),
         ({"directory": "x", "locality": "NEAR"}, "Locality 'NEAR': there are LOCAL, REMOTE"),
         ({"directory": "x", "io_depth": 0}, "io_depth"),
-        ({"directory": "x", "io_depth": 1_000_000}, "io_depth"),
-        ({"directory": "x", "timeout_s": float("nan")}, "timeout_s"),
         ({"directory": "x", "capacity_blocks": -1}, "capacity_blocks"),
-        ({"directory": "x", "durability": "maybe"}, "durability"),
     ],
 )
 def test_a_bad_setting_of_the_tier_is_named(entry: dict[str, Any], error: str) -> None:
