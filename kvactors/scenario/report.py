@@ -87,15 +87,12 @@ class Report(msgspec.Struct):
     wall_s: float
     errors: list[str]
     sinks: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
-    router: dict[str, int] = msgspec.field(default_factory=dict)
-    lives: int = 1
     storage: dict[str, float] = msgspec.field(default_factory=dict)
     serving: dict[str, dict[str, Any]] = msgspec.field(default_factory=dict)
     hit_rate_lru: dict[str, float] = msgspec.field(default_factory=dict)
     blocks_moved: int = 0
     loop_own_lag_ms: dict[str, float] = msgspec.field(default_factory=dict)
     loop_cpu_ms: dict[str, float] = msgspec.field(default_factory=dict)
-    tenants: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
 
 
 TOTALS = (
@@ -217,11 +214,6 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
         ("wall, s", f"{report.wall_s:.2f}"),
         ("errors", "; ".join(report.errors) or "none"),
         ("sinks", "\n".join(sinks) if several else ""),
-        ("router", in_line(report.router)),
-        *(
-            (f"hit rate, {case.replace('_', ', ')}", in_line(rates, ".4f"))
-            for case, rates in report.tenants.items()
-        ),
         ("storage", storage_row(report.storage) if report.storage else ""),
     ]
     return [(name, value) for name, value in rows if value]

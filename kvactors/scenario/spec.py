@@ -10,8 +10,8 @@ import msgspec
 from kvactors.errors import ConfigError
 from kvactors.scenario.report import Report
 from kvactors.settings import Config
-from kvactors.settings.check import Count, Number, Seconds, SecondsOrZero
-from kvactors.settings.sinks import AttentionStoreSinkConfig, KvEventsSinkConfig, MemorySinkConfig
+from kvactors.settings.check import Count, Number, SecondsOrZero
+from kvactors.settings.sinks import AttentionStoreSinkConfig, MemorySinkConfig
 from kvactors.testing.faults import Fault, Kind
 
 
@@ -59,10 +59,8 @@ class ScenarioStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """kind: chat (conversations that grow by turns behind a shared system prompt), script (the
-    steps, in order) or tenants (a quiet tenant and a noisy one, with both policies: `sessions`
-    prompts of the quiet one, `turns` times each, and after each request `flood` unique prompts of
-    the noisy one, each three times).
+    """kind: chat (conversations that grow by turns behind a shared system prompt) or script (the
+    steps, in order).
 
     sessions, turns: how many conversations of how many turns. concurrency: sessions at once.
     system_tokens: shared beginning. user_tokens, output_tokens: mean lengths of a turn's question
@@ -75,7 +73,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     depend on how fast the disk is.
     """
 
-    kind: Literal["chat", "script", "tenants"] = "chat"
+    kind: Literal["chat", "script"] = "chat"
     sessions: Count = 8
     turns: Count = 4
     concurrency: Count = 4
@@ -88,7 +86,6 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     images: Count = 1
     image_tokens: Number = 0
     settle: bool = False
-    flood: Number = 0
     step: tuple[ScenarioStep, ...] = ()
 
 
@@ -147,44 +144,11 @@ STORAGE_FAULTS: dict[str, Kind] = {
 }
 
 
-class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process that mirrors this node from its KV events alone.
-
-    Attributes:
-        lose: share of the messages that it drops. It asks for a replay after a loss.
-        follow: snapshots (it takes one whenever it connects) or numbers (it uses the numbers of
-            the batches alone, as Dynamo does: a batch up to the last one is passed over, a higher
-            number than the next is a gap).
-    """
-
-    enabled: bool = False
-    lose: float = 0.0
-    follow: Literal["snapshots", "numbers"] = "snapshots"
-
-
 class ProcessSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Kills of the process that the cache runs in, and restarts of the cache.
+    """restarts: number of times that the workload is run, and the cache closed and opened again,
+    before the run that counts."""
 
-    Attributes:
-        kills: seconds after which each process but the last is killed (SIGKILL). With any the
-            cache runs in a separate process.
-        restarts: number of times that the workload is run, and the cache closed and opened again,
-            before the run that counts.
-    """
-
-    kills: tuple[Seconds, ...] = ()
     restarts: Number = 0
-
-
-class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A Mooncake pool of this machine. enabled: whether a master is started for the run.
-    first_node: whether another cache of the pool runs the workload first and stays. down_at,
-    down_for: seconds after which the master is killed, and until it is started again (0: never)."""
-
-    enabled: bool = False
-    first_node: bool = False
-    down_at: SecondsOrZero = 0.0
-    down_for: SecondsOrZero = 1.0
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -200,9 +164,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     scenario: ScenarioInfo
     workload: Workload = Workload()
     fault: tuple[FaultSpec, ...] = ()
-    router: RouterSpec = RouterSpec()
     process: ProcessSpec = ProcessSpec()
-    mooncake: Pool = Pool()
     expect: dict[str, float | Bound] = msgspec.field(default_factory=dict)
 
     @classmethod
@@ -235,7 +197,6 @@ def about_workload(scenario: Scenario) -> Complaints:
         "workload.step belongs to kind = 'script', and it needs some": (
             (work.kind == "script") != bool(work.step)
         ),
-        "workload.flood belongs to kind = 'tenants'": work.flood and work.kind != "tenants",
         "workload.images needs image_tokens: without them no prompt has an image": (
             work.images > 1 and not work.image_tokens
         ),
@@ -266,19 +227,7 @@ def about_parts(scenario: Scenario) -> Complaints:
     for number, fault in enumerate(scenario.fault, 1):
         for complaint, applies in about_fault(fault, scenario).items():
             found[f"fault {number}: {complaint}"] = applies
-    kills, lose = scenario.process.kills, scenario.router.lose
-    return found | {
-        f"router.lose must be in 0..1, not {lose}": not 0 <= lose < 1,
-        "router needs a sink of kind 'kv_events' with a replay_endpoint": (
-            scenario.router.enabled and events_of(scenario) is None
-        ),
-        "mooncake needs storage.backend = 'mooncake'": (
-            scenario.mooncake.enabled and scenario.storage.backend != "mooncake"
-        ),
-        "process.kills belongs to workload.kind = 'chat'": (
-            kills and scenario.workload.kind != "chat"
-        ),
-    }
+    return found
 
 
 def about_fault(fault: FaultSpec, scenario: Scenario) -> Complaints:
@@ -306,14 +255,6 @@ def about_fault(fault: FaultSpec, scenario: Scenario) -> Complaints:
             fault.turn and fault.turn + fault.turns > work.turns
         ),
     }
-
-
-def events_of(config: Config) -> KvEventsSinkConfig | None:
-    """The first KV-events sink that can be asked for a replay."""
-    found = [
-        s for s in config.flush.sinks if isinstance(s, KvEventsSinkConfig) and s.replay_endpoint
-    ]
-    return found[0] if found else None
 
 
 def requests_of(data: Mapping[str, Any]) -> int | None:

@@ -21,10 +21,10 @@ from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
-from kvactors.scenario.child import child
 from kvactors.settings import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.settings.ranks import RanksConfig
 from tests.benchmarks.report import Row, time_row
+from tests.support.child import child
 
 RANKS = 4
 BAR = 1000.0

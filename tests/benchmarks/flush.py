@@ -35,12 +35,12 @@ from kvactors.flush_notifier.sinks.kv_events import KvEventsSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.native import HASH_BYTES, chain_hashes
 from kvactors.observe.lag import Lag, LagMonitor
-from kvactors.scenario.child import Child, child, start_child
 from kvactors.settings import FlushConfig
 from kvactors.settings.sinks import KvEventsSinkConfig, MemorySinkConfig
 from kvactors.signals import run_terminable
 from kvactors.types import Reason, Residency, Tier, split_hashes
 from tests.benchmarks.report import Row, bench_report, rate_row, time_row
+from tests.support.child import Child, child, start_child
 from tests.support.deadline import deadline_after
 
 BLOCK, DEPTH, PATHS = 64, 16, 500

@@ -10,13 +10,14 @@ from typing import Any
 import anyio
 
 from kvactors.cache import KVCache
-from kvactors.scenario.child import Child, child, compare
 from kvactors.testing.faults import LASTING, Fault, Kind
 from kvactors.testing.plan import Injectable
 from tests.chaos.proxy import Proxy, proxied
 from tests.chaos.record import Setting, Situation, Tally
 from tests.chaos.rest import MEMORY, at_rest, loaded, named, settings, varied
+from tests.support.child import Child, child
 from tests.support.injectors import ProcessFaults
+from tests.support.mirror import compare
 
 Kinds = tuple[Kind, ...]
 
@@ -44,7 +45,7 @@ class Readers:
         """A new reader, without any state."""
         ends = [proxy.endpoint for proxy in self._proxies]
         self.reader = await self._stack.enter_async_context(
-            child("-m", "kvactors.scenario.mirror", *ends, "--lose", self._lose)
+            child("-m", "tests.support.mirror", *ends, "--lose", self._lose)
         )
         await self.reader.receive()
 

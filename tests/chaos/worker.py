@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -22,7 +21,6 @@ import msgspec
 import structlog
 
 from kvactors.errors import KVActorsError
-from kvactors.scenario.child import Child, child
 from kvactors.settings import Config
 from kvactors.storage import attempts
 from kvactors.testing.faults import Fault
@@ -30,9 +28,8 @@ from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Tally
 from tests.chaos.rest import BREAKER, at_rest, named
+from tests.support.child import Child, child
 from tests.support.injectors import ProcessFaults
-
-ROOT = Path(__file__).parents[2]
 
 PATIENCE = 90.0
 """Seconds for a worker to open, or to come to rest."""
@@ -118,7 +115,7 @@ async def worker(
 ) -> AsyncIterator[Worker]:
     """A worker that is open and under load, or with `early` one that has only begun to start;
     killed on the way out."""
-    async with child("-m", "tests.chaos.worker", folder=ROOT) as process:
+    async with child("-m", "tests.chaos.worker") as process:
         await process.send(
             msgspec.json.encode(Orders(config, setting.seed, setting.rng.getrandbits(32))).decode()
         )

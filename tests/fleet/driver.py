@@ -30,17 +30,17 @@ from kvactors.errors import KVActorsError
 from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
 from kvactors.native import Path
-from kvactors.scenario.child import Child, differing, log_errors_only, say, start_child
 from kvactors.scenario.engine import reporting
-from kvactors.scenario.mirror import Reader
-from kvactors.scenario.mooncake_master import Master, free_port
 from kvactors.scenario.report import Totals, report_of
 from kvactors.scenario.workload import Conversation, serve_turn
 from kvactors.signals import run_terminable
 from kvactors.types import split_hashes
 from tests.fleet.node import NodeAnswer, Order
-from tests.fleet.run import ROOT, Network
+from tests.fleet.run import Network
 from tests.fleet.spec import FleetFault, FleetReport, FleetScenario, Placement
+from tests.support.child import Child, log_errors_only, say, start_child
+from tests.support.masters import Master, free_port
+from tests.support.mirror import Reader, differing
 
 START_S, ANSWER_S = 120.0, 300.0
 """Seconds within which a node must start, and answer. Only a hang takes as long."""
@@ -51,7 +51,7 @@ LOG_BYTES = 3000
 HOST_CREDIT = 0.8
 """Share of a device block's worth that a host block has, as in vLLM's router."""
 
-DRIVERS = ("fleet", "expect", "mooncake", "fault")
+DRIVERS = ("fleet", "expect", "fault")
 """Tables of a scenario that are the driver's, not a node's."""
 
 POOL = {"pool_objects": "master_key_count", "pool_evicted": "master_evicted_key_count"}
@@ -132,7 +132,7 @@ class Member:
 
     async def start(self) -> None:
         self._child = child = await start_child(
-            "-m", "tests.fleet.node", folder=ROOT, prefix=self._network.prefix, errors=self._log
+            "-m", "tests.fleet.node", prefix=self._network.prefix, errors=self._log
         )
         try:
             await child.receive(START_S)

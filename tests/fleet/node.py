@@ -18,14 +18,19 @@ import anyio
 import anyio.to_thread
 import msgspec
 
+from kvactors.cache import KVCache, open_cache
 from kvactors.errors import DeadlineExceeded, NoRoom
+from kvactors.flush_notifier.sinks.kv_wire import MEDIA
 from kvactors.lease import Hits
-from kvactors.scenario.child import log_errors_only, say
+from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine, ScenarioRequest
-from kvactors.scenario.runner import Session, session
-from kvactors.scenario.spec import Scenario
+from kvactors.scenario.replay import cache_config
+from kvactors.scenario.report import Totals
+from kvactors.scenario.spec import Scenario, Workload
 from kvactors.scenario.workload import Conversation
+from kvactors.settings import Config
 from kvactors.storage.mooncake import MooncakeBackend
+from tests.support.child import log_errors_only, say
 
 LINE_BYTES = 1 << 24
 FILLER = "kvactors-filler/"
@@ -71,9 +76,9 @@ class Node(Engine):
 
     RETRIED = (NoRoom, DeadlineExceeded)  # of free blocks: ask again
 
-    def __init__(self, one: Session, seed: int) -> None:
-        super().__init__(one.cache, one.totals)
-        self._session, self._work = one, one.scenario.workload
+    def __init__(self, cache: KVCache, work: Workload, seed: int) -> None:
+        super().__init__(cache, Totals())
+        self._work = work
         self._waits: dict[str, float] = {}  # seconds that loads take, by request
         self._filling: asyncio.Task[None] | None = None
         self._conversation = lru_cache(512)(lambda number: Conversation(self._work, seed, number))
@@ -114,7 +119,11 @@ class Node(Engine):
         cache, totals = self.cache, self.totals
         await self.idle()  # saves in flight are objects of the pool that is judged
         await self.settle()
-        sequence, held = self._session.published()
+        sink: Any = cache.sinks["kv_events"]
+        held = {
+            MEDIA["vllm"][tier]: {int.from_bytes(key[-8:], "big") for key in keys}
+            for tier, keys in announceable(cache.system).items()
+        }
         statistics = cache.statistics()
         counts: dict[str, float] = {
             "verified": totals.verified_blocks,
@@ -129,7 +138,9 @@ class Node(Engine):
         if statistics.store is not None:
             counts |= {f"pool_{name}": getattr(statistics.store, name) for name in STORE_COUNTS}
         errors = totals.errors + cache.check()
-        return NodeAnswer(order.number, held=held, sequence=sequence, counts=counts, errors=errors)
+        return NodeAnswer(
+            order.number, held=held, sequence=sink.events.sequence, counts=counts, errors=errors
+        )
 
     async def _pool(self, work: Any) -> None:
         backend: Any = self.cache.system.backend
@@ -164,8 +175,9 @@ async def main() -> None:
     orders = msgspec.json.decode(await reader.readline())
     for command in orders["commands"]:
         subprocess.run(command, check=True, timeout=60)  # noqa: ASYNC221
-    async with session(Scenario.from_mapping(orders["data"]), virtual=False) as one:
-        node = Node(one, orders["seed"])
+    scenario = Scenario.from_mapping(orders["data"])
+    async with open_cache(Config.from_env(base=cache_config(scenario))) as cache:
+        node = Node(cache, scenario.workload, orders["seed"])
         print("ready", flush=True)
 
         async def answered(order: Order) -> None:

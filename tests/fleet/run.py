@@ -17,11 +17,9 @@ import anyio
 import msgspec
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.child import start_child
 from kvactors.scenario.report import Progress, Totals
 from tests.fleet.spec import FleetReport
-
-ROOT = Path(__file__).parents[2]
+from tests.support.child import start_child
 
 FLEET = Path(__file__).with_name("fleet.toml")
 """The scenario."""
@@ -140,7 +138,7 @@ async def run_fleet(
             "install 'kvactors[mooncake,kv-events]'"
         )
     prefix = isolation() if isolate else []
-    driver = await start_child("-m", "tests.fleet.driver", folder=ROOT, prefix=prefix)
+    driver = await start_child("-m", "tests.fleet.driver", prefix=prefix)
     try:
         await driver.send_json({"data": data, "seed": seed, "isolated": bool(prefix)})
         while True:

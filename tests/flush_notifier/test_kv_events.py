@@ -21,10 +21,10 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.kv_events import SNAPSHOT, KvEventsSink, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, decode_batch
 from kvactors.identity import PLAIN, RequestScope, media_extra
-from kvactors.scenario.mirror import Mirror, Reader
 from kvactors.settings import Config
 from kvactors.settings.sinks import Endpoint, KvEventsSinkConfig, of_rank
 from kvactors.types import Reason, Residency, Tier
+from tests.support.mirror import Mirror, Reader
 
 pytestmark = pytest.mark.full
 

@@ -23,7 +23,6 @@ from kvactors.flush_notifier.sinks import kv_events, kv_wire
 from kvactors.flush_notifier.sinks.kv_events import SNAPSHOT, StreamChanges, Window
 from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, decode_batch
 from kvactors.identity import RequestScope
-from kvactors.scenario.mirror import Mirror
 from kvactors.settings import Config
 from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier
@@ -43,6 +42,7 @@ from tests.flush_notifier.test_kv_events import (
     socket,
     task,
 )
+from tests.support.mirror import Mirror
 
 pytestmark = pytest.mark.full
 

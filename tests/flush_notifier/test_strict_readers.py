@@ -11,10 +11,10 @@ from msgspec.structs import replace
 
 import kvactors
 from kvactors.flush_notifier.sinks.kv_wire import BlockRemoved, BlockStored
-from kvactors.scenario.mirror import Mirror, Reader
 from kvactors.types import HASH_BYTES, Reason, Tier
 from tests.flush_notifier.helpers import EVERYTHING, announced, do, ledger, names, settle
 from tests.flush_notifier.test_kv_events import BLOCK, churn, config, tiers_of
+from tests.support.mirror import Mirror, Reader
 from tests.support.tree_reader import TreeReader
 
 pytestmark = pytest.mark.full

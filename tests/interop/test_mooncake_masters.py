@@ -20,7 +20,7 @@ import pytest
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.scenario.mooncake_master import Master, free_port
+from tests.support.masters import Master, free_port
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import HEADER, MooncakeBackend

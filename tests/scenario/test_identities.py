@@ -7,10 +7,10 @@ import msgspec
 import pytest
 
 from kvactors.flush_notifier.sinks.kv_wire import MapEvents
-from kvactors.scenario.mirror import Mirror
 from kvactors.scenario.runner import run_scenario
 from kvactors.scenario.spec import Workload
 from kvactors.scenario.workload import Speaker
+from tests.support.mirror import Mirror
 
 pytestmark = pytest.mark.full
 

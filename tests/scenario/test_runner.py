@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 from kvactors.errors import ConfigError
+from kvactors.flush_notifier.sinks.kv_wire import MEDIA
 from kvactors.observe.statistics import announceable
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
 from kvactors.settings import read_toml
 from tests.flush_notifier.helpers import path_tokens
 from tests.support import attentionstore_sdk
+from tests.support.child import child
+from tests.support.mirror import compare
 
 CHAT = {
     "scenario": {"name": "chat", "seed": 5},
@@ -176,16 +179,32 @@ SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.toml"))
 OF_ATTENTION_STORE = sorted((Path(__file__).parent / "attention_store").glob("*.toml"))
 
 
+@asynccontextmanager
+async def mirrored(cache):
+    """A reader in another process that loses every twentieth message ends equal to the tiers, and
+    its events tell any two blocks apart."""
+    if "kv_events" not in cache.sinks:
+        yield
+        return
+    sink = cache.sinks["kv_events"].inner
+    ends = ("tests.support.mirror", sink.endpoint, sink.replay_endpoint)
+    topic = ("--topic", sink.config.topic, "--lose", "0.05")
+    async with child("-m", *ends, *topic) as reader:
+        await reader.receive()
+        yield
+        held = {
+            MEDIA["vllm"][tier]: {int.from_bytes(key[-8:], "big") for key in keys}
+            for tier, keys in announceable(cache.system).items()
+        }
+        said = await compare(reader, sink.events.sequence, held)
+        assert (said["divergence"], said["ambiguous"], said["behind"]) == (0, 0, 0)
+        assert said["replayed"] >= 1
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_shipped_scenarios_hold(path):
-    if path.stem.startswith("mooncake"):
-        pytest.importorskip(
-            "mooncake.store",
-            reason="Mooncake's client needs Debian's libibverbs1 and libnuma1",
-            exc_type=ImportError,
-        )
-    scenario, report = run_scenario(read_toml(path))
+    scenario, report = run_scenario(read_toml(path), observe=mirrored)
     assert scenario.expect
     assert disappointments(scenario.expect, report) == []
     assert report.errors == []
@@ -287,9 +306,13 @@ def test_scenarios_are_shipped():
         "sink_outage",
         "sink_hangs",
         "two_sinks_one_dead",
-        "router_view",
-        "process_restart",
-        "noisy_tenant",
         "salted_tenants",
         "media",
     }
+
+
+def test_a_cache_sleeps_and_its_blocks_are_found_below():
+    [path] = [path for path in SCENARIOS if path.stem == "sleep"]
+    scenario, report = run_scenario(read_toml(path), virtual=True)
+    assert disappointments(scenario.expect, report) == []
+    assert report.verified_blocks == 60

@@ -56,6 +56,8 @@ def report(**changes):
             r"workload\.step\.tokens must be at least 0",
         ),
         ({"workload": {"kind": "script", "step": [{"do": "finish"}]}}, r"step 1.*request"),
+        ({"workload": {"kind": "script", "step": [{"do": "wake", "level": 2}]}}, "level"),
+        ({"workload": {"kind": "script", "step": [{"do": "sleep", "level": 3}]}}, "level"),
         ({"device": {"num_blocks": 0}}, r"device\.num_blocks"),
         ({"scenario": {}}, "name"),
         ({"expect": {"requests": {"min": 3, "mx": 4}}}, "`mx`"),
@@ -92,19 +94,8 @@ def report(**changes):
             {"fault": [{"storage": True, "kind": "bit_rot"}], "storage": {"backend": "memory"}},
             "bit_rot needs",
         ),
-        ({"mooncake": {"enabled": True}}, "mooncake needs storage.backend = 'mooncake'"),
         ({"process": {"restarts": -1}}, "process.restarts"),
         ({"fault": [{"sink": "memory", "kind": "explode"}], **MEMORY}, "explode"),
-        ({"router": {"enabled": True}, **MEMORY}, "router needs a sink of kind 'kv_events'"),
-        ({"router": {"lose": 1.0}}, r"router\.lose"),
-        ({"process": {"kills": [0.0]}}, r"process\.kills"),
-        (
-            {
-                "process": {"kills": [1.0]},
-                "workload": {"kind": "script", "step": [{"do": "settle"}]},
-            },
-            r"process\.kills belongs",
-        ),
     ],
 )
 def test_bad_input_is_named(change, complaint):

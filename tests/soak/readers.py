@@ -12,14 +12,14 @@ import numpy as np
 
 from kvactors import Tier
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA
-from kvactors.scenario.mirror import Reader
 from tests.oracle.sink import Recorder
+from tests.support.mirror import Reader
 
 LIMIT = 30.0
 
 
 class EventsReader:
-    """A strict reader of KV events in a thread (see `kvactors.scenario.mirror`)."""
+    """A strict reader of KV events in a thread (see `tests.support.mirror`)."""
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         self._reader = Reader(endpoint, replay_endpoint)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.scenario.mooncake_master import Master, free_port
-from tests.support.masters import master
+from tests.support.masters import Master, free_port, master
 
 try:
     import mooncake.store  # noqa: F401

@@ -6,9 +6,9 @@ from signal import SIGCONT, SIGSTOP
 
 from anyio.to_thread import run_sync
 
-from kvactors.scenario.child import Child
-from kvactors.scenario.mooncake_master import Master
 from kvactors.testing.faults import Fault
+from tests.support.child import Child
+from tests.support.masters import Master
 
 
 class ProcessFaults:

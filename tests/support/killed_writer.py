@@ -21,12 +21,10 @@ import structlog
 
 from kvactors.device.arena import Arena
 from kvactors.errors import KVActorsError
-from kvactors.scenario.child import child
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import Bench, key, never
-
-ROOT = Path(__file__).parents[2]
+from tests.support.child import child
 
 PRINT = bytes(range(32))
 SIZE = 20_000
@@ -120,7 +118,7 @@ async def run_and_kill(folder: Path, first: int, seconds: float, *, patient: boo
         return word
 
     arguments = ("-m", "tests.support.killed_writer", str(folder), str(first))
-    async with child(*arguments, folder=ROOT) as writer:
+    async with child(*arguments) as writer:
         with suppress(KVActorsError):  # it has ended
             await take()
             while patient and await take() != "stored":

@@ -12,7 +12,6 @@ import os
 import sys
 from collections import deque
 from contextlib import suppress
-from pathlib import Path
 from signal import SIGCONT, SIGSTOP
 from typing import Any, Literal, NamedTuple
 
@@ -24,12 +23,10 @@ from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.errors import KVActorsError
 from kvactors.layout import make_layout
-from kvactors.scenario.child import Child, start_child
 from kvactors.settings import Config
 from kvactors.settings.ranks import SECRET_VARIABLE
 from kvactors.testing.faults import Fault
-
-ROOT = Path(__file__).parents[2]
+from tests.support.child import Child, start_child
 
 SILENT, LOST = Fault("rank_silent"), Fault("rank_lost")
 """A rank's process is stopped, and killed."""
@@ -105,7 +102,6 @@ class RankProcess:
             "tests.support.rank_process",
             msgspec.json.encode(config).decode(),
             str(self.rank),
-            folder=ROOT,
             environment={SECRET_VARIABLE: ranks.secret} if ranks.secret else None,
         )
         self._reading = asyncio.get_running_loop().create_task(

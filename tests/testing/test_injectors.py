@@ -9,11 +9,11 @@ import anyio
 import pytest
 
 from kvactors.errors import KVActorsError
-from kvactors.scenario.child import child
 from kvactors.testing.faults import Fault
 from kvactors.testing.plan import carry_out
 from tests.chaos.proxy import Proxy
 from tests.support import attentionstore_sdk as stand_in
+from tests.support.child import child
 from tests.support.injectors import FaultyMaster, ProcessFaults
 from tests.support.rank_process import RankProcess
 

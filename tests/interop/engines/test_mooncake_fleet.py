@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from kvactors.scenario.mooncake_master import Master
+from tests.support.masters import Master
 from tests.interop.engines.fleet import ROUTER, START, FleetRouter, Server, sampled
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.environments import Environments

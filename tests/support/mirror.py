@@ -1,7 +1,7 @@
 """A strict reader of KV events in the role of a router: it rebuilds a node's contents from its
 messages alone, loses some, and recovers.
 
-`Mirror` is the pure state, `Reader` has the sockets, and `python -m kvactors.scenario.mirror` is
+`Mirror` is the pure state, `Reader` has the sockets, and `python -m tests.support.mirror` is
 a separate process: a line `report N` on its input is answered with the mirror as JSON once batch
 N - 1 has been applied."""
 
@@ -12,8 +12,8 @@ import hashlib
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import zmq
@@ -31,6 +31,7 @@ from kvactors.flush_notifier.sinks.kv_wire import (
     decode_batch,
     encode_sequence,
 )
+from tests.support.child import Child
 
 # -- identities of blocks
 #
@@ -206,27 +207,17 @@ class Mirror:
 
 class Reader:
     """A subscriber with a mirror. lose: share of the live messages that it drops, drawn from
-    `seed`.
-
-    follow: snapshots (whenever a connection is (re)made it takes one, and what was queued is void:
-    numbers of a publisher that begins at 0 again could not tell) or numbers (it never takes one: of
-    a publisher whose numbers rise a replay has all that it needs).
+    `seed`. Whenever a connection is (re)made it takes a snapshot, and what was queued is void:
+    numbers of a publisher that begins at 0 again could not tell.
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        replay: str,
-        topic: str = "",
-        lose: float = 0.0,
-        seed: int = 0,
-        follow: Literal["snapshots", "numbers"] = "snapshots",
+        self, endpoint: str, replay: str, topic: str = "", lose: float = 0.0, seed: int = 0
     ) -> None:
-        self._snapshots = follow == "snapshots"
         self.mirror = Mirror()
         self._replay = replay
         self._lose = lose
-        self._random = random.Random(seed)  # noqa: S311  (which message is lost is no secret)
+        self._random = random.Random(seed)
         self.statistics = MirrorStatistics()
         self._context: Any = zmq.Context.instance()
         self.socket: Any = self._context.socket(zmq.SUB)
@@ -244,10 +235,9 @@ class Reader:
         if self.monitor in ready:
             recv_monitor_message(self.monitor)
             self.statistics.connections += 1
-            if self._snapshots:
-                while self.socket.poll(0):
-                    self.socket.recv_multipart()
-                self.catch_up(snapshot=True)
+            while self.socket.poll(0):
+                self.socket.recv_multipart()
+            self.catch_up(snapshot=True)
         while self.socket.poll(0):
             _, number, payload = self.socket.recv_multipart()
             self._live(int.from_bytes(number, "big"), payload)
@@ -259,7 +249,7 @@ class Reader:
         if not self._take(number, payload):
             self.statistics.gaps += 1
             self.catch_up()
-            if not self._take(number, payload) and self._snapshots:  # too old for the window
+            if not self._take(number, payload):  # too old for the window
                 self.catch_up(snapshot=True)
 
     def _take(self, number: int, payload: bytes) -> bool:
@@ -285,8 +275,6 @@ class Reader:
         answer = self._ask(encode_sequence(self.mirror.expected))
         for number, payload in answer or ():
             before = self.mirror.expected
-            if not self._snapshots:  # a late answer begins with the state
-                self.mirror.expected = before = max(before, number)
             self._take(number, payload)
             self.statistics.replayed += self.mirror.expected - before
         return answer is not None
@@ -334,6 +322,28 @@ class Reader:
         self.socket.close(linger=0)
 
 
+def differing(view: Mapping[str, Collection[Any]], truth: Mapping[str, Collection[Any]]) -> int:
+    """Blocks on which a reader's view differs from the truth, both by medium."""
+    media = view.keys() | truth.keys()
+    return sum(len(set(view.get(one, ())) ^ set(truth.get(one, ()))) for one in media)
+
+
+async def compare(
+    reader: Child, sequence: int, truth: Mapping[str, Collection[int]]
+) -> dict[str, int]:
+    """Compare the mirror of a reader's process with the tiers, once it has read every batch before
+    `sequence`. Returns the reader's counts. divergence: blocks on which its view differs.
+    ambiguous: blocks that it cannot tell apart by tokens, adapter, salt and media."""
+    await reader.send(f"report {sequence}")
+    said = msgspec.json.decode(await reader.receive())
+    return {
+        "divergence": differing(said["view"], truth),
+        "ambiguous": said["ambiguous"],
+        "behind": max(0, sequence - said["sequence"]),
+        **said["statistics"],
+    }
+
+
 def main() -> None:
     """Read until the input ends."""
     parser = argparse.ArgumentParser(
@@ -345,7 +355,6 @@ def main() -> None:
     parser.add_argument("--topic", default="")
     parser.add_argument("--lose", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--follow", choices=["snapshots", "numbers"], default="snapshots")
     reader = Reader(**vars(parser.parse_args()))
     reader.poller.register(sys.stdin.fileno(), zmq.POLLIN)
     print("ready", flush=True)

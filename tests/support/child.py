@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from signal import Signals
@@ -17,7 +17,9 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from kvactors.errors import DeadlineExceeded, KVActorsError
-from kvactors.scenario.spec import RouterSpec
+
+ROOT = Path(__file__).parents[2]
+"""The working directory of child processes, from which their modules are imported."""
 
 PATIENCE = 60.0
 """Seconds to wait for a line by default."""
@@ -74,30 +76,28 @@ class Child:
 
 async def start_child(
     *arguments: str,
-    folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
     python: str = sys.executable,
     prefix: Sequence[str] = (),
     errors: IO[bytes] | None = None,
 ) -> Child:
-    """Start a Python process. `Child.kill` ends it. folder: the working directory, from which
-    modules are imported as well. By default the process imports from where this one does, in any
-    working directory."""
-    isolated = [] if folder else ["-P"]
+    """Start a Python process in the repository's root. `Child.kill` ends it. Another `python`
+    imports nothing from there."""
+    isolated = [] if python == sys.executable else ["-P"]
     return Child(
         await anyio.open_process(
             [*prefix, python, *isolated, *arguments],
             stderr=errors,
-            cwd=folder,
+            cwd=ROOT,
             env={**os.environ, **environment} if environment else None,
         )
     )
 
 
 @asynccontextmanager
-async def child(*arguments: str, folder: Path | None = None) -> AsyncIterator[Child]:
+async def child(*arguments: str) -> AsyncIterator[Child]:
     """Run a Python process while the block runs, see `start_child`."""
-    started = await start_child(*arguments, folder=folder)
+    started = await start_child(*arguments)
     try:
         yield started
     finally:
@@ -115,40 +115,3 @@ def log_errors_only() -> None:
         wrapper_class=structlog.make_filtering_bound_logger(40),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-
-
-# -- the router: a process that mirrors this node from its KV events alone
-
-
-@asynccontextmanager
-async def routing(
-    spec: RouterSpec, endpoint: str, replay: str, topic: str, seed: int
-) -> AsyncIterator[Child]:
-    """A router process, connected."""
-    ends = ("-m", "kvactors.scenario.mirror", endpoint, replay, "--topic", topic)
-    options = ("--lose", str(spec.lose), "--follow", spec.follow, "--seed", str(seed))
-    async with child(*ends, *options) as router:
-        await router.receive()
-        yield router
-
-
-def differing(view: Mapping[str, Collection[Any]], truth: Mapping[str, Collection[Any]]) -> int:
-    """Blocks on which a reader's view differs from the truth, both by medium."""
-    media = view.keys() | truth.keys()
-    return sum(len(set(view.get(one, ())) ^ set(truth.get(one, ()))) for one in media)
-
-
-async def compare(
-    router: Child, sequence: int, truth: Mapping[str, Collection[int]]
-) -> dict[str, int]:
-    """Compare the router's view with the tiers, once it has read every batch before `sequence`.
-    Returns the router's counts. divergence: number of blocks on which its view differs from the
-    truth. ambiguous: blocks that it cannot tell apart by tokens, adapter, salt and media."""
-    await router.send(f"report {sequence}")
-    said = msgspec.json.decode(await router.receive())
-    return {
-        "divergence": differing(said["view"], truth),
-        "ambiguous": said["ambiguous"],
-        "behind": max(0, sequence - said["sequence"]),
-        **said["statistics"],
-    }
