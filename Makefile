@@ -50,7 +50,7 @@ bench:  ## quick benchmarks of the index and of acquire
 	$(PYTHON) -m tests.benchmarks acquire --quick
 
 benchmarks:  ## every benchmark, and the tables of docs/benchmarks.md, with engines below CONSUMERS
-	$(PYTHON) -m tests.benchmarks --vllm-python $(CONSUMERS)/vllm_cpu/bin/python \
+	$(PYTHON) -m tests.benchmarks --write --vllm-python $(CONSUMERS)/vllm_cpu/bin/python \
 		--sglang-python $(CONSUMERS)/sglang_cpu/bin/python \
 		--lmcache-python $(CONSUMERS)/lmcache/bin/python
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from kvactors.actor.ref import SWEEP
 from kvactors.cache import KVCache, open_cache
 from kvactors.settings import Config
-from tests.benchmarks.report import Row, time_row
+from tests.benchmarks.frame import Row, time_row
 
 LIMIT_MS = 2.0
 BLOCK = 16

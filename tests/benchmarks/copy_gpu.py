@@ -18,7 +18,7 @@ from kvactors.device.arena import Arena
 from kvactors.errors import DeviceError
 from kvactors.layout import GQALayout, Layout
 from tests.benchmarks.copy_product import product_rows
-from tests.benchmarks.report import Row, rate_row
+from tests.benchmarks.frame import Row, rate_row
 
 KIB = 1024
 

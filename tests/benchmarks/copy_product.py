@@ -14,7 +14,7 @@ from kvactors.data_plane.base import Direction
 from kvactors.data_plane.cuda.driver import quietly
 from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.threads import in_thread
-from tests.benchmarks.report import Row, rate_row, time_row
+from tests.benchmarks.frame import Row, rate_row, time_row
 
 KERNEL = Path(__file__).with_name("product.ptx")
 GRID, THREADS = 1024, 256

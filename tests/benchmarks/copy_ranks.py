@@ -23,7 +23,7 @@ from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
 from kvactors.settings import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.settings.ranks import RanksConfig
-from tests.benchmarks.report import Row, time_row
+from tests.benchmarks.frame import Row, time_row
 from tests.support.child import child
 
 RANKS = 4

@@ -11,34 +11,23 @@ import asyncio
 import gc
 import time
 from contextlib import ExitStack
-from typing import Any
 
 import kvactors
 from kvactors import Lease, Step
-from tests.benchmarks.child import ChildProcess
 from tests.benchmarks.decode_child import STEPS, prompts, tokens_of
-from tests.benchmarks.machine import ROOT
-from tests.benchmarks.report import Row, bench_report, time_row
+from tests.benchmarks.frame import ENGINE_VARIABLES, ROOT, Peer, Report, Row, time_row
 
 SIZES = ((64, 16), (64, 64), (256, 16), (256, 64))
 """Requests, and tokens of a block."""
 BARS_US = {64: 1.2, 256: 0.8}
 """Of a request and step, by requests."""
 ROUNDS = 9
-LIMIT = 300.0
-"""Seconds that a peer may take for an answer. Only a hang takes as long."""
-ENDING = 30.0
-"""Seconds that a peer may take to end."""
-HOW = (
-    "`python -m tests.interop.setup DIR engines` in a clone makes an environment, then run `python "
-    "-m tests.benchmarks decode --vllm-python DIR/vllm_cpu/bin/python --sglang-python "
-    "DIR/sglang_cpu/bin/python`"
-)
 VARIABLES = {
-    "vllm": {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0"},
+    "vllm": ENGINE_VARIABLES,
     "sglang": {
         "PYTHONPATH": f"{ROOT / 'tests/interop/engines/sglang_site'}:{ROOT}",
         "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
     },
 }
 PEERS = {"vllm": "vLLM's allocate_slots, same run", "sglang": "SGLang's alloc_decode, same run"}
@@ -52,15 +41,7 @@ async def step_all(cache: kvactors.KVCache, leases: list[Lease], row: list[int])
             raise outcome.error
 
 
-async def step_each(cache: kvactors.KVCache, leases: list[Lease], row: list[int]) -> None:
-    """A step in two calls a request."""
-    for lease, token in zip(leases, row, strict=True):
-        computed = lease.num_tokens
-        await lease.extend((token,))
-        await lease.commit(computed)
-
-
-async def measure(requests: int, block: int, step: Any) -> float:
+async def measure(requests: int, block: int) -> float:
     """Processor seconds of all steps of a round."""
     first = prompts(requests)
     config = kvactors.Config.from_mapping(
@@ -80,7 +61,7 @@ async def measure(requests: int, block: int, step: Any) -> float:
         gc.freeze()
         began = time.process_time()
         for row in rows:
-            await step(cache, leases, row)
+            await step_all(cache, leases, row)
         took = time.process_time() - began
         gc.unfreeze()
         for lease in leases:
@@ -88,50 +69,25 @@ async def measure(requests: int, block: int, step: Any) -> float:
     return took
 
 
-def run(*, quick: bool = False, vllm_python: str = "", sglang_python: str = "") -> dict[str, Any]:
-    """All rows.
-
-    Args:
-        quick: few rounds.
-        vllm_python: a Python that has vLLM, empty for no rows beside it.
-        sglang_python: a Python that has SGLang, empty for no rows beside it.
-
-    Raises:
-        ConfigError: a Python does not start, or lacks the peer.
-    """
+def run(*, quick: bool = False, vllm_python: str = "", sglang_python: str = "") -> Report:
+    """All rows. Without a Python of a peer there are no rows beside it."""
     rounds, pythons = 2 if quick else ROUNDS, {"vllm": vllm_python, "sglang": sglang_python}
     with ExitStack() as stack:
         peers = {}
         for name in [name for name, python in pythons.items() if python]:
-            peers[name] = ChildProcess(
-                pythons[name],
-                "decode_child.py",
-                name,
-                what=name,
-                hint=HOW,
-                limit=LIMIT,
-                ending=ENDING,
-                variables={"OMP_NUM_THREADS": "1", **VARIABLES[name]},
-            )
+            peers[name] = Peer(pythons[name], "decode_child.py", name, variables=VARIABLES[name])
             stack.callback(peers[name].close)
         rows: list[Row] = []
         for requests, block in SIZES:
-            found: dict[str, list[float]] = {name: [] for name in ("step", "each", *peers)}
+            found: dict[str, list[float]] = {name: [] for name in ("step", *peers)}
             for _ in range(rounds):
-                found["step"].append(asyncio.run(measure(requests, block, step_all)))
-                found["each"].append(asyncio.run(measure(requests, block, step_each)))
+                found["step"].append(asyncio.run(measure(requests, block)))
                 for name, peer in peers.items():
                     found[name].append(peer.ask("round", requests=requests, block=block)["seconds"])
             least = {name: min(took) / STEPS / requests * 1e6 for name, took in found.items()}
-            case = f"{requests} requests, block {block}"
-            rows.append(
-                time_row(f"{case}, step", least["step"], BARS_US[requests], "us", "the bar")
-            )
+            case = f"{requests} requests, block {block}, step"
+            rows.append(time_row(case, least["step"], BARS_US[requests], "us", "the bar"))
             rows += [
-                time_row(f"{case}, step", least["step"], least[name], "us", PEERS[name])
-                for name in peers
+                time_row(case, least["step"], least[name], "us", PEERS[name]) for name in peers
             ]
-            if "vllm" in peers:
-                name = f"{case}, extend and commit one by one"
-                rows.append(time_row(name, least["each"], least["vllm"], "us", PEERS["vllm"]))
-    return bench_report("decode", rows, {"steps": STEPS, "rounds": rounds, "quick": quick})
+    return Report(rows, {"steps": STEPS, "rounds": rounds, "quick": quick})

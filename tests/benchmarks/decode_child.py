@@ -7,12 +7,13 @@ The prompts and tokens are those of `tests.benchmarks.decode`, which imports the
 from __future__ import annotations
 
 import gc
-import json
 import sys
 import time
 from typing import Any
 
 import numpy as np
+
+from tests.benchmarks.lines import answer_lines
 
 LENGTH, STEPS = 256, 192
 """Tokens of the shortest prompt, and steps of a round."""
@@ -113,14 +114,15 @@ def sglang_round(requests: int, block: int) -> float:
     return time.process_time() - began
 
 
-def main(peer: str) -> None:
-    """Answer lines until the input ends."""
-    measure: Any = {"vllm": vllm_round, "sglang": sglang_round}[peer]
-    for line in sys.stdin:
-        message = json.loads(line)
-        seconds = measure(message["requests"], message["block"])
-        print(json.dumps({"seconds": seconds}), flush=True)
+class Rounds:
+    """The rounds of a peer."""
+
+    def __init__(self) -> None:
+        self.measure: Any = {"vllm": vllm_round, "sglang": sglang_round}[sys.argv[1]]
+
+    def round(self, requests: int, block: int) -> dict[str, float]:
+        return {"seconds": self.measure(requests, block)}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    answer_lines(Rounds)

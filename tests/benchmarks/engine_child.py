@@ -7,17 +7,16 @@ and is answered with a line of JSON: `prepare`, `round`, `close`.
 from __future__ import annotations
 
 import json
-import os
-import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import mean, median
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from tests.benchmarks.lines import answer_lines, processor_seconds
 
 BLOCK = 32  # attention on a CPU takes multiples of 32
 LENGTH = 16 * BLOCK
@@ -60,13 +59,14 @@ MODEL = {
 
 def tiers(kind: str, folder: Path) -> dict[str, Any]:
     """`kv_connector_extra_config` of a kind of engine."""
-    common: dict[str, Any] = {"spec_module_path": "tests.benchmarks.engine_specs"}
-    common |= {"cpu_bytes_to_use": HOST_CHUNKS * CHUNK_BYTES}
+    common: dict[str, Any] = {"cpu_bytes_to_use": HOST_CHUNKS * CHUNK_BYTES}
     if kind == "ours":
         storage = {"backend": "file", "directory": str(folder / "ours"), "capacity_blocks": 1000}
-        return common | {"spec_name": "Ours", "storage": storage}
-    fs = {"type": "fs", "root_dir": str(folder / "fs")}
-    return common | {"spec_name": "VllmTiers", "secondary_tiers": [fs]}
+        spec = {"spec_name": "KVActorsOffloadingSpec"}
+        spec["spec_module_path"] = "kvactors.integrations.vllm"
+        return common | spec | {"storage": storage}
+    spec = {"spec_module_path": "tests.benchmarks.engine_specs", "spec_name": "VllmTiers"}
+    return common | spec | {"secondary_tiers": [{"type": "fs", "root_dir": str(folder / "fs")}]}
 
 
 class Cost(NamedTuple):
@@ -75,34 +75,27 @@ class Cost(NamedTuple):
     Attributes:
         seconds: on the clock.
         processor: seconds of the processor, of all threads of the engine.
-        switches: of threads that waited for something.
-        preemptions: of threads that another thread took the processor from.
         cached: tokens of the prompt that were not computed.
-        steps: of the engine.
+        steps_per_second: steps of the engine that computed something.
     """
 
     seconds: float
     processor: float
-    switches: int
-    preemptions: int
     cached: int
-    steps: int
+    steps_per_second: float
 
 
 class Meter:
-    """Clock, processor time and context switches since it was made."""
+    """Clock and processor time since it was made."""
 
     def __init__(self) -> None:
-        self._usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._processor = processor_seconds()
         self._began = time.perf_counter()
 
     def cost(self, cached: int, steps: int) -> Cost:
         """The cost since then."""
         seconds = time.perf_counter() - self._began
-        was, now = self._usage, resource.getrusage(resource.RUSAGE_SELF)
-        processor = now.ru_utime - was.ru_utime + now.ru_stime - was.ru_stime
-        switches = now.ru_nvcsw - was.ru_nvcsw
-        return Cost(seconds, processor, switches, now.ru_nivcsw - was.ru_nivcsw, cached, steps)
+        return Cost(seconds, processor_seconds() - self._processor, cached, steps / seconds)
 
 
 class Engine:
@@ -171,15 +164,13 @@ class Engine:
             steps += 1
         return meter.cost(cached, steps)
 
-    def tokens_beside(self, number: int, returning: list[list[int]]) -> tuple[Cost, int]:
-        """The cost of a long request and of prompts that come while its tokens are sampled. The
-        second value is the number of steps that computed something."""
+    def tokens_beside(self, number: int, returning: list[list[int]]) -> Cost:
+        """The cost of a long request and of prompts that come while its tokens are sampled."""
         meter = Meter()
         long = self.add([3 + number % 900] * SHORT, LONG)
         waiting = list(returning)
-        sampled = computed = steps = cached = 0
+        sampled = computed = cached = 0
         for outputs in self.steps():
-            steps += 1
             computed += bool(outputs)
             sampled += sum(output.request_id in long for output in outputs)
             cached += sum(output.num_cached_tokens or 0 for output in outputs if output.finished)
@@ -187,7 +178,7 @@ class Engine:
                 self.add(waiting.pop(), 1)
         if waiting:
             raise RuntimeError(f"{len(waiting)} prompts of {len(returning)} were not added")
-        return meter.cost(cached, steps), computed
+        return meter.cost(cached, computed)
 
     def settle(self) -> None:
         """Run short requests until copies and writes have ended, and forget the device's blocks."""
@@ -214,17 +205,14 @@ class Bench:
     """An engine, and the lines that it answers."""
 
     def __init__(self, kind: str, folder: Path) -> None:
-        self._kind = kind
         self._engine = Engine(kind, folder)
         self._prompts = [make_prompt(number) for number in range(PROMPTS)]
 
-    def prepare(self) -> dict[str, Any]:
+    def prepare(self) -> None:
         """Compute, offload and write every prompt to storage."""
         for prompt in self._prompts:
             self._engine.first_token(prompt)
             self._engine.settle()
-        self._tier_times()
-        return {}
 
     def round(self, number: int) -> dict[str, Any]:
         """The figures of a round."""
@@ -235,47 +223,16 @@ class Bench:
         for place in ("storage", "host"):
             costs[place] = engine.first_token(prompt)
             engine.settle()
-        found: dict[str, Any] = self._tier_times()
         following = [self._prompts[(number + 1 + i) % PROMPTS] for i in range(RETURNING)]
-        costs["beside"], computed = engine.tokens_beside(number, following)
+        costs["beside"] = engine.tokens_beside(number, following)
         engine.settle()
-        found |= {place: cost._asdict() for place, cost in costs.items()}
-        return found | {"steps_per_second": computed / costs["beside"].seconds}
+        return {place: cost._asdict() for place, cost in costs.items()}
 
-    def _tier_times(self) -> dict[str, Any]:
-        """Times of look-ups and copies since the last call, empty without tiers."""
-        if self._kind == "none":
-            return {}
-        from tests.benchmarks.engine_specs import TIMES
-
-        found, scale = {}, {"lookup_us": 1e6, "load_ms": 1e3, "store_ms": 1e3}
-        for name, times in zip(scale, TIMES.take(), strict=True):
-            middle = mean if name == "lookup_us" else median
-            found[name] = scale[name] * middle(times) if times else None
-            found[f"{name} of"] = len(times)
-        return found
-
-    def close(self) -> dict[str, Any]:
+    def close(self) -> None:
         """Shut the engine down."""
         self._engine.close()
-        return {}
-
-
-def main() -> None:
-    """Answer lines for the kind of engine that the command line names."""
-    answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # vLLM's output
-    with tempfile.TemporaryDirectory(prefix="kvactors-bench-engine-") as folder:
-        bench = Bench(sys.argv[1], Path(folder))
-        calls: dict[str, Callable[..., dict[str, Any]]] = {
-            "prepare": bench.prepare,
-            "round": bench.round,
-            "close": bench.close,
-        }
-        for line in sys.stdin:
-            message = json.loads(line)
-            answers.write(json.dumps(calls[message.pop("do")](**message)) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory(prefix="kvactors-bench-engine-") as folder:
+        answer_lines(lambda: Bench(sys.argv[1], Path(folder)))

@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from statistics import median
 from typing import Any, NamedTuple
 
-from kvactors.errors import ConfigError
-from kvactors.native import BlockTree, Path, chain_hashes
-from tests.benchmarks.child import ChildProcess
+from kvactors.native import BlockTree, Path
+from tests.benchmarks.frame import Peer, Report, Row, rate_row, time_row
 from tests.benchmarks.index_child import (
     GROUP_SIZE,
     LENGTH,
@@ -25,7 +24,6 @@ from tests.benchmarks.index_child import (
     some_stored,
     stored_prompt,
 )
-from tests.benchmarks.report import Row, bench_report, rate_row, time_row
 
 PROMPTS = 64
 ROOT = bytes(32)
@@ -41,15 +39,6 @@ HASHED = "SGLang's Rust tree with KV events, same run"
 PUBLISHED = "SGLang's Rust tree on the same workload, no hashes (published)"
 PUBLISHED_RATE = 233.0
 UNIT = "M tokens/s"
-LIMIT = 900.0
-"""Seconds that the peer may take for an answer. Only a hang takes as long."""
-ENDING = 30.0
-"""Seconds that the peer may take to end."""
-HOW = (
-    "`python -m tests.interop.setup DIR engines` in a clone makes an environment, then run "
-    "`python -m tests.benchmarks index --sglang-python DIR/sglang_cpu/bin/python`. A Python with torch and "
-    "SGLang's wheel is enough"
-)
 
 
 class Turn(NamedTuple):
@@ -60,17 +49,8 @@ class Turn(NamedTuple):
 
 
 def insert(tree: BlockTree, batch: Prompts, block_size: int, *, hashes: bool = False) -> int:
-    """Match each prompt, give the missing blocks ids, make them shareable, let go.
-
-    Args:
-        tree: the index.
-        batch: the prompts.
-        block_size: tokens a block.
-        hashes: whether the hashes of the new blocks are asked for, as a sink does.
-
-    Returns:
-        The tokens that were there before.
-    """
+    """Match each prompt, give the missing blocks ids, make them shareable, let go. hashes: ask for
+    the hashes of the new blocks, as a sink does. Returns the tokens that were there before."""
     hits = 0
     for tokens in batch:
         path = Path(block_size, ROOT)
@@ -148,15 +128,10 @@ class Bench:
     Args:
         peer: the process that has SGLang's tree. None without SGLang.
         rounds: turns of each in a row of the report.
-
-    Attributes:
-        rows: those measured so far.
-        memory: the bytes of a block, by the name of the measurement.
     """
 
-    def __init__(self, peer: ChildProcess | None, rounds: int) -> None:
+    def __init__(self, peer: Peer | None, rounds: int) -> None:
         self.rows: list[Row] = []
-        self.memory: dict[str, str] = {}
         self._peer = peer
         self._rounds = rounds
         self._ours = OurTree()
@@ -182,11 +157,10 @@ class Bench:
         self._ours.fill(stored)
         # A small index may fit in memory that the process has.
         ours = max(resident_bytes() - before, 1) / (stored * per_prompt)
-        name = f"memory a block of {block_size}, {blocks:,} blocks"
-        self.memory[name] = f"{ours:.1f} bytes"
         if self._peer is not None:
             found = self._peer.ask("fill", prompts=stored)["bytes"] / (stored * per_prompt)
-            self.rows.append(time_row(f"block {block_size}, {name}", ours, found, "bytes", PEER))
+            name = f"block {block_size}, memory a block of {block_size}, {blocks:,} blocks"
+            self.rows.append(time_row(name, ours, found, "bytes", PEER))
         case = f"block {block_size}, {blocks:,} blocks before"
         # A hypervisor may give memory that was idle for a while only at the next access.
         self._ours.visit()
@@ -243,55 +217,20 @@ class Bench:
         return rate
 
 
-def hashing_rate(block_size: int, rounds: int) -> float:
-    """Median million tokens a second of hashing alone, every block of every prompt."""
-    batch = batch_of(0, PROMPTS, LENGTH)
-    results = []
-    for _ in range(rounds):
-        began = time.process_time()
-        for tokens in batch:
-            chain_hashes(ROOT, tokens, block_size)
-        results.append(PROMPTS * LENGTH / (time.process_time() - began) / 1e6)
-    return median(results)
-
-
-def run(*, quick: bool = False, sglang_python: str = "", blocks: int = 0) -> dict[str, Any]:
-    """All rows.
-
-    Args:
-        quick: small sizes, for tests.
-        sglang_python: a Python that has SGLang. Without one its published rate is the limit.
-        blocks: blocks of a filled index, 0 for the default.
-
-    Raises:
-        ConfigError: there is no such Python, or SGLang's tree fails in it.
-    """
-    if blocks < 0:
-        raise ConfigError(f"blocks is {blocks}: give a positive number")
-    rounds, filled, long = (1, 4096, 16_384) if quick else (9, BLOCKS, LONG)
-    filled = blocks or filled
+def run(*, quick: bool = False, sglang_python: str = "") -> Report:
+    """All rows. sglang_python: a Python that has SGLang. Without one its published rate is the
+    limit."""
+    rounds, filled, long = (1, 1024, 16_384) if quick else (9, BLOCKS, LONG)
     with ExitStack() as stack:
         peer = None
         if sglang_python:
-            peer = ChildProcess(
-                sglang_python,
-                "index_child.py",
-                "",
-                what="SGLang's Rust tree",
-                hint=HOW,
-                limit=LIMIT,
-                ending=ENDING,
-                variables={},
-            )
+            peer = Peer(sglang_python, "index_child.py", variables={})
             stack.callback(peer.close)
         bench = Bench(peer, rounds)
         for size in (64, 16):
             plain = bench.empty(f"block {size}, empty index", size, PROMPTS, LENGTH)
             case = f"block {size}, empty index, new blocks hashed"
-            hashed = bench.empty(case, size, PROMPTS, LENGTH, hashes=True)
-            limit = "hashing every block, same run"
-            rate = hashing_rate(size, rounds)
-            bench.rows.append(rate_row(f"{case}, beside hashing", hashed, rate, UNIT, limit))
+            bench.empty(case, size, PROMPTS, LENGTH, hashes=True)
             bench.filled(size, PROMPTS, filled)
             longer = bench.empty(f"block {size}, {long:,}-token prompts", size, GROUP_SIZE, long)
             case = f"block {size}, {long:,}-token prompts beside shorter ones"
@@ -304,7 +243,5 @@ def run(*, quick: bool = False, sglang_python: str = "", blocks: int = 0) -> dic
         "shared": SHARED,
         "rounds": rounds,
         "quick": quick,
-        "sglang": sglang_python or "not installed",
-        **bench.memory,
     }
-    return bench_report("index", bench.rows, settings)
+    return Report(bench.rows, settings)

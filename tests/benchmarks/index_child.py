@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
-import sys
 import time
-from collections.abc import Callable
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tests.benchmarks.lines import answer_lines
 
 GROUP_SIZE, LENGTH, SHARED = 8, 8192, 0.75
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -96,7 +95,7 @@ class RustTree:
         self._events = False
         self._stored = 0
 
-    def new(self, block_size: int, hashes: bool) -> dict[str, Any]:
+    def new(self, block_size: int, hashes: bool) -> None:
         """Begin with an empty tree. hashes: whether it makes KV events, which need them."""
         module = self._module
         self._tree = None
@@ -105,7 +104,6 @@ class RustTree:
         )
         self._tree = module.RustUnifiedTreeCoreBinding(params, [0])
         self._events, self._stored = hashes, 0
-        return {}
 
     def fill(self, prompts: int) -> dict[str, Any]:
         """Store prompts that have nothing in common. Returns the memory that they take."""
@@ -146,12 +144,11 @@ class RustTree:
             hits += match.device_prefix_len
         return {"seconds": time.process_time() - began, "hits": hits}
 
-    def visit(self) -> dict[str, Any]:
+    def visit(self) -> None:
         """Match every stored prompt once."""
         for number in range(self._stored):
             key = self._module.MatchParamsBinding(key=stored_prompt(number))
             self._tree.match_prefix(key)
-        return {}
 
     def _unlock(self, node: int, lock: Any) -> None:
         params = self._module.DecLockRefParamsBinding(
@@ -163,21 +160,6 @@ class RustTree:
         self._tree.dec_lock_ref(node, params, False)
 
 
-def main() -> None:
-    """Answer lines."""
-    keep_memory()
-    tree = RustTree()
-    calls: dict[str, Callable[..., dict[str, Any]]] = {
-        "new": tree.new,
-        "fill": tree.fill,
-        "insert": tree.insert,
-        "look_up": tree.look_up,
-        "visit": tree.visit,
-    }
-    for line in sys.stdin:
-        message = json.loads(line)
-        print(json.dumps(calls[message.pop("do")](**message)), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    keep_memory()
+    answer_lines(RustTree)

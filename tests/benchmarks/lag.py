@@ -9,10 +9,10 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import anyio
 import numpy as np
@@ -24,7 +24,7 @@ from kvactors.observe.lag import Lag, LagMonitor, Lags
 from kvactors.settings import Config
 from kvactors.signals import run_terminable
 from tests.benchmarks import callbacks
-from tests.benchmarks.report import Row, bench_report, time_row
+from tests.benchmarks.frame import Report, Row, time_row
 
 Prompts = list[NDArray[np.int64]]
 
@@ -87,12 +87,9 @@ async def churn(cache: KVCache, prompts: Prompts, seconds: float) -> int:
 
 
 class Measured(NamedTuple):
-    """idle, woken, busy: of each round. served: requests. gigabytes: moved by copies and the
-    store."""
+    """The lags of each round by phase, and what the cache did in the saturated ones."""
 
-    idle: list[Lags]
-    woken: list[Lags]
-    busy: list[Lags]
+    phases: dict[str, list[Lags]]
     served: int
     gigabytes: float
 
@@ -132,79 +129,67 @@ def settled_collector() -> Iterator[None]:
         gc.unfreeze()
 
 
+@asynccontextmanager
+async def phase(into: list[Lags]) -> AsyncIterator[None]:
+    """Measure the lag of the loop during the block."""
+    async with LagMonitor().running() as monitor:
+        yield
+    into.append(monitor.results())
+
+
 async def measure(seconds: float, rounds: int) -> Measured:
     """Lags of a cache that is idle for so many seconds, then woken, and then saturated for as long,
     in turn."""
-    prompts = make_prompts()
-    idle, woken, busy, served = [], [], [], 0
+    prompts, served = make_prompts(), 0
+    phases: dict[str, list[Lags]] = {"idle": [], "woken": [], "busy": []}
     with tempfile.TemporaryDirectory(prefix="kvactors-lag-") as folder:
         async with open_cache(config(folder)) as cache:
             with settled_collector():
                 for _ in range(rounds):
-                    async with LagMonitor().running() as monitor:
+                    async with phase(phases["idle"]):
                         await anyio.sleep(seconds)
-                    idle.append(monitor.results())
                     with wake_ups():
-                        async with LagMonitor().running() as monitor:
+                        async with phase(phases["woken"]):
                             await anyio.sleep(seconds)
-                    woken.append(monitor.results())
-                    async with LagMonitor().running() as monitor:
+                    async with phase(phases["busy"]):
                         served += await churn(cache, prompts, seconds)
-                    busy.append(monitor.results())
                     await cache.wait_idle()
             statistics = cache.statistics()
             blocks = statistics.host.loaded + statistics.host.offloaded
             if statistics.store is not None:
                 blocks += statistics.store.reads + statistics.store.writes
-            moved = blocks * cache.system.layout.block_bytes / 1e9
-            return Measured(idle, woken, busy, served, moved)
+            return Measured(phases, served, blocks * cache.system.layout.block_bytes / 1e9)
 
 
-def medians(lags: list[Lag]) -> Lag:
-    """The median of each percentile."""
-    return Lag(*(median(values) for values in zip(*lags, strict=True)))
-
-
-def lag_rows(part: str, idle: list[Lag], woken: list[Lag], busy: list[Lag]) -> list[Row]:
-    """The percentiles of a part of the lag, medians of the rounds. woken: may be empty."""
+def lag_rows(phases: dict[str, list[Lags]], part: str, suffix: str = "") -> list[Row]:
+    """The percentiles of a part of the lag, medians of the rounds. Empty where the system does not
+    count it."""
+    found: dict[str, list[Lag]] = {
+        name: [lag for lags in rounds if (lag := getattr(lags, part))]
+        for name, rounds in phases.items()
+    }
     rows: list[Row] = []
-    above = f"idle in the same run + {ABOVE_IDLE:g} ms"
     for name in ("p50", "p99", "p999"):
-        calm = ms(medians(idle), name)
-        saturated = ms(medians(busy), name)
+        if not all(found.values()):
+            return []
+        # a lag of nothing is a microsecond: a row has a ratio
+        idle, woken, busy = (
+            max(1e-3, median(getattr(lag, name) for lag in lags)) for lags in found.values()
+        )
+        case, above = f"saturated, {name}{suffix}", f"idle in the same run + {ABOVE_IDLE:g} ms"
         rows += [
-            time_row(f"saturated, {name}{part}", saturated, calm + ABOVE_IDLE, "ms", above),
-            time_row(f"idle, {name}{part}", calm, ABOVE_IDLE, "ms", f"{ABOVE_IDLE:g} ms"),
+            time_row(case, busy, idle + ABOVE_IDLE, "ms", above),
+            time_row(f"{case}, beside a woken loop", busy, woken, "ms", WOKEN),
         ]
-        if woken:
-            rows.append(
-                time_row(
-                    f"saturated, {name}{part}, beside a woken loop",
-                    saturated,
-                    ms(medians(woken), name),
-                    "ms",
-                    WOKEN,
-                )
-            )
     return rows
 
 
-def ms(lag: Lag, name: str) -> float:
-    """A percentile. A lag of nothing is a microsecond: a row has a ratio."""
-    return max(1e-3, float(getattr(lag, name)))
-
-
-def run(*, quick: bool = False) -> dict[str, Any]:
-    """All rows. quick: a moment only, for tests."""
+def run(*, quick: bool = False) -> Report:
+    """All rows."""
     seconds, rounds = (0.5, 1) if quick else (5.0, ROUNDS)
     measured = run_terminable(measure(seconds, rounds))
-    phases = (measured.idle, measured.woken, measured.busy)
-    rows = lag_rows("", *([one.wall for one in phase] for phase in phases))
-    own = [[one.own for one in phase if one.own] for phase in phases]
-    if all(own):
-        rows += lag_rows(", without waits for a core", *own)
-    idle, busy = ([one.cpu for one in phase] for phase in (measured.idle, measured.busy))
-    rows += lag_rows(", processor time", idle, [], busy)
+    rows = lag_rows(measured.phases, "wall")
+    rows += lag_rows(measured.phases, "own", ", without waits for a core")
     rows += run_terminable(callbacks.rows(quick=quick))
     settings = {
         "rounds": rounds,
@@ -214,4 +199,4 @@ def run(*, quick: bool = False) -> dict[str, Any]:
         "collect_after": COLLECT_AFTER,
         "quick": quick,
     }
-    return bench_report("lag", rows, settings)
+    return Report(rows, settings)

@@ -22,9 +22,7 @@ import numpy as np
 import kvactors
 from kvactors.settings import HostConfig, StorageConfig
 from kvactors.signals import run_terminable
-from tests.benchmarks.child import ChildProcess
-from tests.benchmarks.engine import HOW, VARIABLES
-from tests.benchmarks.report import Row, bench_report, rate_row, time_row
+from tests.benchmarks.frame import Peer, Report, Row, rate_row, time_row
 
 TOKENS, SIZE = 16, 128 << 10
 """Tokens and bytes of a block in this layout."""
@@ -198,38 +196,22 @@ async def save(folder: Path, work: Work, slots: int, policy: str, pause: float =
     return Moved(100 * saved / due, seconds, written=saved)
 
 
-class Peer:
-    """Tiers of an engine in a process of its Python. See `service_child`."""
-
-    def __init__(self, python: str, name: str) -> None:
-        names = {"what": PEERS[name], "hint": HOW}
-        self.name = name
-        self._process = ChildProcess(
-            python, "service_child.py", name, **names, limit=600.0, ending=30.0, variables=VARIABLES
-        )
-        self.close = self._process.close
-
-    def moved(self, what: str, folder: Path, work: Work, slots: int, **more: int) -> Moved:
-        """Open the tiers over what is stored, save prompts or bring them back, and close."""
-        self._process.ask("open", folder=str(folder / self.name), size=SIZE, slots=slots)
-        found = self._process.ask(what, prompts=work.prompts, blocks=work.blocks, **more)
-        self._process.ask("close")
-        return Moved(100 * found["blocks"] / work.total, found["seconds"])
+def by_peer(
+    peer: Peer, name: str, what: str, folder: Path, work: Work, slots: int, **more: int
+) -> Moved:
+    """Open the tiers of an engine over what is stored, save prompts or bring them back, and
+    close. See `service_child`."""
+    peer.ask("open", folder=str(folder / name), size=SIZE, slots=slots)
+    found = peer.ask("move", what=what, prompts=work.prompts, blocks=work.blocks, **more)
+    peer.ask("close")
+    return Moved(100 * found["blocks"] / work.total, found["seconds"])
 
 
 def rows_of(
     case: str, work: Work, found: Moved, disk_s: float | None, peers: dict[str, Moved]
 ) -> list[Row]:
-    """Rows of a case.
-
-    Args:
-        case: its name.
-        work: what was to be moved.
-        found: what the cache did.
-        disk_s: seconds of plain transfers of the same bytes, None if they are no limit.
-        peers: what engines' own tiers did, by name.
-    """
-    print(f"{case}: {found}, disk {disk_s}, {peers}", flush=True)
+    """Rows of a case. disk_s: seconds of plain transfers of the same bytes, None if they are no
+    limit. peers: what engines' own tiers did, by name."""
     rows = [rate_row(f"{case}, share", found.share, 99.0, "%", "the bar")]
     if disk_s:
         rows.append(time_row(case, found.seconds, TIMES * disk_s, "s", DISK))
@@ -244,7 +226,7 @@ def rows_of(
 
 
 def read_rows(
-    folder: Path, work: Work, at_once: int, slots: int, disk: Disk, peers: list[Peer]
+    folder: Path, work: Work, at_once: int, slots: int, disk: Disk, peers: dict[str, Peer]
 ) -> list[Row]:
     """Stored prompts come back. Peers have no rows with full tiers: theirs hold copies of stored
     blocks alone, which give way at once."""
@@ -256,8 +238,8 @@ def read_rows(
         if found.written:
             disk_s += disk.seconds(os.pwritev, Work(1, found.written))
         beside = {
-            peer.name: peer.moved("back", folder, work, own + TRANSIT, at_once=at_once)
-            for peer in peers
+            name: by_peer(peer, name, "back", folder, work, own + TRANSIT, at_once=at_once)
+            for name, peer in peers.items()
             if tier != "full" and at_once in BESIDE
         }
         case = f"{work}, {at_once} at once, host {tier}"
@@ -266,7 +248,7 @@ def read_rows(
 
 
 def save_rows(
-    folder: Path, long: Work, short: Work, slots: int, disk: Disk, peers: list[Peer]
+    folder: Path, long: Work, short: Work, slots: int, disk: Disk, peers: dict[str, Peer]
 ) -> list[Row]:
     """Finished and evicted blocks reach the store."""
     rows = []
@@ -280,30 +262,22 @@ def save_rows(
         found = run_terminable(save(folder / case, work, own, policy, pause))
         disk_s = None if pause else disk.seconds(os.pwritev, Work(1, found.written))
         beside = {
-            peer.name: peer.moved("finish", folder / case, work, own + TRANSIT)
-            for peer in peers
+            name: by_peer(peer, name, "finish", folder / case, work, own + TRANSIT)
+            for name, peer in peers.items()
             if own == slots
         }
         rows += rows_of(case, work, found, disk_s, beside)
     return rows
 
 
-def run(*, quick: bool = False, vllm_python: str = "", lmcache_python: str = "") -> dict[str, Any]:
-    """All rows.
-
-    Args:
-        quick: small sizes, for tests.
-        vllm_python: a Python that has vLLM, whose tiers do the same work. Empty: no such rows.
-        lmcache_python: a Python that has LMCache, likewise.
-
-    Raises:
-        ConfigError: a Python lacks its package.
-    """
+def run(*, quick: bool = False, vllm_python: str = "", lmcache_python: str = "") -> Report:
+    """All rows. vllm_python, lmcache_python: Pythons that have vLLM and LMCache, whose tiers do the
+    same work."""
     short, slots = Work(128, 125), 2000
-    counts: tuple[int, ...] = (1, 4, 32, 128)
-    longs = [Work(1, tokens // TOKENS) for tokens in (100_000, 150_000)]
+    counts: tuple[int, ...] = (1, 32, 128)
+    long = Work(1, 100_000 // TOKENS)
     if quick:
-        short, counts, slots, longs = Work(6, 8), (1, 4), 16, [Work(1, 64)]
+        short, counts, slots, long = Work(6, 8), (1, 4), 16, Work(1, 64)
     pythons = {"vllm": vllm_python, "lmcache": lmcache_python}
     rows: list[Row] = []
     with (
@@ -311,19 +285,23 @@ def run(*, quick: bool = False, vllm_python: str = "", lmcache_python: str = "")
         ExitStack() as stack,
     ):
         top = Path(name).resolve()
-        disk = Disk(top / "plain", 2 * max(work.total for work in (short, *longs)))
+        disk = Disk(top / "plain", 2 * max(short.total, long.total))
         stack.callback(disk.close)
-        peers = [Peer(python, peer) for peer, python in pythons.items() if python]
-        for peer in peers:
-            stack.callback(peer.close)
-        for work, numbers in ((short, counts), *((long, (1,)) for long in longs)):
+        peers = {
+            peer: Peer(python, "service_child.py", peer)
+            for peer, python in pythons.items()
+            if python
+        }
+        for one in peers.values():
+            stack.callback(one.close)
+        for work, numbers in ((short, counts), (long, (1,))):
             with tempfile.TemporaryDirectory(dir=top) as below:
                 run_terminable(store(Path(below, "ours"), work))
-                for peer in peers:
-                    peer.moved("save", Path(below), work, slots + TRANSIT)
+                for peer, one in peers.items():
+                    by_peer(one, peer, "save", Path(below), work, slots + TRANSIT)
                 for at_once in numbers:
                     rows += read_rows(Path(below), work, at_once, slots, disk, peers)
-        rows += save_rows(top, longs[0], short, slots, disk, peers)
+        rows += save_rows(top, long, short, slots, disk, peers)
     settings: dict[str, Any] = {"block_bytes": SIZE, "slots": slots, "transit_slots": TRANSIT}
     settings |= {"io_depth": DEPTH, "deadline_s": DEADLINE_S, "quick": quick}
-    return bench_report("service", rows, settings)
+    return Report(rows, settings)

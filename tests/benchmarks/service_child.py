@@ -1,14 +1,12 @@
 """vLLM's and LMCache's own tiers for `service`: a script for a Python that has one of them.
 
-Its argument is `vllm` or `lmcache`. Each line of its input is answered with a line of JSON: `open`
-(folder, size, slots) over what the folder holds, `save` and `finish` (prompts, blocks) and `back`
-(prompts, blocks, at_once), each with the blocks that were moved and the seconds, and `close`.
+Its argument is `vllm` or `lmcache`, its lines are `open` (over what the folder holds), `move` and
+`close`.
 Blocks are copied between the tiers' memory and an array that stands for the device.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -20,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from tests.benchmarks.lines import answer_lines
 
 STEP = 512
 """Blocks of an engine's step: 8,192 tokens."""
@@ -221,26 +221,26 @@ def bytes_of(one: Any) -> Any:
     return np.frombuffer(memoryview(one.byte_array).cast("B"), np.uint8)
 
 
-def main() -> None:
-    """Answer each line of the input."""
-    answers = os.fdopen(os.dup(1), "w")  # the engines print to standard output
-    os.dup2(2, 1)
-    tiers: Any = None
-    for line in sys.stdin:
-        asked = json.loads(line)
-        what, answer = asked.pop("do"), {}
-        if what == "open":
-            tiers = {"vllm": VllmTiers, "lmcache": LmcacheTiers}[sys.argv[1]](**asked)
-        elif what == "close":
-            tiers.close()
-        else:
-            before, began = tiers.stored(), time.perf_counter()
-            found = getattr(tiers, what)(**asked)
-            answer = {"seconds": time.perf_counter() - began}
-            answer["blocks"] = tiers.stored() - before if found is None else found
-        print(json.dumps(answer), file=answers, flush=True)
+class Service:
+    """The tiers of an engine, and what is asked of them."""
+
+    def open(self, folder: str, size: int, slots: int) -> None:
+        kinds: Any = {"vllm": VllmTiers, "lmcache": LmcacheTiers}
+        self.tiers = kinds[sys.argv[1]](folder, size, slots)
+
+    def move(self, what: str, **work: int) -> dict[str, Any]:
+        """Do `save`, `finish` or `back`. Returns the blocks that were moved, and the seconds."""
+        before, began = self.tiers.stored(), time.perf_counter()
+        found = getattr(self.tiers, what)(**work)
+        seconds = time.perf_counter() - began
+        return {
+            "seconds": seconds,
+            "blocks": self.tiers.stored() - before if found is None else found,
+        }
+
+    def close(self) -> None:
+        self.tiers.close()
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()
+    answer_lines(Service)

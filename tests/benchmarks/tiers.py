@@ -16,19 +16,19 @@ import numpy as np
 
 from kvactors.native import copy_bytes
 from kvactors.tier_cache import CopyWorker, Lookup, SlotMemory, TierCache, open_tiers
-from tests.benchmarks.report import Row, bench_report, time_row
+from tests.benchmarks.frame import Report, Row, time_row
 
 KIB = 1024
 DICT = "a dict's get of the same keys, same run"
 MEMCPY = "memcpy of the same bytes, same run"
 
 
-def run(*, quick: bool = False) -> dict[str, Any]:
-    """All rows. quick: small sizes, for tests."""
+def run(*, quick: bool = False) -> Report:
+    """All rows."""
     rounds, keys = (3, 512) if quick else (15, 8192)
     rows = [*lookup_rows(rounds, keys), *copy_rows(rounds, quick=quick)]
     rows += fetch_rows(2 if quick else 8)
-    return bench_report("tiers", rows, {"rounds": rounds, "keys": keys, "quick": quick})
+    return Report(rows, {"rounds": rounds, "keys": keys, "quick": quick})
 
 
 def make_keys(count: int, seed: int = 0) -> list[bytes]:

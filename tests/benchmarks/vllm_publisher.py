@@ -1,7 +1,7 @@
 """vLLM's own publisher of KV events, as the peer of the benchmark `flush`: a script for a Python that has
 vLLM, and for no other import.
 
-It publishes COUNT batches of EVENTS events at ENDPOINT once a line arrives on its input. As in
+Its lines are `bind` (once it listens at ENDPOINT) and `publish` (COUNT batches of EVENTS events). As in
 vLLM's scheduler, an event is made from block hashes in bytes and from the token ids of a request,
 and a batch is handed to the publisher's thread.
 """
@@ -15,6 +15,8 @@ import time
 import types
 from pathlib import Path
 from typing import Any
+
+from tests.benchmarks.lines import answer_lines
 
 HASH_MASK = (1 << 64) - 1
 REQUESTS = 256
@@ -51,36 +53,41 @@ def kv_events() -> Any:
     return importlib.import_module(name)
 
 
-def main() -> None:
-    """Publish, and keep the sockets open until the input ends."""
-    endpoint = sys.argv[1]
-    count, blocks, tokens, together = map(int, sys.argv[2:6])
-    module = kv_events()
-    rng = random.Random(1)
-    requests = []
-    for _ in range(REQUESTS):
-        ids = [rng.randrange(150_000) for _ in range(2 * blocks * tokens)]
-        requests.append((ids, [rng.randbytes(32) for _ in range(blocks)], rng.randbytes(32)))
-    publisher = module.ZmqEventPublisher(0, endpoint=endpoint, hwm=count + 10)
-    print("ready", flush=True)
-    sys.stdin.readline()
-    for number in range(count):
-        events = []
-        for one in range(number * together, (number + 1) * together):
-            ids, hashes, parent = requests[one % REQUESTS]
-            event = module.BlockStored(
-                block_hashes=[int.from_bytes(key, "big") & HASH_MASK for key in hashes],
-                parent_block_hash=int.from_bytes(parent, "big") & HASH_MASK,
-                token_ids=ids[blocks * tokens :],
-                block_size=tokens,
-                lora_id=None,
-                medium="GPU",
-                lora_name=None,
-            )
-            events.append(event)
-        publisher.publish(module.KVEventBatch(ts=time.time(), events=events))
-    sys.stdin.readline()
+class Publisher:
+    """vLLM's publisher and the requests whose events it publishes."""
+
+    def __init__(self, endpoint: str, count: int, blocks: int, tokens: int, together: int) -> None:
+        self.module = kv_events()
+        self.count, self.tokens, self.together = count, tokens, together
+        rng = random.Random(1)
+        self.requests = []
+        for _ in range(REQUESTS):
+            ids = [rng.randrange(150_000) for _ in range(2 * blocks * tokens)]
+            hashes = [rng.randbytes(32) for _ in range(blocks)]
+            self.requests.append((ids[blocks * tokens :], hashes, rng.randbytes(32)))
+        self.publisher = self.module.ZmqEventPublisher(0, endpoint=endpoint, hwm=count + 10)
+
+    def bind(self) -> None:
+        """Answered once the publisher listens."""
+
+    def publish(self) -> None:
+        for number in range(self.count):
+            first = number * self.together
+            events = [self.event(one) for one in range(first, first + self.together)]
+            self.publisher.publish(self.module.KVEventBatch(ts=time.time(), events=events))
+
+    def event(self, number: int) -> Any:
+        ids, hashes, parent = self.requests[number % REQUESTS]
+        return self.module.BlockStored(
+            block_hashes=[int.from_bytes(key, "big") & HASH_MASK for key in hashes],
+            parent_block_hash=int.from_bytes(parent, "big") & HASH_MASK,
+            token_ids=ids[:],
+            block_size=self.tokens,
+            lora_id=None,
+            medium="GPU",
+            lora_name=None,
+        )
 
 
 if __name__ == "__main__":
-    main()
+    answer_lines(lambda: Publisher(sys.argv[1], *map(int, sys.argv[2:6])))

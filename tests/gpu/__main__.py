@@ -21,9 +21,7 @@ from typing import Any
 from kvactors.data_plane.cuda.driver import LIBRARY, CudaContext, CudaDriver
 from kvactors.errors import DeviceError
 from tests.benchmarks.copy_gpu import gpu_rows
-from tests.benchmarks.machine import ROOT, describe, versions
-from tests.benchmarks.page import table
-from tests.benchmarks.report import Row, bench_report
+from tests.benchmarks.frame import ROOT, Report, Row, machine, table, versions
 from tests.gpu.checks import model_folder, run_checks
 
 PAGE = ROOT / "docs" / "benchmarks_gpu.md"
@@ -71,12 +69,12 @@ def gpu(driver: CudaDriver) -> dict[str, str]:
             }
     finally:
         context.close()
-    frameworks = versions("", FRAMEWORKS)
+    frameworks = versions(FRAMEWORKS)
     return {
         "GPU": f"{name}, {counts[16]} multiprocessors, compute capability {counts[75]}.{counts[76]}",
         "CUDA driver": f"{driver.version // 1000}.{driver.version % 1000 // 10}",
         "frameworks": ", ".join(f"{one} {v}" for one, v in frameworks.items()) or "none",
-        **describe(),
+        **machine(),
     }
 
 
@@ -143,8 +141,7 @@ def page_of(
         )
     text = "\n".join(lines) + "\n"
     if rows:
-        report = bench_report("copy", list(rows), {"quick": quick})
-        text += "\n## Copies\n" + table({"report": report}, own_machine=False).rstrip() + "\n"
+        text += "\n## Copies\n" + table(Report(list(rows), {"quick": quick})).rstrip() + "\n"
     return text
 
 

@@ -77,16 +77,13 @@ class Child:
 async def start_child(
     *arguments: str,
     environment: Mapping[str, str] | None = None,
-    python: str = sys.executable,
     prefix: Sequence[str] = (),
     errors: IO[bytes] | None = None,
 ) -> Child:
-    """Start a Python process in the repository's root. `Child.kill` ends it. Another `python`
-    imports nothing from there."""
-    isolated = [] if python == sys.executable else ["-P"]
+    """Start a Python process in the repository's root. `Child.kill` ends it."""
     return Child(
         await anyio.open_process(
-            [*prefix, python, *isolated, *arguments],
+            [*prefix, sys.executable, *arguments],
             stderr=errors,
             cwd=ROOT,
             env={**os.environ, **environment} if environment else None,

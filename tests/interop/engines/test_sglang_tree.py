@@ -16,7 +16,7 @@ def test_sglangs_tree_finds_the_same_tokens(environments: Environments, tmp_path
     """The benchmark compares the hits of every turn."""
     assert tmp_path.is_dir()  # the outer pytest gives it to the inner one
     python = environments.program("sglang_cpu")
-    report = index.run(quick=True, sglang_python=python, blocks=4096)
-    beside = [row for row in report["rows"] if row["limit_name"] in (index.PEER, index.HASHED)]
+    report = index.run(quick=True, sglang_python=python)
+    beside = [row for row in report.rows if row.limit_name in (index.PEER, index.HASHED)]
     assert len(beside) == 12
-    assert all(row["limit"] >= 0 < row["ours"] for row in beside)
+    assert all(row.limit >= 0 < row.ours for row in beside)

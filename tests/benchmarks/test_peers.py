@@ -1,0 +1,345 @@
+"""Benchmarks beside peers that stand-ins play, and the errors of peers."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvactors import ConfigError
+from kvactors.signals import run_terminable
+from kvactors.storage.mooncake_client import MooncakeClient
+from tests.benchmarks import decode, engine, flush, frame, index, service, store, store_pool
+from tests.benchmarks.__main__ import main
+from tests.benchmarks.frame import Report, Row
+from tests.benchmarks.index_child import LENGTH, some_stored, stored_prompt
+from tests.storage.mooncake_standin import StandIn
+
+MakePython = Callable[[str], str]
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> MakePython:
+    """A program in the place of a Python that has a peer. Its class `Answers` answers the lines.
+    It writes the lines to `log`."""
+
+    def make(source: str) -> str:
+        path = tmp_path / "python"
+        path.write_text(
+            f"#!{sys.executable}\nimport sys\nfrom tests.benchmarks.lines import answer_lines\n"
+            f"log = open({str(tmp_path / 'log')!r}, 'a', buffering=1)\n{source}\n"
+            "answer_lines(Answers)\n"
+        )
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+def by_case(report: Report) -> dict[tuple[str, str], Row]:
+    found = {(row.case, row.limit_name): row for row in report.rows}
+    assert len(found) == len(report.rows)
+    return found
+
+
+OUR_TREE = """
+from tests.benchmarks.index import OurTree
+class Answers(OurTree):
+    def new(self, block_size, hashes):
+        super().new(block_size, hashes=hashes, blocks=0)
+    def fill(self, prompts):
+        super().fill(prompts)
+        return {"bytes": 1000 * prompts}
+    def insert(self, **sizes):
+        return {"seconds": 1.0, "hits": super().insert(**sizes).hits + MORE}
+    def look_up(self, **sizes):
+        return {"seconds": 1.0, "hits": super().look_up(**sizes).hits + MORE}
+"""
+
+
+def test_sglangs_tree_has_the_same_prompts_in_the_same_state(python: MakePython) -> None:
+    report = index.run(quick=True, sglang_python=python(OUR_TREE.replace("MORE", "0")))
+    rows = by_case(report)
+    assert len([one for one in rows if one[1] in (index.PEER, index.HASHED)]) == 12
+    empty = rows["block 64, empty index", index.PEER]
+    assert empty.limit == pytest.approx(64 * LENGTH / 1e6, abs=1e-3)
+    memory = rows["block 64, memory a block of 64, 1,024 blocks", index.PEER]
+    assert (memory.limit, memory.unit) == (round(1000 * 8 / 1024, 4), "bytes")
+
+
+def test_a_tree_that_finds_other_tokens_is_no_peer(python: MakePython) -> None:
+    with pytest.raises(RuntimeError, match="not the same tokens were found"):
+        index.run(quick=True, sglang_python=python(OUR_TREE.replace("MORE", "1")))
+
+
+def test_turns_of_the_index_count_what_was_there() -> None:
+    ours = index.OurTree()
+    ours.new(64, hashes=False, blocks=0)
+    ours.fill(3)
+    assert ours.look_up(0, 5).hits == 5 * LENGTH
+    assert ours.insert(1, 16, 1024).hits == 14 * 768
+    assert ours.insert(1, 16, 1024).hits == 16 * 1024
+    assert all(
+        any((prompt == stored_prompt(number)).all() for number in range(3))
+        for prompt in some_stored(0, 5, 3)
+    )
+
+
+def test_a_decode_step_is_beside_the_bar_and_each_peer(
+    python: MakePython, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "SIZES", ((8, 16),))
+    monkeypatch.setattr(decode, "BARS_US", {8: 1.0})
+    two_us = python(
+        "class Answers:\n    def round(self, requests, block):\n"
+        f"        return {{'seconds': requests * {decode.STEPS} * 2e-6}}"
+    )
+    rows = by_case(decode.run(quick=True, vllm_python=two_us, sglang_python=two_us))
+    limits = {name: rows["8 requests, block 16, step", name].limit for name in ("the bar",)}
+    limits |= {
+        name: rows["8 requests, block 16, step", name].limit for name in decode.PEERS.values()
+    }
+    assert limits == {"the bar": 1.0, **dict.fromkeys(decode.PEERS.values(), 2.0)}
+
+
+def test_vllms_fs_tier_takes_its_turn_in_every_round(
+    python: MakePython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(store, "pool_rows", lambda **_: [])
+    source = """
+class Answers:
+    def open(self, **fields): print("open", fields["slots"], fields["size"], file=log)
+    def move(self, what, **fields):
+        print(what, fields["count"], fields["batch"], file=log)
+        return {"seconds": 2.0, "processor": 1.0, "failed": FAILED}
+    def close(self): print("close", file=log)
+"""
+    rows = by_case(store.run(quick=True, vllm_python=python(source.replace("FAILED", "0"))))
+    load = store.load_of(64 << 10, 2 << 20)
+    for what in ("write", "read"):
+        beside = rows[f"64 KiB blocks, {what}, beside vLLM", store.VLLM]
+        assert beside.limit == pytest.approx(1.0486, rel=1e-3)
+        assert rows[f"64 KiB blocks, {what}, processor time", store.VLLM].limit == pytest.approx(
+            1e9 / (2 << 20), rel=1e-3
+        )
+    moved = [f"{what} {load.objects} {load.batch}" for what in ("write", "read")]
+    assert (tmp_path / "log").read_text().splitlines() == ["open 32 65536", *moved, "close"]
+    with pytest.raises(RuntimeError, match="3 jobs of vLLM's fs tier failed"):
+        store.run(quick=True, vllm_python=python(source.replace("FAILED", "3")))
+
+
+def test_rounds_end_behind_their_seconds_but_for_the_least() -> None:
+    assert list(store.rounds_within(9, 3600.0)) == list(range(9))
+    assert list(store.rounds_within(9, -1.0)) == list(range(store.LEAST_ROUNDS))
+    assert list(store.rounds_within(2, -1.0)) == [0, 1]
+
+
+def pool_of(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A pool in the place of Mooncake's."""
+    pool = StandIn()
+    monkeypatch.setattr(MooncakeClient, "_make", staticmethod(lambda: pool))
+
+    async def answers(*_: Any) -> bool:
+        return True
+
+    monkeypatch.setattr("kvactors.storage.mooncake_client.any_answers", answers)
+    return pool
+
+
+def test_every_runner_of_a_pool_moves_its_own_kind_of_objects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each runner writes and reads all objects in each round, with a header or without, and leaves
+    none."""
+    pool, sizes = pool_of(monkeypatch), []
+    put = pool.batch_put_from_multi_buffers
+
+    def watched(keys: Any, pointers: Any, lengths: Any) -> Any:
+        codes = put(keys, pointers, lengths)
+        sizes.append({(len(pool.objects[one]), pool.objects[one][4096 + 12 :][:1]) for one in keys})
+        return codes
+
+    monkeypatch.setattr(pool, "batch_put_from_multi_buffers", watched)
+    found = run_terminable(store_pool.in_pool("127.0.0.1:1", 4096, 8 * 4096, 1))
+    assert {len(of) for of in found.values()} == {1}
+    bare, checked, raw = {(4192, b"\1")}, {(4192, b"\0")}, {(4096, b"")}
+    assert sizes == [bare, checked, raw, checked, raw, bare]
+    assert pool.objects == {}
+
+
+@pytest.mark.parametrize("lost", ["batch_put_from_multi_buffers", "batch_get_into_multi_buffers"])
+def test_lost_objects_give_no_figures(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    pool = pool_of(monkeypatch)
+    monkeypatch.setattr(pool, lost, lambda keys, *_: [-800] * len(keys))
+    with pytest.raises(RuntimeError, match="an object was lost"):
+        run_terminable(store_pool.in_pool("127.0.0.1:1", 4096, 8 * 4096, 1))
+
+
+def test_whole_prompts_come_back_and_are_stored_and_a_peer_does_the_same_work(
+    python: MakePython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    twelve = python("""
+class Answers:
+    def open(self, **fields): print("open", fields["slots"], file=log)
+    def move(self, what, **fields):
+        print(what, fields.get("at_once", ""), file=log)
+        return {"blocks": 12, "seconds": 2.0}
+    def close(self): print("close", file=log)
+""")
+    report = service.run(quick=True, vllm_python=twelve)
+    rows = {row.case: row for row in report.rows}
+    shares = {case: row.ours for case, row in rows.items() if case.endswith("share")}
+    assert len(shares) == 13 + 5
+    assert set(shares.values()) == {100.0}
+    case = "6 x 128 tokens, 1 at once, host absent, beside vllm"
+    assert (rows[f"{case}, share"].limit, rows[f"{case}, share"].ratio) == (25.0, 4.0)
+    assert rows[case].limit == round(12 * service.SIZE / 2.0 / 1e6, 4)
+    lines = (tmp_path / "log").read_text().splitlines()
+    done = [line for line in lines if not line.startswith(("open", "close"))]
+    assert done == ["save ", "back 1", "back 1"] * 2 + ["finish "]
+    slots = {line for line in lines if line.startswith("open")}
+    assert slots == {f"open {service.TRANSIT + own}" for own in (0, 16)}, "as much as ours"
+
+
+def test_engines_take_turns_and_ours_is_beside_vllms_tiers_and_beside_none(
+    python: MakePython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "PAUSE", 0.0)
+    slower = python("""
+kind = sys.argv[-1]
+class Answers:
+    def prepare(self): print(kind, "prepare", file=log)
+    def round(self, number):
+        print(kind, "round", number, file=log)
+        seconds = {"none": 0.8, "vllm": 0.2, "ours": 0.1}[kind] * (1 + number)
+        cost = {"seconds": seconds, "processor": seconds, "cached": 480,
+                "steps_per_second": 1 / seconds}
+        return dict.fromkeys(("new", "host", "storage", "beside"), cost)
+    def close(self): print(kind, "close", file=log)
+""")
+    report = engine.run(quick=True, vllm_python=slower)
+    rows = by_case(report)
+    assert report.settings["cached tokens from host"] == 480
+    from_host = rows["first token of a prompt from host", engine.VLLM]
+    assert (from_host.ours, from_host.limit, from_host.ratio) == (150.0, 300.0, 2.0)
+    assert rows["first token of a prompt from host, without tiers", engine.NONE].ratio == 8.0
+    steps = rows["steps with transfers in flight", engine.VLLM]
+    assert steps.ratio == pytest.approx(2.0)
+    prepared = [f"{kind} prepare" for kind in engine.KINDS]
+    first = [f"{kind} round 0" for kind in ("none", "vllm", "ours")]
+    second = [f"{kind} round 1" for kind in ("vllm", "ours", "none")]
+    closed = [f"{kind} close" for kind in engine.KINDS]
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines == [*prepared, *first, *second, *closed]
+
+
+@pytest.mark.parametrize(
+    ("script", "text"),
+    [
+        (
+            "echo \"ModuleNotFoundError: No module named 'vllm'\" >&2; exit 1",
+            r"tests\.interop\.setup",
+        ),
+        ("echo 'the engine fails' >&2; exit 3", "the engine fails"),
+        ("exec sleep 600", r"engine_child\.py none was not done in"),
+    ],
+)
+def test_an_engine_that_does_not_run_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, text: str
+) -> None:
+    if "sleep" in script:
+        monkeypatch.setattr(frame, "LIMIT", 0.05)
+        monkeypatch.setattr(frame, "ENDING", 0.05)
+    path = tmp_path / "python"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    with pytest.raises(ConfigError, match=text):
+        engine.run(quick=True, vllm_python=str(path))
+
+
+def test_a_missing_peer_is_an_error_of_the_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"no-python.*tests\.interop\.setup DIR engines"):
+        engine.run(vllm_python=str(tmp_path / "no-python"))
+    monkeypatch.setattr(engine, "find_spec", lambda name: None)
+    assert main(["engine"]) == 2
+    assert "needs a Python that has vLLM and kvactors" in capsys.readouterr().err
+
+
+VLLM = """
+import threading
+from queue import Queue
+
+import msgspec
+import zmq
+from vllm.v1.core.kv_cache_utils import ExternalBlockHash
+
+class BlockStored(msgspec.Struct, tag=True):
+    block_hashes: list[ExternalBlockHash]
+    parent_block_hash: ExternalBlockHash | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+
+class KVEventBatch(msgspec.Struct, array_like=True):
+    ts: float
+    events: list[BlockStored]
+
+class ZmqEventPublisher:
+    def __init__(self, rank, endpoint, hwm):
+        self.socket = zmq.Context.instance().socket(zmq.PUB)
+        self.socket.set_hwm(hwm)
+        self.socket.bind(endpoint)
+        self.queue = Queue()
+        threading.Thread(target=self.run, daemon=True).start()
+
+    def publish(self, batch):
+        self.queue.put(batch)
+
+    def run(self):
+        number = 0
+        while True:
+            payload = msgspec.msgpack.encode(self.queue.get())
+            self.socket.send_multipart((b"", number.to_bytes(8, "big"), payload))
+            number += 1
+"""
+
+
+def with_vllm(folder: Path, source: str) -> str:
+    """A Python in which a module in the place of vLLM's can be imported, but nothing else of it
+    (vLLM itself needs torch)."""
+    package = folder / "vllm" / "distributed"
+    package.mkdir(parents=True)
+    (folder / "vllm" / "__init__.py").write_text("import torch_is_missing_here")
+    (package / "kv_events.py").write_text(source)
+    script = folder / "python"
+    path = f"PYTHONPATH={folder}:$PYTHONPATH"
+    script.write_text(f'#!/bin/sh\n{path} exec {sys.executable} "$@"\n')
+    script.chmod(0o755)
+    return os.fspath(script)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("events", [1, 5])
+async def test_vllms_publisher_is_measured_in_a_process_of_its_python(
+    tmp_path: Path, events: int
+) -> None:
+    python, load = with_vllm(tmp_path, VLLM), flush.Load(2, 16, events, 500)
+    found = await flush.beside_vllm(python, load, os.fspath(tmp_path), rounds=2)
+    assert min(found) > 0
+
+
+@pytest.mark.full
+async def test_a_python_without_vllm_is_an_error(tmp_path: Path) -> None:
+    python = with_vllm(tmp_path, "raise ImportError('another vLLM')")
+    with pytest.raises(ConfigError, match=r"cannot run vllm_publisher\.py"):
+        await flush.publish_as_vllm(python, flush.Load(1, 16, 1, 10), os.fspath(tmp_path))
