@@ -11,16 +11,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import kvactors
 from kvactors.actor import loop
 from kvactors.prefix_index import work
 from tests.load.client import Client
+from tests.support.attentionstore_sdk import install, reset
 from tests.support.share_watch import ShareWatch
 
 from .draw import MODEL, Draw, draw
 from .history import History
+from .readers import Readers
 from .record import Record
 from .sink import Recorder
 from .threads import work_in_thread
@@ -36,13 +37,11 @@ async def serve_round(
     record: Record,
     requests: int,
     life: int = 0,
-    readers: Any = None,
     *,
     inline: bool = False,
 ) -> None:
-    """Open, serve, come to rest, look at everything, close. readers: of the sinks, compared with
-    what was announced (see `tests.soak`). inline: copy in the loop's thread, for loops of virtual
-    time."""
+    """Open, serve, come to rest, look at everything, close. inline: copy in the loop's thread, for
+    loops of virtual time."""
     rng = random.Random(f"round {drawn.seed} {life}")
     recorder = Recorder(drawn.block_size, record)
     config = kvactors.Config.from_mapping(drawn.tables)
@@ -54,8 +53,8 @@ async def serve_round(
         )
         world = World(cache, drawn, history, record)
         stack.enter_context(ShareWatch(world.fail, world.seen).installed())
-        if readers is not None:
-            readers.begin(cache)
+        readers = Readers(drawn)
+        stack.push_async_callback(readers.close)
         loop = asyncio.get_running_loop()
         share = requests // (drawn.clients + drawn.threads) if drawn.threads else 0
         left = [requests - share * drawn.threads]
@@ -77,9 +76,7 @@ async def serve_round(
                 task.cancel()
         await asyncio.gather(*late, return_exceptions=True)
         await world.rest(rng)
-        if readers is not None:
-            await readers.compare(world, recorder)
-            await readers.close()
+        await readers.compare(world, recorder)
 
 
 def counter(left: list[int]) -> Callable[[], bool]:
@@ -104,18 +101,12 @@ def _limited(drawn: Draw) -> Iterator[None]:
         loop.INLINE_TURNS, work.TURN_BLOCKS = before
 
 
-def run_seed(
-    seed: int, requests: int = 120, *, store: str | None = None, hostile: bool = True
-) -> Record:
-    """The record of one seed. hostile: whether it may pass bad arguments."""
+def run_seed(seed: int, requests: int = 120) -> Record:
+    """The record of one seed."""
     folder = tempfile.mkdtemp(prefix="kvo-")
     record, history = Record(), History()
-    drawn = draw(seed, folder, store=store)
-    drawn.mix.hostile *= hostile
-    if "attention_store" in (*drawn.sinks, drawn.store):
-        from tests.support.attentionstore_sdk import install
-
-        install()
+    drawn = draw(seed, folder)
+    install()
     try:
         asyncio.run(serve_round(drawn, history, record, requests))
         if drawn.store == "file" and not record.failed:
@@ -125,6 +116,7 @@ def run_seed(
     except Exception as error:
         record.fail(f"seed {seed} ({drawn.store}): the round raised {error!r}")
     finally:
+        reset()
         shutil.rmtree(folder, ignore_errors=True)
         if Path(folder).exists():
             record.fail("the folder of a seed cannot be removed")

@@ -1,13 +1,14 @@
-"""`python -m tests.soak --requests N`: a soak. Exit status 1 on any failure."""
+"""`python -m tests.soak --requests N`: seeds of the oracle in several processes, whose memory must
+not grow, and processes killed with SIGKILL. Exit status 1 on any failure."""
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
 import os
-import queue
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,96 +17,35 @@ from rich.console import Console
 from kvactors.scenario.output import print_details, print_fields, write_json
 from tests.oracle.record import SHARING, Record
 from tests.soak.memory import Memory, grown, growth
-from tests.soak.rounds import work
-
-SILENT = 900.0
-"""Seconds without a report from a process after which it counts as hung."""
+from tests.soak.rounds import ROUND, rounds
 
 
-def main() -> int:
-    """Run, print and write. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
-    parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--minutes", type=float, help="stop after so many minutes even if requests are left"
-    )
-    cores = min(4, os.cpu_count() or 1)
-    parser.add_argument(
-        "--jobs",
-        "--processes",
-        dest="processes",
-        type=int,
-        default=cores,
-        help="processes (default: the cores, at most 4)",
-    )
-    parser.add_argument("--json", help="write the report to this file, - for standard output")
-    parser.add_argument("--no-hostile", action="store_true", help="no bad arguments")
-    options = parser.parse_args()
-    if options.json not in (None, "-"):
-        Path(options.json).touch()
-    report = soak(
-        options.seed,
-        options.requests,
-        options.minutes,
-        options.processes,
-        hostile=not options.no_hostile,
-    )
-    show(report)
-    if options.json:
-        write_json(report, options.json)
-    return 1 if report["failures"] or report["shown"] else 0
-
-
-def soak(
-    seed: int, requests: int, minutes: float | None, processes: int, *, hostile: bool
-) -> dict[str, Any]:
+def soak(seed: int, requests: int, size: int, minutes: float, processes: int) -> dict[str, Any]:
     """Run the rounds in several processes. Returns their results."""
     began = time.monotonic()
-    until = float("inf") if minutes is None else began + 60 * minutes
+    total, memory = Record(), list[list[Memory]]()
     context = multiprocessing.get_context("spawn")
-    results: Any = context.Queue()
-    shares = [requests // processes + (i < requests % processes) for i in range(processes)]
-    arguments = [
-        (seed * 1000 + i, share, until, results, hostile, i)
-        for i, share in enumerate(shares)
-        if share
-    ]
-    workers = [context.Process(target=work, args=one) for one in arguments]
-    for worker in workers:
-        worker.start()
-    memory: dict[int, list[Memory]] = {i: [] for *_, i in arguments}
-    total, heard = Record(), time.monotonic()
-    running = set(memory)
-    while running:
-        try:
-            number, record, measured = results.get(timeout=1.0)
-        except queue.Empty:
-            for i in [i for i in running if workers[i].exitcode not in (None, 0)]:
-                total.fail(f"process {i} ended with exit status {workers[i].exitcode}")
-                running.discard(i)
-            if time.monotonic() - heard > SILENT:
-                total.fail(f"processes {sorted(running)} do not end")
-                break
-            continue
-        heard = time.monotonic()
-        if record is None:
-            running.discard(number)
-            continue
-        total.add(record)
-        memory[number].append(measured)
-    for worker in workers:
-        worker.join(5.0)
-        if worker.is_alive():
-            worker.kill()
-    for number, one in memory.items():
-        if one and (what := grown(one)):
-            total.fail(
-                f"memory of process {number} grew between a quarter and the end of its rounds: "
-                f"{what}"
-            )
-    points = [quarters(one) for one in memory.values() if one]
-    ends = [growth(one) for one in memory.values() if one]
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        shares = [requests // processes + (i < requests % processes) for i in range(processes)]
+        running = [
+            pool.submit(rounds, seed * 1000 + i, share, size, began + 60 * minutes)
+            for i, share in enumerate(shares)
+            if share
+        ]
+        for number, one in enumerate(running):
+            try:
+                record, points = one.result()
+            except Exception as error:  # the process has ended, or its rounds broke
+                total.fail(f"process {number}: {error!r}")
+                continue
+            total.add(record)
+            memory.append(points)
+            if what := grown(points):
+                total.fail(
+                    f"memory of process {number} grew between a quarter and the end of its "
+                    f"rounds: {what}"
+                )
+    ends = [growth(points) for points in memory]
     wall = time.monotonic() - began
     return {
         "requests": total.requests,
@@ -116,58 +56,42 @@ def soak(
         "wrong_bytes": total.wrong,
         "actor_restarts": total.restarts,
         "failures": total.failed,
-        "rounds": sum(map(len, memory.values())),
-        "memory_kib": [sum(column) for column in zip(*points, strict=True)] if points else [],
-        "held_kib": [sum(pair[i].held_kib for pair in ends) for i in range(2)],
-        "python_blocks": [sum(pair[i].blocks for pair in ends) for i in range(2)],
+        "rounds": sum(map(len, memory)),
+        **{
+            f"{name} from a quarter to the end": [
+                sum(getattr(end[i], name) for end in ends) for i in (0, 1)
+            ]
+            for name in ("held_kib", "blocks", "resident_kib")
+        },
         "seen": total.reached(),
         "shown": total.failures,
-        "settings": {
-            "seed": seed,
-            "requests": requests,
-            "processes": processes,
-            "hostile": hostile,
-        },
+        "settings": {"seed": seed, "requests": requests, "processes": processes, "round": size},
     }
 
 
-def quarters(memory: list[Memory]) -> tuple[int, int, int, int]:
-    """Resident KiB after the first round, a quarter, a half, all of them. Each is the median of the
-    rounds around it."""
-
-    def around(at: int) -> int:
-        near = sorted(one.resident_kib for one in memory[max(0, at - 4) : at + 5])
-        return near[len(near) // 2]
-
-    last = len(memory) - 1
-    return memory[0].resident_kib, around(last // 4), around(last // 2), around(last)
-
-
-def show(report: dict[str, Any]) -> None:
-    """The table."""
-    start, quarter, half, end = report["memory_kib"] or [0, 0, 0, 0]
-    rows = {
-        "requests": f"{report['requests']:,} ({report['finished']:,} finished) in "
-        f"{report['rounds']} rounds",
-        "requests a second": f"{report['requests_per_s']:,}",
-        "wall, s": f"{report['wall_s']}",
-        "verified blocks": f"{report['verified_blocks']:,}",
-        "wrong bytes": f"{report['wrong_bytes']}",
-        "actor restarts": f"{report['actor_restarts']}",
-        "held from a quarter to the end": "{:,} to {:,} KiB, ".format(*report["held_kib"])
-        + "{:,} to {:,} blocks of Python".format(*report["python_blocks"]),
-        "resident, MiB": f"start {start >> 10}  quarter {quarter >> 10}  half {half >> 10}  end "
-        f"{end >> 10}",
-        "failures": f"{report['failures']}",
-    }
+def main() -> int:
+    """Run, print and write. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--round", type=int, default=ROUND, help="requests of a round")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="no round begins later")
+    parser.add_argument("--processes", type=int, default=min(4, os.cpu_count() or 1))
+    parser.add_argument("--json", type=Path, help="where to write the report")
+    given = parser.parse_args()
+    report = soak(given.seed, given.requests, given.round, given.minutes, given.processes)
+    rows = {name: str(one) for name, one in report.items() if name not in ("seen", "shown")}
     console = Console()
-    print_fields(f"soak, seed {report['settings']['seed']}", rows.items(), console)
+    print_fields("soak", rows.items(), console)
     if never := [what for what in SHARING if not report["seen"].get(what)]:
         print_details(f"never reached: {', '.join(never)}", console)
     seen = ", ".join(f"{what} {count:,}" for what, count in report["seen"].items())
     print_details(f"reached: {seen}", console)
     for what in report["shown"]:
         print(f"FAILED {what}", file=sys.stderr)
+    if given.json is not None:
+        write_json(report, given.json)
+    return 1 if report["failures"] else 0
 
 
 if __name__ == "__main__":

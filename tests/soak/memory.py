@@ -113,8 +113,14 @@ def growth(points: list[Memory]) -> tuple[Memory, Memory]:
     return around(last // 4), around(last)
 
 
+LEAST_ROUNDS = 40
+"""Rounds of a process whose memory is judged: caches of modules fill in the first ones."""
+
+
 def grown(points: list[Memory]) -> str:
-    """The measures that have grown too much, empty if there are none."""
+    """The measures that have grown too much, empty if there are none, or too few rounds."""
+    if len(points) < LEAST_ROUNDS:
+        return ""
     quarter, end = growth(points)
     limits = Memory(HELD_KIB, BLOCKS, RESIDENT_KIB, HANDLES, HANDLES)
     too_much = [
