@@ -20,12 +20,12 @@ import pytest
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
-from tests.support.masters import Master, free_port
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import HEADER, MooncakeBackend
 from tests.interop.environments import InteropError
 from tests.interop.processes import wait_until
+from tests.support.masters import Master, free_port
 
 pytestmark = pytest.mark.interop
 

@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.support.masters import Master
 from tests.interop.engines.fleet import ROUTER, START, FleetRouter, Server, sampled
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.environments import Environments
 from tests.interop.processes import wait_until
+from tests.support.masters import Master
 
 pytestmark = pytest.mark.engines
 
