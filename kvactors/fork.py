@@ -7,25 +7,16 @@ block closes nothing there, and an exception of the block propagates.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 from kvactors.native import register_at_fork
 
 FORKED = "this cache was opened before a fork, in the parent process: open another one in the child"
 
-
-class Forked(Protocol):
-    """A system that may be running when its process forks."""
-
-    def close_in_child(self) -> None:
-        """Called in the child, before the fork returns there."""
-
-    def __hash__(self) -> int: ...
-
-
-SYSTEMS: WeakSet[Forked] = WeakSet()
-"""The systems that run in this process."""
+SYSTEMS: WeakSet[Any] = WeakSet()
+"""What runs in this process and has `close_in_child()`, called in the child before the fork returns
+there."""
 
 
 def _close_in_child() -> None:
