@@ -132,28 +132,6 @@ async def test_a_request_preempted_and_resumed_is_counted_once():
         )
 
 
-async def test_the_committed_blocks_of_an_abandoned_request_are_announced():
-    sink = {"kind": "memory", "tiers": ["device"]}
-    async with opened(sinks=(sink,)) as cache:
-        lease = await cache.acquire("a", prompt(1, 3))
-        await lease.commit(2 * BLOCK)
-        await cache.wait_idle()
-        told = []
-        announcements = cache.system.index_actor.announcements
-        cached = announcements.cached
-
-        def noted(path, start, stop, reason):
-            told.append((start, stop, reason))
-            return cached(path, start, stop, reason)
-
-        announcements.cached = noted
-        lease.abandon()
-        await cache.wait_idle()
-        assert [(start, stop, reason.name) for start, stop, reason in told] == [
-            (0, 2, "REQUEST_FINISH")
-        ]
-
-
 async def test_finish_commits_the_computed_blocks_or_changes_nothing():
     async with opened(device=16, host=HOST) as cache:
         tokens = prompt(1, 3, tail=2)
