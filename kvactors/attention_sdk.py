@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 # -- arguments: the settings, and values derived from scope, layout, device and ranks
 
-SLICE_BLOCKS, SLICE_TIMEOUT_S = 100, 10.0
-
 
 class Shard(NamedTuple):
     """One tensor-parallel rank's part of the service: a process has one SDK object for it."""
@@ -51,7 +49,7 @@ class Shard(NamedTuple):
 
 
 class SdkSettings(NamedTuple):
-    """Complete settings of one shard, with no value left unset."""
+    """Complete settings of one shard."""
 
     shard: Shard  # its pod includes the suffix
     shard_num: int
@@ -59,14 +57,9 @@ class SdkSettings(NamedTuple):
     block_size: int
     piece_bytes: int
     device_id: int
-    dp_id: int
     cuda: bool
     latent: bool  # the layout has keys without values (MLA)
-    ready_timeout: float
-    ready_interval: float
-    write_slice_blocks: int
-    write_slice_timeout: float
-    write_total_timeout: float  # seconds, 0 for the rest of the operation's time
+    store: AttentionStoreConfig  # the settings that need no completion
 
 
 def complete(
@@ -99,14 +92,9 @@ def complete(
         block_size=layout.block_size,
         piece_bytes=store.bytes_per_shard_layer_per_block or layout.pieces[0].nbytes,
         device_id=(gpu or 0) if store.device_id is None else store.device_id,
-        dp_id=store.dp_id,
         cuda=(gpu is not None) if store.platform is None else store.platform == "cuda",
         latent=[role.name for role in layout.roles] == ["key"],
-        ready_timeout=store.ready_timeout_s,
-        ready_interval=store.ready_interval_s,
-        write_slice_blocks=store.write_slice_blocks or SLICE_BLOCKS,
-        write_slice_timeout=store.write_slice_timeout_s or SLICE_TIMEOUT_S,
-        write_total_timeout=store.write_total_timeout_s or 0.0,
+        store=store,
     )
 
 
@@ -192,7 +180,6 @@ class SdkNames(NamedTuple):
 
     sdk: Any
     tokens: Any
-    error: type[Exception]
     hbm: Any  # the medium, only for the index
     attention_type: Any  # only on CUDA
 
@@ -201,10 +188,9 @@ def import_sdk(package: str, *, index: bool, cuda: bool) -> SdkNames:
     """Import the names of the SDK that the use needs."""
     try:
         sdk = import_module(f"{package}.sdk")
-        error = import_module(f"{package}.utils.err").AttentionStoreSDKError
         hbm = import_module(f"{package}.api.common.common_pb2").MEDIA_HBM if index else None
         kinds = import_module(f"{package}.client.client").AttentionType if cuda else None
-        return SdkNames(sdk.AttentionStoreSDK, sdk.Tokens, error, hbm, kinds)
+        return SdkNames(sdk.AttentionStoreSDK, sdk.Tokens, hbm, kinds)
     except (ImportError, AttributeError) as cause:
         raise SdkError(
             f"AttentionStore needs the package {package!r}, which cannot be imported ({cause}). It "
@@ -253,14 +239,14 @@ def arguments(settings: SdkSettings, names: SdkNames) -> tuple[tuple[Any, ...], 
         settings.piece_bytes,
     )
     if not settings.cuda:
-        return (*shard, settings.device_id, settings.dp_id), {}
+        return (*shard, settings.device_id, settings.store.dp_id), {}
     kind = getattr(names.attention_type, "MLA" if settings.latent else "MHA", None)
     if kind is None:
         raise SdkError(
             f"AttentionStore: the SDK's AttentionType has no {'MLA' if settings.latent else 'MHA'}"
         )
     keywords = {"attention_type": kind, "enable_as_kv_rw": True, "gpu_count": 0}
-    return (*shard, settings.piece_bytes, settings.device_id, settings.dp_id), keywords
+    return (*shard, settings.piece_bytes, settings.device_id, settings.store.dp_id), keywords
 
 
 class Shared:
@@ -323,7 +309,7 @@ class Sdk:
 
     async def open(self) -> None:
         """Connect, and wait until the service is ready."""
-        limit = self.settings.ready_timeout
+        limit = self.settings.store.ready_timeout_s
         self.shared.handles.add(self)
         try:
             with anyio.fail_after(limit):
@@ -336,7 +322,7 @@ class Sdk:
         while True:
             if await come():
                 return
-            await anyio.sleep(self.settings.ready_interval)
+            await anyio.sleep(self.settings.store.ready_interval_s)
 
     async def _made(self) -> bool:
         made = await self.run(lambda: self.shared.make(self._arguments, self._construct, self))
@@ -350,7 +336,9 @@ class Sdk:
         """Whether the service answers a look-up of made-up tokens."""
         tokens = self.names.tokens(list(range(self.block_size + 1)), self.block_size)
         try:
-            await self.run(lambda: self.connection.match(tokens, 0, self.settings.ready_interval))
+            await self.run(
+                lambda: self.connection.match(tokens, 0, self.settings.store.ready_interval_s)
+            )
         except SdkError as error:
             if NOT_READY in str(error):
                 return False

@@ -19,6 +19,8 @@ from kvactors.storage.messages import Outcome
 
 log = get_logger()
 
+SLICE_BLOCKS, SLICE_TIMEOUT_S = 100, 10.0
+
 
 class AttentionStoreBackend(DeviceStore):
     """The device's regions are handed to the SDK as they are: a pointer a layer for keys and, if
@@ -40,7 +42,7 @@ class AttentionStoreBackend(DeviceStore):
             )
         self.settings = settings
         self.sdk = Sdk(settings, "storage")
-        self.ready_timeout = settings.ready_timeout + MARGIN
+        self.ready_timeout = settings.store.ready_timeout_s + MARGIN
         pointers = [int(address) for address in device.regions]
         self.regions = pointers[:: len(roles)], pointers[1::2] if len(roles) == 2 else []
 
@@ -82,21 +84,22 @@ class AttentionStoreBackend(DeviceStore):
         first that is short, or until the time is over."""
         if self.attempts.writes.paused:
             return self._unavailable(len(blocks))
-        ids, settings = np.frombuffer(tokens, "<u4"), self.settings
-        total = min(seconds, settings.write_total_timeout or seconds)
+        ids, store = np.frombuffer(tokens, "<u4"), self.settings.store
+        total = min(seconds, store.write_total_timeout_s or seconds)
+        slice_blocks = store.write_slice_blocks or SLICE_BLOCKS
         deadline = now() + total
         # From block 0: whether a match counts from its start or from the root is not documented.
         found = await self._call(self.attempts.lookups, len(blocks), self.sdk.match(ids, 0, total))
         if found is None:
             return 0
         written = stored = min(max(0, found - start), len(blocks))
-        for first in range(stored, len(blocks), settings.write_slice_blocks):
-            some = blocks[first : first + settings.write_slice_blocks]
+        for first in range(stored, len(blocks), slice_blocks):
+            some = blocks[first : first + slice_blocks]
             left = deadline - now()
             if left <= 0:
                 break
             path = ids[: (start + first + len(some)) * self.sdk.block_size]
-            seconds = min(left, settings.write_slice_timeout)
+            seconds = min(left, store.write_slice_timeout_s or SLICE_TIMEOUT_S)
             got = await self._call(
                 self.attempts.writes,
                 len(some),

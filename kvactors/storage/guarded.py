@@ -334,9 +334,8 @@ class GuardedBackend:
     # -- keys
 
     def keys(self) -> list[bytes]:
-        if self.clears.pending:
-            return []
-        return self._keys("keys", self._call("keys", self.inner.keys, []))
+        """`Backend.keys`, checked, in any order."""
+        return list(self.snapshot())
 
     def snapshot(self) -> Iterator[bytes]:
         """The keys that the store holds from now until they are taken, and perhaps others. They are

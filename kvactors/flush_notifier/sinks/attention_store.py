@@ -277,7 +277,7 @@ class AttentionStoreSink(Sink):
         super().__init__(config, settings.block_size)
         self.announces_full = config.announce == "full"
         self.sdk = Sdk(settings, "index")
-        self.ready_timeout = settings.ready_timeout + MARGIN
+        self.ready_timeout = settings.store.ready_timeout_s + MARGIN
         self._published = PublishedBlocks(settings.block_size)
         self._answers = True  # whether the last call was answered
         self._log = get_logger()
