@@ -111,7 +111,7 @@ def outcome_of(code: int) -> Outcome:
 # -- transfers
 
 
-TRANSFER_BYTES, TRANSFER_OBJECTS = 32 << 20, 1024
+TRANSFER_BYTES, TRANSFER_OBJECTS = 64 << 20, 1024
 """Limits of a transfer. None can be cut short. A call costs about 0.4 ms of processor time beside
 its bytes."""
 
