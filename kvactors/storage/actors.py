@@ -252,25 +252,24 @@ class StorageWorker(Actor):
     def _report_batch(self, done: BatchDone) -> None:
         """Report the changes of a batch that are still true. A key that came back since is reported
         by the actor that wrote it."""
-        holding = self.backend.holding
-        removed, acknowledged = list[tuple[bytes, Reason]](), list[bytes]()
+        gone = b""
         for keys, reason in (
             (done.evicted, Reason.STORAGE_EVICTION),
             (done.corrupt, Reason.CORRUPT),
             (done.taken, Reason.PROMOTION),
         ):
+            if not keys:
+                continue
             split = split_hashes(keys)
-            held = set(holding(split)) if split else ()
-            if gone := join_hashes(key for key in split if key not in held):
-                removed.append((gone, reason))
-            acknowledged += split
-        stored = join_hashes(holding(split_hashes(done.stored))) if done.stored else b""
-        for gone, reason in removed:
-            self.tell(self.notifier, BlocksRemoved(gone, Tier.STORAGE, reason))
-        self.backend.acknowledge_removed(acknowledged)
+            held = set(self.backend.holding(split))
+            if lost := join_hashes(key for key in split if key not in held):
+                self.tell(self.notifier, BlocksRemoved(lost, Tier.STORAGE, reason))
+                gone += lost
+            self.backend.acknowledge_removed(split)
+        stored = join_hashes(self.backend.holding(split_hashes(done.stored)))
         if stored:
             self.tell(self.notifier, BlocksAdded(stored, Tier.STORAGE, Reason.STORED))
-        self._recheck_if_delayed(stored, b"".join(gone for gone, _ in removed))
+        self._recheck_if_delayed(stored, gone)
         if isinstance(done.answer, StoreCleared):
             if done.answer.salt is not None:
                 self.report_lost_keys()
@@ -392,13 +391,12 @@ class StorageWriter(StorageWorker):
                 message.lineages,
                 message.salts,
             )
-            holding, safe = self.backend.holding, (Outcome.OK, Outcome.EXISTS)
             results = zip(keys, report.outcomes, strict=True)
-            back = set(holding(report.evicted))
+            safe = (Outcome.OK, Outcome.EXISTS)
             return BatchDone(
                 Written(message.op, report.outcomes),
-                stored=join_hashes(holding([key for key, outcome in results if outcome in safe])),
-                evicted=join_hashes(key for key in report.evicted if key not in back),
+                stored=join_hashes(key for key, outcome in results if outcome in safe),
+                evicted=join_hashes(report.evicted),
             )
 
         failed = unwritten(message, Outcome.UNAVAILABLE)
