@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -34,6 +36,24 @@ async def opened(
     finally:
         await store.close()
         arena.close()
+
+
+class Hang:
+    """A call of a store's thread that begins and does not end before `go`: of those with given
+    arguments, or the first one."""
+
+    def __init__(self, when=lambda *_: True) -> None:
+        self.when = when
+        self.entered, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, *call) -> None:
+        if self.when(*call):
+            self.entered.set()
+            self.go.wait(60)
+
+    async def begun(self) -> None:
+        while not self.entered.is_set():
+            await asyncio.sleep(0.001)
 
 
 def whole(store: FileBackend) -> None:

@@ -24,7 +24,7 @@ from kvactors.storage.file.io import SlabIo
 from kvactors.storage.file.table import mark_of
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key, never
-from tests.storage.helpers import CORRUPT, MISS, OK, SIZE, entry_of, opened, whole
+from tests.storage.helpers import CORRUPT, MISS, OK, SIZE, Hang, entry_of, opened, whole
 from tests.support.slab_calls import faults
 
 STRIDE = 8192
@@ -119,22 +119,17 @@ async def test_a_table_write_that_is_cut_short_goes_on_and_one_without_space_doe
 
 async def test_table_writes_wait_for_no_transfer(tmp_path):
     """Every thread of the payloads hangs."""
-    hang = threading.Event()
     async with opened(tmp_path, depth=1) as bench:
         await bench.put(1)
         table = bench.store.files._table
-
-        def hanging(fd: int, _at: int, _size: int) -> None:
-            if fd != table:
-                hang.wait(60)
-
-        with faults(bench.store, write=hanging):
+        hang = Hang(lambda fd, *_: fd != table)
+        with faults(bench.store, write=hang):
             stuck = asyncio.ensure_future(bench.put(2))
             try:
                 await bench.store.io.erase([5])
                 assert not stuck.done()
             finally:
-                hang.set()
+                hang.go.set()
             assert await stuck == [OK]
 
 
@@ -301,22 +296,16 @@ async def test_objects_that_were_not_begun_before_the_deadline_are_late(tmp_path
 
 
 async def test_a_cancelled_write_ends_early_and_leaks_nothing(tmp_path):
-    begun, go, writes = threading.Event(), threading.Event(), []
+    writes = []
+    hang = Hang(lambda _fd, at, _size: writes.append(at) or True)
     async with opened(tmp_path, depth=1, size=300 << 10) as bench:
-
-        def hang(_fd, at, _size):
-            writes.append(at)
-            begun.set()
-            go.wait(60)
-
         with faults(bench.store, write=hang):
             writing = asyncio.create_task(bench.put(*range(4)))
-            while not begun.is_set():
-                await asyncio.sleep(0.001)
+            await hang.begun()
             writing.cancel()
             await asyncio.sleep(0)
             assert not writing.done()
-            go.set()
+            hang.go.set()
             with pytest.raises(asyncio.CancelledError):
                 await writing
         assert len(writes) == 1
@@ -397,26 +386,20 @@ def test_a_queue_refuses_sizes_and_jobs_after_its_close():
 
 async def test_jobs_that_end_at_the_limit_of_a_close_are_answered(tmp_path, monkeypatch):
     """The event that tells of them is closed next, and its number may become another file's."""
-    begun, go = threading.Event(), threading.Event()
-
-    def hang(_fd, _at, _size):
-        begun.set()
-        go.wait(60)
-
+    hang = Hang()
     async with opened(tmp_path) as bench:
         await bench.put(1)
         io = bench.store.io
         queue = io._queue
 
         def at_the_limit(_):  # the job ends here, and the loop does not see it
-            go.set()
+            hang.go.set()
             assert queue.wait_idle(60)
             return queue.in_flight
 
         with faults(bench.store, read=hang):
             reading = asyncio.create_task(bench.store.read([key(1)], bench.views(1), never))
-            while not begun.is_set():
-                await asyncio.sleep(0.001)
+            await hang.begun()
             monkeypatch.setattr(SlabIo, "in_flight", property(at_the_limit))
             assert await io.drained(0.01)
             assert not asyncio.get_running_loop().remove_reader(queue.event_fd)

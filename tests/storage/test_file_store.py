@@ -26,7 +26,7 @@ from kvactors.storage.file.table import ENTRY_BYTES as ENTRY
 from kvactors.storage.file.table import PAGE
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import GOOD, Bench, key, never
-from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, at_step, opened, whole
+from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, Hang, at_step, opened, whole
 from tests.support import cache as support
 from tests.support.killed_writer import kill_loop
 from tests.support.slab_calls import faults
@@ -207,22 +207,16 @@ async def test_files_are_not_made_anew_under_a_call_that_uses_the_old_ones(tmp_p
     async with opened(tmp_path / "store") as bench:
         store = bench.store
         await bench.put(1, 2)
-        begun, go = threading.Event(), threading.Event()
-
-        def slowly(fd: int, _at: int, _size: int) -> None:
-            begun.set()
-            go.wait(30)
-
-        with faults(store, read=slowly):
+        hang = Hang()
+        with faults(store, read=hang):
             reading = asyncio.create_task(bench.get(1))
-            while not begun.is_set():
-                await asyncio.sleep(0.001)
+            await hang.begun()
         shutil.rmtree(tmp_path / "store")
         assert await bench.put(3) == [Outcome.UNAVAILABLE]
         remake, calls = store.files.remake, list[bool]()
 
         def begin_anew(generation: int) -> None:
-            calls.append(go.is_set())
+            calls.append(hang.go.is_set())
             remake(generation)
 
         store.files.remake = begin_anew
@@ -232,7 +226,7 @@ async def test_files_are_not_made_anew_under_a_call_that_uses_the_old_ones(tmp_p
         writing = asyncio.create_task(store.write([key(3), key(4)], views, never))
         for _ in range(10):
             await asyncio.sleep(0)
-        go.set()
+        hang.go.set()
         await reading
         assert list((await writing).outcomes) == [OK, OK]
         assert calls == [True]
@@ -414,20 +408,18 @@ async def test_a_view_follows_a_store_whose_files_are_made_anew(tmp_path):
 async def test_a_look_that_is_cancelled_loses_no_object(tmp_path):
     async with opened(tmp_path) as bench, opened(tmp_path, read_only=True) as view:
         await bench.put(1)
-        begun, go, read = threading.Event(), threading.Event(), view.store.view._changes
+        hang, read = Hang(), view.store.view._changes
 
         def slowly(table):
             found = read(table)
-            begun.set()
-            go.wait(30)
+            hang()
             return found
 
         view.store.view._changes = slowly
         looking = asyncio.create_task(find(view, 1))
-        while not begun.is_set():
-            await asyncio.sleep(0.001)
+        await hang.begun()
         looking.cancel()
-        go.set()
+        hang.go.set()
         await asyncio.gather(looking, return_exceptions=True)
         assert await find(view, 1) == 1
 

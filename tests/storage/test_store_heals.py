@@ -19,7 +19,7 @@ from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key
-from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, opened, whole
+from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, Hang, opened, whole
 from tests.support import slab_calls
 from tests.support.slab_calls import faults
 
@@ -247,23 +247,16 @@ async def test_objects_that_go_while_they_are_read_are_misses_and_not_corrupt(tm
         store = bench.store
         for step, action in enumerate((store.remove, None, store.clear)):
             await bench.put(1, 2)
-            begun, go = threading.Event(), threading.Event()
-
-            def slowly(fd, _at, _size, begun=begun, go=go):
-                if fd == store.files._table:  # after the payload
-                    begun.set()
-                    go.wait(30)
-
-            with faults(store, read=slowly):
+            hang = Hang(lambda fd, *_: fd == store.files._table)  # after the payload
+            with faults(store, read=hang):
                 reading = asyncio.create_task(bench.get(1))
-                while not begun.is_set():
-                    await asyncio.sleep(0.001)
+                await hang.begun()
             if action is None:
                 await bench.put(*range(10, 18))
             else:
                 await (action([key(1)]) if step == 0 else action())
             again = [] if step else await bench.put(1)
-            go.set()
+            hang.go.set()
             assert await reading == [MISS]
             assert await bench.get(1) == ([OK] if again else [MISS]), "what was written again stays"
 
@@ -302,19 +295,12 @@ async def test_close_does_not_wait_for_a_disk_that_hangs_and_gives_the_lock_up(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(file_module, "CLOSE_LIMIT_S", 0.05)
-    go = threading.Event()
     async with opened(tmp_path) as bench:
-        store, hung = bench.store, threading.Event()
+        store, hang = bench.store, Hang()
         await bench.put(1)
-
-        def hang(*_args):
-            hung.set()
-            go.wait(60)
-
         with faults(store, read=hang):
             reading = asyncio.create_task(bench.get(1))
-            while not hung.is_set():
-                await asyncio.sleep(0.001)
+            await hang.begun()
         with structlog.testing.capture_logs() as logs:
             await store.close()
         assert store.stuck
@@ -326,7 +312,7 @@ async def test_close_does_not_wait_for_a_disk_that_hangs_and_gives_the_lock_up(
         await again.open()
         await again.close()
         assert store.files.slabs, "descriptors in use are not given to other files"
-        go.set()
+        hang.go.set()
         await reading
         while store.files.slabs:
             await asyncio.sleep(0.001)
