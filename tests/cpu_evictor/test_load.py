@@ -48,7 +48,7 @@ def test_blocks_of_the_host_are_copied_and_leave_an_exclusive_tier():
     actions = host.end(Copied(copy.op, ()))
     (loaded,) = sent(actions)
     assert (loaded.op, loaded.num_loaded, loaded.from_host) == (7, 3, 3)
-    assert host.tier.on_device == 3
+    assert (host.tier.on_device, host.tier.in_transit) == (3, 0), "they wait for the index alone"
     assert names(host.run(host.memory.drop_host_copies, join_hashes(keys))) == [
         "BlocksRemoved",
         "HostBlocksRemoved",

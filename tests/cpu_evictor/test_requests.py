@@ -1,16 +1,13 @@
-"""The table of requests in flight against a plain model, and what peers that fail leave open."""
+"""The table of requests in flight, and what peers that fail leave open."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvactors.cpu_evictor.requests import CLEAR, COPY, READ, READ_PROBE, WRITE, WRITE_PROBE, Kind
+from kvactors.cpu_evictor.requests import WRITE_PROBE
 from kvactors.cpu_evictor.slots import SlotState
 from kvactors.data_plane.base import Direction
-from kvactors.storage.messages import ClearStore, DeviceFetched, DeviceSaved, StoreCleared
+from kvactors.storage.messages import ClearStore, DeviceFetched, Probed, ReadDone, StoreCleared
 from tests.cpu_evictor.helpers import ROOT, Host, hash_of, names, path, sent
 
 
@@ -18,84 +15,29 @@ def ignored(_report: object) -> None:
     """The job of a request that needs none."""
 
 
-class RequestsMachine(RuleBasedStateMachine):
-    """`open`: number -> (kind, peer, size)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.host = Host(0, 8, readers=3, writers=2)
-        self.requests = self.host.requests
-        self.blocks = [self.host.tier.add(hash_of(i), ROOT, SlotState.TRANSIT) for i in range(4)]
-        self.open: dict[int, tuple[Kind, str, int]] = {}
-        self.last = 0
-
-    def load(self, peer: str) -> int:
-        return sum(
-            size + 1
-            for kind, name, size in self.open.values()
-            if name == peer and kind in {READ_PROBE, READ, WRITE}
-        )
-
-    def entered(self, kind, size, pool=None):
-        (message,) = self.host.out.take()
-        op, peer = message.op, self.host.out.receivers[-1]
-        assert op > self.last, "numbers rise"
-        if pool is not None:
-            assert self.load(peer) == min(self.load(one.name) for one in pool)
-        self.last = op
-        self.open[op] = (kind, peer, size)
-
-    @rule(size=st.integers(1, 4))
-    def copy(self, size):
-        self.requests.copy(Direction.TO_HOST, range(size), self.blocks[:size], ignored)
-        self.entered(COPY, size)
-
-    @rule(size=st.integers(1, 4), kind=st.sampled_from([READ_PROBE, WRITE_PROBE]))
-    def probe(self, size, kind):
-        op = self.requests.probe(path(size), 1.0, ignored, kind)
-        self.entered(kind, size, self.host.peers.readers)
-        assert op == self.last
-
-    @rule(size=st.integers(1, 4))
-    def read(self, size):
-        self.requests.read(self.blocks[:size], 1.0, ignored)
-        self.entered(READ, size, self.host.peers.readers)
-
-    @rule(size=st.integers(1, 4))
-    def write(self, size):
-        self.requests.write(self.blocks[:size], ignored)
-        self.entered(WRITE, size, self.host.peers.writers)
-
-    @rule()
-    def clear(self):
-        self.requests.clear_store(None, ignored)
-        self.entered(CLEAR, 0)
-
-    @precondition(lambda self: self.open)
-    @rule(data=st.data())
-    def take(self, data):
-        op = data.draw(st.sampled_from(sorted(self.open)))
-        kind, peer, size = self.open.pop(op)
-        assert self.requests.take(op, DeviceSaved) is None, "another kind"
-        request = self.requests.take(op, kind.answer)
-        assert request.kind is kind
-        assert (request.peer.name, request.size) == (peer, size)
-        assert self.requests.take(op, kind.answer) is None, "it was taken"
-
-    @invariant()
-    def agrees_with_the_model(self):
-        kinds = [kind for kind, _, _ in self.open.values()]
-        assert self.requests.holding == kinds.count(READ_PROBE)
-        assert self.requests.may_read == (CLEAR not in kinds)
-        assert self.requests.holds_slots == any(kind is not CLEAR for kind in kinds)
-        for peer in (*self.host.peers.readers, *self.host.peers.writers):
-            found = self.requests.open_at(peer.name)
-            mine = {op: one for op, one in self.open.items() if one[1] == peer.name}
-            assert {op: (one.kind, peer.name, one.size) for op, one in found} == mine
+def test_the_reader_with_the_fewest_blocks_in_flight_is_asked():
+    host = Host(0, 8, readers=3)
+    blocks = [host.tier.add(hash_of(i), ROOT, SlotState.TRANSIT) for i in range(4)]
+    ops = [host.requests.probe(path(length), 1.0, ignored) for length in (4, 2, 3)]
+    host.requests.read(blocks[:3], 1.0, ignored)  # beside the probe of two blocks
+    assert host.requests.holding == 3
+    assert host.requests.take(ops[0], ReadDone) is None, "another kind of answer"
+    assert host.requests.take(ops[0], Probed).size == 4
+    assert host.requests.take(ops[0], Probed) is None, "it was taken"
+    for _ in range(2):
+        host.requests.read(blocks, 1.0, ignored)
+    numbers = [name[-1] for name in host.out.receivers]
+    assert numbers == ["0", "1", "2", "1", "0", "2"]
+    assert (host.requests.holding, host.requests.holds_slots) == (2, True)
 
 
-TestRequests = RequestsMachine.TestCase
-TestRequests.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+def test_during_a_clear_nothing_is_read():
+    host = Host()
+    host.requests.clear_store(None, ignored)
+    (clear,) = host.out.take()
+    assert (host.requests.may_read, host.requests.holds_slots) == (False, False)
+    host.requests.take(clear.op, StoreCleared)
+    assert host.requests.may_read
 
 
 def test_a_reader_that_is_switched_off_is_asked_only_if_all_are():
