@@ -26,9 +26,11 @@ class JobToHost(HostJob):
         return self.message.memory_generation == self.requests.generation
 
     def start(self, wait_s: float | None) -> None:
-        """Copy the blocks that find slots. The others wait for slots up to `wait_s` seconds, or not
-        at all if it is None."""
+        """Copy the blocks that find slots. The others wait for slots up to `wait_s` seconds.
+        Without a wait the first of `waiting` get the slots, and the others end here."""
         if not self.waiting or wait_s is None:
+            self._shed(self.waiting[self.host.free :])
+            del self.waiting[self.host.free :]
             self.take(len(self.waiting))
             return
         self.memory.movements.enter(self)
@@ -56,10 +58,12 @@ class JobToHost(HostJob):
 
     def give_up(self) -> None:
         """End without the blocks that lack a slot, and count those that are not written."""
-        shed = sum(position in self.to_write for position in self.waiting)
-        self.memory.counts["shed"] += shed
+        self._shed(self.waiting)
         self.waiting.clear()
         self.end_if_complete()
+
+    def _shed(self, positions: Sequence[int]) -> None:
+        self.memory.counts["shed"] += sum(position in self.to_write for position in positions)
 
     def kept(self) -> list[HostBlock | None]:
         """The blocks that the host holds now: others may have evicted some since."""
@@ -123,9 +127,6 @@ class OffloadJob(JobToHost):
         memory.make_space(staying, slots, frozenset(self.hashes), salts)
         passing = max(0, len(new) - (host.capacity - host.resident))
         first = 0 if memory.write_back else passing
-        if not wait:
-            first = max(first, len(new) - host.free)
-            memory.counts["shed"] += first if memory.write_back else 0
         self.passing = frozenset(new[first:passing])
         self.waiting = [*reversed(new[first:])]
         self.to_write = frozenset(self.waiting if memory.write_back else ())

@@ -81,10 +81,6 @@ class SaveJob(JobToHost):
         passing = [position for position in lacking[kept:] if position in self.to_write]
         self.passing = frozenset(passing)
         self.waiting = lacking[:kept] + passing
-        if not wait:
-            shed = sum(position in self.to_write for position in self.waiting[host.free :])
-            memory.counts["shed"] += shed
-            del self.waiting[host.free :]
         self.start(memory.storage.timeout_s if wait else None)
 
     def fill(self, most: int) -> Placed:

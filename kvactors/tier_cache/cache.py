@@ -21,13 +21,13 @@ from kvactors.tier_cache.answers import (
     TierStatistics,
 )
 from kvactors.tier_cache.checks import checked_flag, checked_key, checked_keys, checked_parents
+from kvactors.tier_cache.moves import HIT, MISS, SlotMoves
 from kvactors.tier_cache.owner import CLOSED, Owner, RoomWaits, StepPace
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.sinks import CacheSinks, make_sinks
-from kvactors.tier_cache.slots import HIT, MISS, PENDING, SlotMemory, SlotTable
+from kvactors.tier_cache.slots import SlotMemory
 from kvactors.tier_cache.storage import StorageTier, make_storage
-from kvactors.tier_cache.storage_moves import StorageMoves
-from kvactors.types import Reason, Tier
+from kvactors.types import Tier
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.sinks.base import Sink
@@ -73,7 +73,6 @@ class TierCache:
         _check_parts(config, memory, storage)
         self.memory = memory
         service = self._service = make_sinks(config, sinks)
-        self._stored = storage is not None or config.storage.backend != "none"
         if storage is None:
             storage = make_storage(config, memory=memory, clock=clock)
         self._storage = storage
@@ -90,12 +89,12 @@ class TierCache:
         self._full_wait_s = settings.on_full_wait_s if settings.on_full == "wait" else 0.0
         self._full_since: float | None = None  # no waiting store has got a slot since then
         self._waits = RoomWaits(settings.timeout_s)
-        policy = settings.write_policy if self._stored else "none"
+        policy = settings.write_policy if storage.make is not None else "none"
         self._streams = policy in ("write_through", "write_back")  # blocks go on to storage
         self._short = [0, 0]  # stores that found too few slots, in the last step and in this one
-        self._slots = SlotTable(self._tier)
-        parts = (self._slots, memory, storage, settings, policy, self._events, self._counts)
-        self._moves = StorageMoves(*parts)
+        parts = (self._tier, memory, storage, settings, policy, self._events, self._counts)
+        self._moves = SlotMoves(*parts)
+        self._held, self._awaited = self._moves.held, self._moves.awaited
         self._pace = StepPace()
         self._owner = Owner(self._open)
         self.sinks = None if service is None else CacheSinks(service, storage.call, self._call)
@@ -173,12 +172,16 @@ class TierCache:
         owner = self._owner
         if get_ident() != owner.thread or owner.handed or self._results:
             self._enter()
-        found = self._slots.lookup(key)
-        if found is HIT:
-            return found
-        if found is PENDING:
-            return self._moves.pending(key)
-        return self._moves.lookup(key) if storage and self._stored else MISS
+        block = self._tier.blocks.get(key)
+        if block is None:
+            moves = self._moves
+            return moves.lookup_stored(key) if storage and moves.stores else MISS
+        if block.arriving:
+            return self._moves.pending(block)
+        self._held.add(key)
+        if self._awaited:
+            self._awaited.pop(key, None)
+        return HIT
 
     def source(self, key: bytes) -> Tier:
         """The tier of a key's bytes: STORAGE from a fetch until the first load, then HOST."""
@@ -191,13 +194,12 @@ class TierCache:
         if self._hands_over(self.end_step):
             return
         self._end_step()
-        if self._moves.fetching or (self._stored and self._short[0]):
+        if self._moves.fetching or (self._moves.stores and self._short[0]):
             self._pace.step_ended()
 
     def _end_step(self) -> None:
         now = self._clock()
-        self._moves.submit()  # evicts none of the keys that were answered HIT
-        self._slots.end_step(now)
+        self._moves.end_step(now)
         if not self._short[1]:
             self._full_since = None
         self._short = [self._short[1], 0]
@@ -210,8 +212,7 @@ class TierCache:
         keys = checked_keys(keys)
         if self._hands_over(partial(self.touch, keys)):
             return
-        self._slots.touch(keys)
-        self._moves.on_touched(keys)
+        self._moves.touch(keys)
 
     # -- copies from the device to host slots
 
@@ -255,9 +256,7 @@ class TierCache:
         capacity = self._tier.capacity
         share = -(-capacity // max(1, self._short[0]))  # each gets as much as the others that wait
         stay = [] if self._streams or not parents else self._path(parents[0])
-        found = self._slots.prepare_store(keys, parents, share, stay)
-        self._moves.on_offered(keys)
-        self._moves.on_evicted(found.evicted)
+        found = self._moves.prepare_store(keys, parents, share, stay)
         for key in found.keys:
             self._waits.got_slot(key)
         return found
@@ -273,7 +272,7 @@ class TierCache:
 
     def _wait(self, found: StoreSlots, now: float, late: bool) -> StoreSlots:
         """Sort the keys without a slot: those that wait, and those that have waited in vain."""
-        ends = late or not (self._tier.pinned or self._slots.held or self._slots.awaited)
+        ends = late or not (self._tier.pinned or self._held or self._awaited)
         waiting, refused = list[bytes](), list[bytes]()
         for key in found.waiting:
             waits = not ends and self._waits.may_wait(key, now)
@@ -295,11 +294,7 @@ class TierCache:
         keys, success = checked_keys(keys), checked_flag("success", success)
         if self._hands_over(partial(self.complete_store, keys, success)):
             return
-        landed = self._slots.complete_store(keys, success)
-        self._counts["stored"] += len(landed)
-        self._counts["failed_stores"] += 0 if success else len(set(keys))
-        self._events.record(Tier.HOST, True, [block.hash for block in landed], Reason.OFFLOAD)
-        self._moves.on_stored(landed)
+        self._moves.complete_store(keys, success)
 
     # -- copies from host slots to the device
 
@@ -316,11 +311,7 @@ class TierCache:
         """
         keys = checked_keys(keys)
         self._enter()
-        slots = self._slots.prepare_load(keys)
-        new = self._moves.from_storage.intersection(keys)
-        self._counts["storage_hits"] += len(new)
-        self._counts["host_hits"] += len(keys) - len(new)
-        return slots
+        return self._moves.prepare_load(keys)
 
     def complete_load(self, keys: Iterable[bytes]) -> None:
         """Copies from host slots have ended, well or not.
@@ -331,13 +322,12 @@ class TierCache:
         keys = checked_keys(keys)
         if self._hands_over(partial(self.complete_load, keys)):
             return
-        self._slots.complete_load(keys)
-        self._moves.from_storage.difference_update(keys)
+        self._moves.complete_load(keys)
 
     def copies_in_flight(self) -> CopiesInFlight:
         """Stores and loads that were begun and not completed. They outlast a `reset`."""
         self._enter()
-        return self._slots.copies_in_flight()
+        return self._moves.copies_in_flight()
 
     # -- the rest
 
@@ -357,7 +347,6 @@ class TierCache:
         storage = checked_flag("storage", storage)
         if self._hands_over(partial(self.reset, storage=storage)):
             return
-        self._events.record(Tier.HOST, False, self._slots.reset(), Reason.CLEAR)
         self._waits.clear()
         self._moves.reset(storage=storage)
 
@@ -370,8 +359,7 @@ class TierCache:
         """Whether copies, fetches or saves are in flight or queued, or calls of other threads
         wait. Calls of `end_step` bring all but the engine's copies to their end."""
         messages = 0 if self._feed is None else len(self._feed.outbox) + self._feed.resend
-        pending = self._slots.in_flight + self._moves.pending_work
-        return pending + messages + len(self._owner.handed) > 0
+        return self._moves.pending_work + messages + len(self._owner.handed) > 0
 
     @property
     def saving(self) -> int:

@@ -303,7 +303,7 @@ class SimEngine:
             fits = self.view.isdisjoint(event.keys) if event.stored else self.view >= {*event.keys}
             require(fits, "an event repeats or contradicts an earlier one")
             self.view ^= set(event.keys)
-        table = self.cache._slots.tier
+        table = self.cache._tier
         require(self.view == set(table.iter_hashes()), "events and slots differ")
         require(not self.sink.reader.violations, f"no tree: {self.sink.reader.violations[:1]}")
 
@@ -326,7 +326,7 @@ class SimEngine:
 
     def settle(self) -> None:
         self.faults = self.sink._faults = 0.0
-        store: Any = self.cache._moves.storage._loop.store.inner  # type: ignore[union-attr]
+        store: Any = self.cache._storage._loop.store.inner  # type: ignore[union-attr]
         store.faults = 0.0
         self.complete(2.0)
         self.offered.clear()

@@ -93,25 +93,6 @@ def test_blocks_are_announced_below_their_parents_and_removed_before_them():
     cache.shutdown()
 
 
-def test_a_wait_outlasts_a_restart_of_the_notifier(monkeypatch):
-    sink = TreeSink()
-    cache = open_with(sink)
-    whole, left = SinkSet.wait, [2]
-
-    def failing(self, message, envelope):
-        if left[0]:
-            left[0] -= 1
-            raise RuntimeError("a planted fault of the notifier")
-        whole(self, message, envelope)
-
-    monkeypatch.setattr(SinkSet, "wait", failing)
-    store(cache, [KEYS[0]])
-    settle(cache)
-    assert cache.sinks.wait_flushed(LIMIT)
-    assert left == [0]
-    cache.shutdown()
-
-
 @pytest.mark.parametrize("waiter", ["owner", "other thread"])
 @pytest.mark.parametrize("where", ["wait", "apply"])
 @pytest.mark.parametrize("limit", ["roomy", "overflow"])
@@ -236,7 +217,7 @@ def test_what_sinks_are_sent_is_a_tree_and_exact(monkeypatch, num_slots, capacit
             break
         threading.Event().wait(0.01)  # until the restart of the notifier is noticed
     assert {tier: sink.view()[tier] for tier in want} == want
-    assert on[Tier.HOST] == {block_name(key) for key in cache._slots.tier.iter_hashes()}
+    assert on[Tier.HOST] == {block_name(key) for key in cache._tier.iter_hashes()}
     assert sink.torn == []
     cache.check()
     cache.shutdown()

@@ -1,24 +1,28 @@
-"""Fetches from storage into host slots, and saves of host slots to storage.
+"""The host slots of a `TierCache` by engine key: copies of the engine, eviction, fetches and saves.
 
-Used by the thread that owns the `TierCache`.
+State of the thread that owns the cache, without a loop.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
 
-from kvactors.cpu_evictor.slots import HostBlock
+from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from kvactors.errors import CacheClosed
 from kvactors.settings.check import WritePolicy
-from kvactors.tier_cache.answers import EventLog, Lookup
+from kvactors.tier_cache.answers import CopiesInFlight, EventLog, Lookup, StoreSlots
 from kvactors.tier_cache.owner import RoomWaits, trim
 from kvactors.tier_cache.settings import TierStorage
-from kvactors.tier_cache.slots import MISS, PENDING, SlotMemory, SlotTable
+from kvactors.tier_cache.slots import SlotMemory
 from kvactors.tier_cache.storage import StorageResult, StorageTier
 from kvactors.types import Reason, Tier
+
+MISS, PENDING, HIT = Lookup
+
+UNKNOWN = b""  # the parent of a block whose parent is not known. Keys are never empty.
 
 BATCH = 32  # blocks of a job at most
 QUERY = 128  # keys of a look-up at most
@@ -34,16 +38,26 @@ RETRY = 5.0
 """Seconds after which a key whose fetch failed is tried again."""
 
 
-class StorageMoves:
-    """Moves blocks between the slots and storage.
+class SlotMoves:
+    """Blocks that enter and leave the host slots of one `TierCache`.
 
-    A block that waits to be saved is pinned until `release`. One that is evicted before its turn is
-    not saved.
+    A key whose copy is in flight at a reset keeps its slot until the copy completes, and cannot be
+    stored again before. So a completion always names one slot. A block that waits to be saved is
+    pinned until `release`. One that is evicted before its turn is not saved.
+
+    Attributes:
+        held: keys answered HIT since the last `end_step`. They are not evicted.
+        awaited: fetched keys that were not answered HIT yet, with the time up to which they are not
+            evicted. Without it two requests with more blocks than slots would evict each other's
+            without end.
+        from_storage: keys that were fetched, and not loaded since.
+        fetching: blocks of fetches in flight, and since when.
+        stores: whether there is storage.
     """
 
     def __init__(
         self,
-        slots: SlotTable,
+        tier: HostTier,
         memory: SlotMemory,
         storage: StorageTier,
         settings: TierStorage,
@@ -51,12 +65,17 @@ class StorageMoves:
         events: EventLog,
         counts: dict[str, int],
     ) -> None:
-        self.storage = storage
-        self.from_storage: set[bytes] = set()  # fetched, and not loaded since
+        self.tier, self.storage = tier, storage
+        self.stores = storage.make is not None
+        self.held: set[bytes] = set()
+        self.awaited: dict[bytes, float] = {}
+        self.from_storage: set[bytes] = set()
+        self.fetching: dict[HostBlock, float] = {}
         self.waits = RoomWaits(settings.slot_timeout_s)
-        self._slots = slots
-        slots.keeps = self.keeps
-        self._tier = tier = slots.tier
+        self._blocks = tier.blocks
+        self._named: set[bytes] = set()  # parents of the blocks, and of some that have left
+        self._stores: dict[bytes, HostBlock] = {}  # copies to the host, in the order of begin
+        self._loads: dict[bytes, list[HostBlock]] = {}  # the block of each load in flight
         self._memory = memory
         self._events = events
         self._reports_storage = events.wants(Tier.STORAGE)
@@ -66,9 +85,8 @@ class StorageMoves:
         self._wanted: dict[bytes, int] = {}
         self._step = 0
         self._to_serve = False  # a key came since slots were last sought for them
-        self._in_flight: dict[Hashable, list[HostBlock]] = {}
+        self._jobs: dict[Hashable, list[HostBlock]] = {}  # of storage, and their blocks
         self._missing: dict[bytes, float] = {}  # absent or unreadable keys, and until when
-        self.fetching: dict[HostBlock, float] = {}  # blocks of fetches in flight, and since when
         # keys of a store that does not list its objects: to be asked about, asked about and when
         self._unasked: dict[bytes, None] = {}
         self._asked: dict[bytes, float] = {}
@@ -90,12 +108,18 @@ class StorageMoves:
 
     # -- look-ups
 
-    def lookup(self, key: bytes) -> Lookup:
+    def pending(self, block: HostBlock) -> Lookup:
+        """The answer for a block whose bytes are on their way into its slot."""
+        since = self.fetching.get(block)
+        late = since is not None and self.storage.clock() - since > self.storage.timeout + 1.0
+        return MISS if late else PENDING
+
+    def lookup_stored(self, key: bytes) -> Lookup:
         """Where a key is that has no host slot. A stored key waits for one."""
         storage = self.storage
         if not storage.contains(key):
             return MISS if storage.lists else self._query(key)
-        if self._slots.is_taken(key) or not self._works(key):
+        if self.is_taken(key) or not self._works(key):
             return MISS
         if self._reports_storage and key not in self._announced:
             self._record_stored([key])
@@ -112,7 +136,7 @@ class StorageMoves:
 
     def _query(self, key: bytes) -> Lookup:
         """Where a key is that a store without a list of its objects may have."""
-        if self._slots.is_taken(key) or not self._works(key):
+        if self.is_taken(key) or not self._works(key):
             return MISS
         now = self.storage.clock()
         asked = self._asked.get(key)
@@ -124,12 +148,6 @@ class StorageMoves:
             self._unasked[key] = None
         return PENDING
 
-    def pending(self, key: bytes) -> Lookup:
-        """Where a key is whose bytes are on their way into its slot."""
-        storage, since = self.storage, self.fetching.get(self._tier.blocks[key])
-        late = since is not None and storage.clock() - since > storage.timeout + 1.0
-        return MISS if late else PENDING
-
     def _works(self, key: bytes) -> bool:
         """Whether the store may be asked for a key: it works, and the key was not missing a short
         time ago."""
@@ -140,33 +158,179 @@ class StorageMoves:
         until = self._missing.get(key)
         return until is None or self.storage.clock() >= until
 
-    # -- changes of the host tier
+    def end_step(self, now: float) -> None:
+        """Begin fetches and saves, which evict none of the keys that were answered HIT. Then those
+        may be evicted."""
+        self._trouble = None
+        self._submit_queries()
+        self._submit_fetches()
+        self._wanted = {key: step for key, step in self._wanted.items() if step == self._step}
+        self._to_serve = bool(self._wanted)
+        self._step += 1
+        self._submit_saves()
+        if self.waits:
+            self.waits.forget_before(self.storage.clock())
+        self.held.clear()
+        while self.awaited:
+            key, until = next(iter(self.awaited.items()))
+            if until > now:
+                break
+            del self.awaited[key]
 
-    def on_stored(self, blocks: list[HostBlock]) -> None:
-        self._unscanned += len(blocks)
+    # -- copies of the engine: stores
+
+    def prepare_store(
+        self,
+        keys: Sequence[bytes],
+        parents: Sequence[bytes | None] | None,
+        most: int,
+        stay: Sequence[bytes],
+    ) -> StoreSlots:
+        """Take slots for the first keys that have none, as many as can be had.
+
+        Args:
+            parents: None where unknown. Keys that have a slot learn theirs too.
+            most: slots at most.
+            stay: keys that are not evicted, beside `keys`.
+        """
+        above = dict(zip(keys, parents, strict=True)) if parents else {}
+        lacking = [key for key in dict.fromkeys(keys) if not self.is_taken(key)]
+        count, evicted = self._make_room(min(most, len(lacking)), [*keys, *stay])
+        wanted, lacking = lacking[:count], lacking[count:]
+        for key in reversed(above):
+            self._learn_parent(key, above[key])
+        slots: dict[bytes, int] = {}
+        for key in reversed(wanted):  # the deepest is the oldest
+            parent = self._checked_parent(key, above.get(key))
+            slots[key] = self.tier.add(key, parent, SlotState.RESIDENT).slot
+        for key in wanted:
+            self._stores[key] = self._blocks[key]
+        given = tuple(slots[key] for key in wanted)
+        self._save_again(keys)
+        self._on_evicted(evicted)
+        return StoreSlots(tuple(wanted), given, tuple(evicted), tuple(lacking))
+
+    def _learn_parent(self, key: bytes, parent: bytes | None) -> None:
+        """A key that has a slot is given its parent, if that was unknown."""
+        block = self._blocks.get(key)
+        if block is None or block.parent != UNKNOWN or not parent:
+            return
+        self.tier.move(block, SlotState.TRANSIT)
+        block.parent = self._checked_parent(key, parent)
+        self.tier.move(block, SlotState.RESIDENT)
+
+    def _checked_parent(self, key: bytes, parent: bytes | None) -> bytes:
+        """The parent, or UNKNOWN if the key is among its ancestors: neither could be evicted."""
+        if not parent or parent == key:
+            return UNKNOWN
+        if key in self._named:
+            above = parent
+            while above != key:
+                block = self._blocks.get(above)
+                if block is None:
+                    break
+                above = block.parent
+            else:
+                return UNKNOWN
+        if len(self._named) > 2 * self.tier.capacity:
+            self._named = {block.parent for block in self._blocks.values()}
+        self._named.add(parent)
+        return parent
+
+    def is_taken(self, key: bytes) -> bool:
+        return key in self._blocks or key in self._stores or key in self._loads
+
+    def _make_room(self, count: int, keys: Sequence[bytes] = ()) -> tuple[int, list[bytes]]:
+        """Evict blocks for lacking slots. Returns the slots to be had and the evicted keys."""
+        lacking = count - self.tier.free
+        if lacking <= 0:
+            return count, []
+        spared = self.held.union(keys, self.awaited)
+        victims = [block for block in self.tier.victims(lacking, spared) if not self._keeps(block)]
+        for block in victims:
+            self.tier.drop(block)
+        return count - lacking + len(victims), [block.hash for block in victims]
+
+    def complete_store(self, keys: Iterable[bytes], success: bool) -> None:
+        ended = set(keys)
+        self._check_in_flight(ended, self._stores, "store")
+        many = len(ended) > 1
+        ordered = [key for key in self._stores if key in ended] if many else list(ended)
+        blocks = [self._stores.pop(key) for key in ordered]
+        failed = frozenset() if success else frozenset(range(len(blocks)))
+        landed = self.tier.land(blocks, failed)  # in the order in which their stores began
+        self._counts["stored"] += len(landed)
+        self._counts["failed_stores"] += len(failed)
+        self._events.record(Tier.HOST, True, [block.hash for block in landed], Reason.OFFLOAD)
+        self._unscanned += len(landed)
         if self._policy == "write_through":
-            self._queue_saves(blocks)
+            self._queue_saves(landed)
         if len(self._unsaved) >= BATCH:
             self._submit_saves()
 
-    def on_offered(self, keys: Iterable[bytes]) -> None:
-        """The engine would store keys: writes of blocks on the host that failed are tried again."""
-        again = self._failed_saves.intersection(keys) if self._policy == "write_through" else ()
-        self._failed_saves.difference_update(again)
-        self._queue_saves([self._tier.blocks[key] for key in again])
+    # -- copies of the engine: loads
 
-    def on_touched(self, keys: Iterable[bytes]) -> None:
+    def prepare_load(self, keys: Sequence[bytes]) -> list[int]:
+        blocks: list[HostBlock] = []
+        for key in keys:
+            block = self.tier.readable(key)
+            if block is None:
+                raise ValueError(
+                    f"key {key.hex()} has no readable host slot: load only keys that lookup "
+                    "answered HIT in this step"
+                )
+            blocks.append(block)
+        for key, block in zip(keys, blocks, strict=True):
+            self.tier.pin(block)
+            self._loads.setdefault(key, []).append(block)
+        new = self.from_storage.intersection(keys)
+        self._counts["storage_hits"] += len(new)
+        self._counts["host_hits"] += len(keys) - len(new)
+        return [block.slot for block in blocks]
+
+    def complete_load(self, keys: Iterable[bytes]) -> None:
+        ended = Counter(keys)
+        self._check_in_flight(ended, self._loads, "load")
+        for key, ends in ended.items():
+            if ends > len(self._loads[key]):
+                raise ValueError(f"{ends} loads of key {key.hex()} end, and fewer are in flight")
+        for key in ended.elements():
+            self.tier.unpin(self._loads[key].pop())
+            if not self._loads[key]:
+                del self._loads[key]
+        self.from_storage.difference_update(ended)
+
+    @staticmethod
+    def _check_in_flight(keys: Iterable[bytes], in_flight: Container[bytes], what: str) -> None:
+        unknown = [key for key in keys if key not in in_flight]
+        if unknown:
+            raise ValueError(f"no {what} of key {unknown[0].hex()} is in flight")
+
+    def copies_in_flight(self) -> CopiesInFlight:
+        loads = [key for key, blocks in self._loads.items() for _ in blocks]
+        return CopiesInFlight(tuple(self._stores), tuple(loads))
+
+    # -- which blocks are saved, and when
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self.tier.touch(reversed(keys))
         if self._policy != "write_through_selective":
             return
         for key in keys:
-            block = self._tier.readable(key)
+            block = self.tier.readable(key)
             if block is None:
                 continue
             self._touches[key] += 1
             if self._touches[key] >= self._min_hits:
                 self._queue_saves([block])
 
-    def on_evicted(self, keys: list[bytes] | tuple[bytes, ...]) -> None:
+    def _save_again(self, keys: Iterable[bytes]) -> None:
+        """The engine would store keys: writes of blocks on the host that failed are tried again."""
+        again = self._failed_saves.intersection(keys) if self._policy == "write_through" else ()
+        self._failed_saves.difference_update(again)
+        self._queue_saves([self._blocks[key] for key in again])
+
+    def _on_evicted(self, keys: Sequence[bytes]) -> None:
         for key in keys:
             queued = self._unsaved.pop(key, None) is not None
             wanted = self._policy == "write_back" or key in self._failed_saves
@@ -177,9 +341,7 @@ class StorageMoves:
         self._events.record(Tier.HOST, False, keys, Reason.CPU_EVICTION)
         self.from_storage.difference_update(keys)
 
-    # -- which blocks are saved, and when
-
-    def keeps(self, block: HostBlock) -> bool:
+    def _keeps(self, block: HostBlock) -> bool:
         """Whether a block that is chosen to be evicted is saved first. It is pinned then."""
         failed = block.hash in self._failed_saves
         if self._policy != "write_back" or failed or not self._pins_now():
@@ -195,7 +357,7 @@ class StorageMoves:
                 continue
             self._unsaved[key] = block
             if pins and key not in self._failed_saves:
-                self._tier.pin(block)
+                self.tier.pin(block)
                 self._pinned.add(key)
 
     def _pins_now(self) -> bool:
@@ -212,7 +374,7 @@ class StorageMoves:
 
     def _unpin(self) -> None:
         for key in self._pinned:
-            self._tier.unpin(self._unsaved[key])
+            self.tier.unpin(self._unsaved[key])
         self._pinned.clear()
 
     def _scan(self) -> None:
@@ -220,10 +382,10 @@ class StorageMoves:
         step = max(1, self._ahead // 4)
         if self._policy != "write_back" or self._unscanned < step:
             return
-        if self._tier.capacity - self._tier.resident >= self._ahead:
+        if self.tier.capacity - self.tier.resident >= self._ahead:
             return
         self._unscanned = 0
-        victims = islice(self._tier.candidates(), self._ahead)
+        victims = islice(self.tier.candidates(), self._ahead)
         self._queue_saves([block for block in victims if not block.arriving])
 
     def _take_saves(self, most: int) -> list[HostBlock]:
@@ -233,27 +395,16 @@ class StorageMoves:
         while self._unsaved and len(taken) < most:
             block = self._unsaved.pop(next(iter(self._unsaved)))
             if block.hash not in self._pinned:
-                self._tier.pin(block)
+                self.tier.pin(block)
             self._pinned.discard(block.hash)
             if self.storage.contains(block.hash):
-                self._tier.unpin(block)
+                self.tier.unpin(block)
                 continue
             self._writing.add(block.hash)
             taken.append(block)
         return taken
 
-    # -- jobs
-
-    def submit(self) -> None:
-        self._trouble = None
-        self._submit_queries()
-        self._submit_fetches()
-        self._wanted = {key: step for key, step in self._wanted.items() if step == self._step}
-        self._to_serve = bool(self._wanted)
-        self._step += 1
-        self._submit_saves()
-        if self.waits:
-            self.waits.forget_before(self.storage.clock())
+    # -- jobs of storage
 
     def _submit_queries(self) -> None:
         keys = list(self._unasked)
@@ -265,9 +416,10 @@ class StorageMoves:
     def _submit_fetches(self) -> None:
         """Take slots for the stored keys that wait, as many as can be had, and read into them."""
         self._to_serve = False
-        wanted = [key for key in self._wanted if not self._slots.is_taken(key)]
-        blocks, evicted = self._slots.take_slots(wanted)
-        self.on_evicted(evicted)
+        wanted = [key for key in self._wanted if not self.is_taken(key)]
+        count, evicted = self._make_room(len(wanted))
+        blocks = [self.tier.add(key, UNKNOWN, SlotState.RESIDENT) for key in wanted[:count]]
+        self._on_evicted(evicted)
         for key in wanted[: len(blocks)]:
             self.waits.got_slot(key)
         self._wanted = {key: self._wanted[key] for key in wanted[len(blocks) :]}
@@ -277,7 +429,7 @@ class StorageMoves:
             self.fetching.update(dict.fromkeys(some, self.storage.clock()))
 
     def _submit_saves(self) -> None:
-        self._write(max(1, self._tier.capacity // SAVING))
+        self._write(max(1, self.tier.capacity // SAVING))
 
     def write_all(self) -> None:
         self._write(self._saving + len(self._unsaved))
@@ -293,7 +445,7 @@ class StorageMoves:
 
     def _begin(self, submit: Callable[..., object], blocks: list[HostBlock], *what: object) -> None:
         self._job += 1
-        self._in_flight[self._job] = blocks
+        self._jobs[self._job] = blocks
         with suppress(CacheClosed):  # another thread shuts the cache down
             submit(self._job, *what)
 
@@ -304,7 +456,7 @@ class StorageMoves:
     def collect(self) -> None:
         self._trouble = None
         for result in self.storage.poll():
-            blocks = self._in_flight.pop(result.job, [])  # none: the job of another caller
+            blocks = self._jobs.pop(result.job, [])  # none: the job of another caller
             if result.kind == "lookup":
                 for key in result.keys:
                     self._asked.pop(key, None)
@@ -321,14 +473,14 @@ class StorageMoves:
             self.fetching.pop(block, None)
         failed = frozenset(i for i, ok in enumerate(result.ok) if not ok)
         self._note_misses(result, RETRY)
-        landed = [block.hash for block in self._tier.land(blocks, failed)]
+        landed = [block.hash for block in self.tier.land(blocks, failed)]
         self._counts["fetched"] += len(landed)
         self._counts["failed_fetches"] += len(failed)
         self._counts["fetched_bytes"] += result.nbytes
         self.from_storage.update(landed)
         until = self.storage.clock() + AWAITED
         for key in landed:
-            self._slots.awaited[key] = until
+            self.awaited[key] = until
         self._record_removed(result.removed, Reason.CORRUPT)
         self._events.record(Tier.HOST, True, landed, Reason.LOAD)
 
@@ -344,7 +496,7 @@ class StorageMoves:
     def _saved(self, result: StorageResult, blocks: list[HostBlock]) -> None:
         self._saving -= len(blocks)
         for block, ok in zip(blocks, result.ok, strict=False):
-            self._tier.unpin(block)
+            self.tier.unpin(block)
             if block.dropped:  # by a reset: another block may have its key
                 continue
             self._writing.discard(block.hash)
@@ -375,6 +527,13 @@ class StorageMoves:
     # -- the rest
 
     def reset(self, *, storage: bool) -> None:
+        """Forget every key. Slots of copies in flight are free when those complete."""
+        leaving = [*self.tier.victims(len(self._blocks)), *self._blocks.values()]  # children first
+        removed = dict.fromkeys(block.hash for block in leaving if not block.arriving)
+        self._events.record(Tier.HOST, False, removed, Reason.CLEAR)
+        self.tier.clear()
+        self.held.clear()
+        self.awaited.clear()
         self._wanted.clear()
         self._unpin()
         for kept in (self._unsaved, self._failed_saves, self._writing, self._touches):
@@ -392,6 +551,7 @@ class StorageMoves:
 
     @property
     def pending_work(self) -> int:
-        """Blocks that wait for storage, and jobs and clears in flight."""
+        """Blocks that wait for storage, and copies, jobs and clears in flight."""
         waiting = len(self._wanted) + len(self._unsaved) + len(self._unasked) + len(self._asked)
-        return waiting + len(self._in_flight) + self.storage.clearing
+        copies = len(self._stores) + len(self._loads)
+        return waiting + copies + len(self._jobs) + self.storage.clearing
