@@ -22,21 +22,34 @@ STORE = {"backend": "memory", "write_policy": "write_through"}
 
 
 @pytest.mark.parametrize("storage", [{}, STORE], ids=["device", "storage"])
-async def test_a_waiting_request_is_admitted_under_the_namespace_of_its_admission(storage):
-    """Its loads are sent ahead under the old name: they must not end in blocks of the new one."""
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_waiting_request_is_admitted_under_the_namespace_of_its_admission(paused, storage):
+    """It waits for evictions, or for `resume`. Its loads are sent ahead under the old name: they
+    must not end in blocks of the new one."""
     tokens = prompt(1, 3, tail=1)
     async with opened(device=8, host=HOST, storage=storage) as cache:
         await serve(cache, "old weights", tokens)
+        await cache.wait_idle()
         await serve(cache, "other", prompt(2, 8))
         await cache.wait_idle()
-        waits = asyncio.ensure_future(serve(cache, "waits", tokens))
-        await cache.set_namespace("new weights")
+        if paused:
+            await cache.pause()
+        waits = asyncio.ensure_future(cache.acquire("waits", tokens))
+        named = asyncio.ensure_future(cache.set_namespace("new weights"))
+        if paused:
+            await named
+            await cache.resume()
         lease = await waits
+        await named
         assert lease._path.root == cache.system.roots.root(PLAIN), "it has waited"
+        await lease.wait_ready()
         assert lease.cached_tokens == 0
+        cache.device.fill(lease.block_table[:3], lease.hashes(0, 3))
+        await lease.finish(3 * BLOCK)
         assert (await serve(cache, "new weights", tokens)).cached_tokens == 3 * BLOCK
         await cache.set_namespace("default")
-        assert (await serve(cache, "old weights again", tokens)).cached_tokens == 3 * BLOCK
+        again = await serve(cache, "old weights again", tokens)
+        assert again.hashes(0, 3) != lease.hashes(0, 3)
 
 
 # -- waiting
