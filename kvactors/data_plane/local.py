@@ -155,9 +155,20 @@ def make_local_plane(
         if owned:
             made.callback(blocks.close)
         check_copy_settings(blocks.kind, config.host)
-        backend = _backend(config, storage, layout, backend, first=shard is None or shard[0] == 0)
+        if backend is None or config.flush.flush_only:
+            first = shard is None or shard[0] == 0  # rank, which keeps lineages for all
+            block_size = config.cache.block_size if first else 0
+            backend = make_backend(
+                storage, config.cache.model, layout.fingerprint, layout.block_bytes, block_size
+            )
         device_store = make_device_store(config, blocks, shard)
-        arena = _arena(config, blocks.kind, layout, backend)
+        arena = Arena(
+            config.host.arena_slots(stored=backend is not None),
+            layout.block_bytes,
+            pinned=config.host.pinned and blocks.kind != "cuda",
+            trailer=0 if backend is None else backend.slot_trailer_bytes,
+            numa_node=config.host.numa_node,
+        )
         made.pop_all()
     return LocalPlane(
         blocks,
@@ -168,29 +179,6 @@ def make_local_plane(
         store_timeout=config.storage.timeout_s,
         inline=inline,
         owns_device=owned,
-    )
-
-
-def _backend(
-    config: Config, storage: StorageConfig, layout: Layout, given: Backend | None, *, first: bool
-) -> Backend | None:
-    """The storage back end. `first`: whether this is the first rank, which keeps lineages for
-    all."""
-    if given is not None and not config.flush.flush_only:
-        return given
-    block_size = config.cache.block_size if first else 0
-    return make_backend(
-        storage, config.cache.model, layout.fingerprint, layout.block_bytes, block_size
-    )
-
-
-def _arena(config: Config, kind: str, layout: Layout, backend: Backend | None) -> Arena:
-    return Arena(
-        config.host.arena_slots(stored=backend is not None),
-        layout.block_bytes,
-        pinned=config.host.pinned and kind != "cuda",
-        trailer=0 if backend is None else backend.slot_trailer_bytes,
-        numa_node=config.host.numa_node,
     )
 
 
