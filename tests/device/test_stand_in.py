@@ -159,19 +159,3 @@ def test_unknown_handles_and_misaligned_arguments_are_refused(gpu, streams):
         assert code == (MISALIGNED if wrong < 3 else 0), wrong
         gpu.fake.sticky(0)
     driver.call("cuModuleUnload", module)
-
-
-@pytest.mark.parametrize("reset", ["reset", "sticky"])
-def test_work_of_a_failed_device_does_not_run_after_its_reset(gpu, streams, reset):
-    """Also if the thread of the stream has not come to the work before the reset."""
-    clear = gpu.fake.reset if reset == "reset" else lambda: gpu.fake.sticky(0)
-    ctypes.memset(streams.pinned, 7, NBYTES)
-    for _ in range(50):
-        gpu.fake.gate(0)
-        for _ in range(8):
-            streams.write(streams.first)
-        gpu.fake.sticky(700)
-        clear()
-        gpu.fake.gate(-1)
-        streams.driver.call("cuStreamSynchronize", streams.first)
-        assert ctypes.string_at(streams.device, 64) == bytes(64)
