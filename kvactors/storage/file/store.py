@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -71,6 +72,7 @@ WIPE_BYTES = 64 << 20
 WIPE_LATE = "the deadline has passed"
 
 
+@dataclass(slots=True, eq=False)
 class SlabBatch:
     """Objects that are being written.
 
@@ -78,19 +80,12 @@ class SlabBatch:
         written: slot and entry, by position, of payloads whose entries are not written yet.
     """
 
-    def __init__(
-        self,
-        keys: Sequence[bytes],
-        data: Sequence[memoryview],
-        lineages: Sequence[Lineage | None],
-        expired: Expired,
-    ) -> None:
-        self.keys = keys
-        self.data = data
-        self.lineages = lineages
-        self.expired = expired
-        self.outcomes = [Outcome.LATE] * len(keys)
-        self.written: dict[int, tuple[int, bytes]] = {}
+    keys: Sequence[bytes]
+    data: Sequence[memoryview]
+    lineages: Sequence[Lineage | None]
+    expired: Expired
+    outcomes: list[Outcome]
+    written: dict[int, tuple[int, bytes]] = field(default_factory=dict)
 
 
 class FileBackend(CatalogStore):
@@ -426,7 +421,7 @@ class FileBackend(CatalogStore):
         """See `CatalogStore.save_group`: all payloads, into free slots, and then their entries."""
         if self.files.read_only:
             return [Outcome.NO_SPACE] * len(keys)
-        batch = SlabBatch(keys, data, lineages, expired)
+        batch = SlabBatch(keys, data, lineages, expired, [Outcome.LATE] * len(keys))
         if not keys or expired():
             return batch.outcomes
         try:
