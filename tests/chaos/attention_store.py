@@ -17,7 +17,7 @@ from kvactors.storage import attempts
 from kvactors.testing.faults import Fault
 from kvactors.types import Tier
 from tests.chaos.load import Load, make_mix
-from tests.chaos.record import Setting, Situation, Tally, reached
+from tests.chaos.record import Setting, Tally, reached
 from tests.chaos.rest import BREAKER, at_rest, settings
 from tests.flush_notifier.helpers import known, path_tokens
 from tests.support import attentionstore_sdk as stand_in
@@ -141,10 +141,3 @@ def compare_index(cache: KVCache, service: Service, tally: Tally) -> None:
         tally.complain(f"the index differs from device and host on {differing} blocks")
     if cache.health().status != "ok":
         tally.complain(f"at rest health is {cache.health()}")
-
-
-SITUATION = Situation(
-    "attention_store",
-    "AttentionStore's service raises, hangs, miscounts, loses its blocks and leaks BaseExceptions",
-    run,
-)

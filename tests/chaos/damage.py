@@ -15,7 +15,7 @@ from anyio.to_thread import run_sync
 from kvactors.errors import StoreError
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.file.table import PAGE
-from tests.chaos.record import Setting, Situation, Tally, reached
+from tests.chaos.record import Setting, Tally, reached
 from tests.chaos.rest import at_rest, loaded, settings, varied
 
 PATIENCE = 30.0
@@ -168,6 +168,3 @@ async def run(setting: Setting, tally: Tally) -> None:
         tally.note(
             f"the next life refused what was left: {error}".replace(str(setting.folder), "..")
         )
-
-
-SITUATION = Situation("damage", "files of the store deleted, cut, overwritten, bits flipped", run)

@@ -14,7 +14,7 @@ from kvactors.cache import KVCache, open_cache
 from kvactors.errors import NoRoom
 from kvactors.settings import Config
 from tests.chaos.mounts import fill_disk, mounted
-from tests.chaos.record import Setting, Situation, Tally, reached
+from tests.chaos.record import Setting, Tally, reached
 from tests.chaos.rest import at_rest, compare_lines, jsonl, loaded, named, settings
 
 SIZE = "48m"
@@ -96,8 +96,3 @@ async def writes_again(cache: KVCache, tally: Tally) -> None:
             await anyio.sleep(0.05)
         return
     tally.complain("nothing is stored after the disk has free space again")
-
-
-SITUATION = Situation(
-    "full_disk", "the disk of the store and of a sink fills up and is freed again", run
-)

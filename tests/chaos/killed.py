@@ -10,7 +10,7 @@ from anyio.to_thread import run_sync
 from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.storage.inspect import inspect, keys_in
 from kvactors.types import Tier
-from tests.chaos.record import Setting, Situation, Tally
+from tests.chaos.record import Setting, Tally
 from tests.chaos.rest import compare_lines, jsonl, settings, varied
 from tests.chaos.worker import worker
 
@@ -55,8 +55,3 @@ def check_after_kill(store: Path, lines: Path, tally: Tally) -> int:
     if bad:
         tally.complain(f"{bad} objects of the store are not whole")
     return len(announced)
-
-
-SITUATION = Situation(
-    "killed", "kill -9 with a file store and JSON lines, restart on the same directory", run
-)

@@ -7,7 +7,7 @@ from anyio.to_thread import run_sync
 
 from kvactors.testing.faults import Fault, Kind
 from kvactors.testing.plan import carry_out
-from tests.chaos.record import Setting, Situation, Tally
+from tests.chaos.record import Setting, Tally
 from tests.chaos.rest import settings
 from tests.chaos.worker import worker
 from tests.support.injectors import FaultyMaster
@@ -56,8 +56,3 @@ async def under_load(master: FaultyMaster, setting: Setting, tally: Tally) -> No
         said = await life.rest()
         if not said.tally.storage:
             tally.complain("the round proves nothing: no block came back from the pool")
-
-
-SITUATION = Situation(
-    "mooncake", "Mooncake's master killed and restarted, stopped and continued", run
-)

@@ -14,7 +14,7 @@ from kvactors.settings import Config
 from kvactors.testing.faults import Fault, Kind
 from kvactors.testing.plan import carry_out
 from tests.chaos.load import Load
-from tests.chaos.record import Setting, Situation, Tally, reached
+from tests.chaos.record import Setting, Tally, reached
 from tests.chaos.rest import at_rest
 from tests.load.ground import Row
 from tests.support.rank_model import ProcessModel, WorkerGone
@@ -113,6 +113,3 @@ def ranked_load(
     excused = (WorkerGone, RankLost, LeaseEnded, DeviceError)
     model = ProcessModel(workers)
     return RankedLoad(cache, tally, setting.seed, clients=CLIENTS, model=model, excused=excused)
-
-
-SITUATION = Situation("ranks", "two ranks' processes killed, stopped, cut off", run)

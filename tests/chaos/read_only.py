@@ -12,7 +12,7 @@ from kvactors.cache import open_cache
 from kvactors.errors import StoreError
 from kvactors.settings import Config
 from tests.chaos.mounts import can_freeze, command, immutable, mounted
-from tests.chaos.record import Setting, Situation, Tally
+from tests.chaos.record import Setting, Tally
 from tests.chaos.rest import MEMORY, at_rest, compare_lines, jsonl, loaded, named, settings
 
 
@@ -77,8 +77,3 @@ async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
             await at_rest(cache, tally)
         if tally.storage == before:
             tally.complain("nothing was read from a store opened read_only")
-
-
-SITUATION = Situation(
-    "read_only", "the directory becomes read-only under load; a life on a read-only mount", run
-)

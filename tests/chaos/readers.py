@@ -13,7 +13,7 @@ from kvactors.cache import KVCache
 from kvactors.testing.faults import LASTING, Fault, Kind
 from kvactors.testing.plan import Injectable
 from tests.chaos.proxy import Proxy, proxied
-from tests.chaos.record import Setting, Situation, Tally
+from tests.chaos.record import Setting, Tally
 from tests.chaos.rest import MEMORY, at_rest, loaded, named, settings, varied
 from tests.support.child import Child, child
 from tests.support.injectors import ProcessFaults
@@ -148,6 +148,3 @@ async def compare_with(cache: KVCache, readers: Readers, tally: Tally) -> None:
         )
     for what in ("snapshots", "gaps", "replayed", "connections"):
         tally.count(f"{what} of the readers' last processes", said[what])
-
-
-SITUATION = Situation("readers", "readers of KV events killed, stopped, cut off, partitioned", run)

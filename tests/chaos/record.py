@@ -1,9 +1,9 @@
-"""The settings of a situation, its findings, and the report of a whole run."""
+"""The settings of a situation, and its findings."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -97,36 +97,3 @@ class Setting(NamedTuple):
         """How often to do something: at least `small` times, at most `large`. `small` in a small
         round."""
         return small if self.small else self.rng.randint(small, large)
-
-
-class Situation(NamedTuple):
-    """name: for `--only`. about: one line. run: one round of it."""
-
-    name: str
-    about: str
-    run: Callable[[Setting, Tally], Awaitable[None]]
-
-
-class Row(msgspec.Struct):
-    """A situation over all its rounds. repeat: commands that run again the rounds in which
-    something was violated."""
-
-    name: str
-    about: str
-    rounds: int = 0
-    tally: Tally = msgspec.field(default_factory=Tally)
-    repeat: list[str] = msgspec.field(default_factory=list)
-
-
-class ChaosReport(msgspec.Struct):
-    """A whole run."""
-
-    seed: int
-    minutes: float
-    wall_s: float
-    rows: list[Row]
-
-    @property
-    def violations(self) -> int:
-        """Of all situations."""
-        return sum(len(row.tally.errors) for row in self.rows)

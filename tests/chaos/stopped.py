@@ -6,7 +6,7 @@ from anyio.to_thread import run_sync
 
 from kvactors.testing.faults import Fault
 from kvactors.testing.plan import carry_out
-from tests.chaos.record import Setting, Situation, Tally
+from tests.chaos.record import Setting, Tally
 from tests.chaos.rest import compare_lines, jsonl, settings, varied
 from tests.chaos.worker import worker
 
@@ -23,6 +23,3 @@ async def run(setting: Setting, tally: Tally) -> None:
         await setting.moment(0.05, 1.0)
         said = await life.rest()
         await run_sync(compare_lines, lines, said.truth(), tally)
-
-
-SITUATION = Situation("stopped", "SIGSTOP for 0.2 to 2 s, then SIGCONT", run)

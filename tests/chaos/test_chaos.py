@@ -8,19 +8,17 @@ import msgspec
 import pytest
 
 from kvactors.errors import ConfigError
-from tests.chaos import command, run
+from tests.chaos import run
 from tests.chaos.proxy import Proxy
-from tests.chaos.record import Setting, Situation, Tally
-from tests.chaos.run import chaos, one_round
-from tests.chaos.situations import MODULES, situations
+from tests.chaos.record import Setting, Tally
+from tests.chaos.run import MODULES, one_round, run_chaos, situations
 
 pytestmark = pytest.mark.filterwarnings("ignore:lease of .* was never finished:ResourceWarning")
 
 
 @pytest.mark.parametrize("name", MODULES)
-async def test_a_small_round(name, tmp_path):
-    [situation] = situations(name)
-    tally = await one_round(situation, 7, tmp_path, small=True)
+async def test_a_small_round(name):
+    tally = await one_round(name, situations(name)[name], 7, small=True)
     if not tally.available:
         pytest.skip("; ".join(tally.notes))
     assert tally.errors == []
@@ -65,36 +63,28 @@ async def lacks(setting: Setting, tally: Tally) -> None:
         (idles, "the round proves nothing"),
     ],
 )
-async def test_every_failure_is_a_violation_with_a_command_that_repeats_it(how, what, monkeypatch):
+async def test_every_failure_is_a_violation(how, what, monkeypatch):
     monkeypatch.setattr(run, "ROUND", 0.2)
-    report = await chaos([Situation("some", "", how)], seed=41, minutes=0)
-    [row] = report.rows
-    assert [violation.startswith(what) for violation in row.tally.errors] == [True]
-    assert row.repeat == ["python -m tests.chaos --only some --seed 41 --minutes 0"]
+    tally = await one_round("some", how, 41)
+    assert [violation.startswith(what) for violation in tally.errors] == [True]
 
 
-async def test_a_seed_determines_what_happens(tmp_path):
-    one, same, other = [
-        (await one_round(Situation("w", "", works), seed, tmp_path)).verified_blocks
-        for seed in (1, 1, 2)
-    ]
+async def test_a_seed_determines_what_happens():
+    one, same, other = [(await one_round("w", works, seed)).verified_blocks for seed in (1, 1, 2)]
     assert one == same != other
 
 
 @pytest.mark.parametrize(("how", "status"), [(works, 0), (breaks, 1), (lacks, 0)])
 def test_the_command(how, status, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(command, "situations", lambda only: [Situation("some", "", how)])
+    monkeypatch.setattr(run, "situations", lambda only: {"some": how})
     path = tmp_path / "out.json"
-    assert command.run_chaos(0.0, 5, "", path) == status
-    [row] = msgspec.json.decode(path.read_bytes())["rows"]
-    assert row["rounds"] == 1
-    assert row["tally"]["available"] is (how is not lacks)
+    assert run_chaos(0.0, 5, "", path) == status
+    tally = msgspec.json.decode(path.read_bytes())["some"]
+    assert tally["available"] is (how is not lacks)
     said = capsys.readouterr()
-    assert ("--seed 5" in said.err) is bool(status)
-    assert row["tally"]["notes"] == (
-        ["not available: there is no such machine"] if how is lacks else []
-    )
-    assert ("machine" in said.out) is (how is lacks)
+    repeat = "repeat: python -m tests.chaos --only some --seed 5 --minutes 0"
+    assert (repeat in said.err) is bool(status)
+    assert ("not available: there is no such machine" in said.out) is (how is lacks)
 
 
 async def test_a_proxy_cuts_and_parts():

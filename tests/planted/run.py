@@ -1,6 +1,6 @@
 """Plants each bug alone in a copy of the tree and runs the tests that must notice it.
 
-    python tests/planted/run.py [--only NAME ...] [--jobs 2] [--json OUT] [--markdown OUT] [--list]
+    python tests/planted/run.py [--only NAME ...] [--jobs 2] [--list]
 
 Exit 0 if every bug was caught and the same tests pass on the unchanged copy, else 1.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -26,8 +25,6 @@ from typing import NamedTuple
 
 from catalogue import BUGS, ROOT, Bug, Stale, list_of, planted
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
 
 TREE = ("kvactors", "tests", "docs", "scenarios", "native/cuda", "pyproject.toml", "README.md")
 LIMIT = 200.0
@@ -193,34 +190,6 @@ def try_all(bugs: Sequence[Bug], jobs: int, console: Console) -> tuple[list[str]
     return broken, verdicts
 
 
-def markdown_of(bugs: Sequence[Bug], verdicts: Sequence[Verdict]) -> str:
-    """For a page."""
-    rows = ["| bug | in | breaks | caught by | s |", "|---|---|---|---|---|"]
-    for bug, verdict in zip(bugs, verdicts, strict=True):
-        by = (
-            f"`{verdict.by}`{' (hang)' if verdict.how == 'hang' else ''}"
-            if verdict.caught
-            else f"nothing: {verdict.how}"
-        )
-        rows.append(
-            f"| {bug.name} | `{bug.symbol}` | {bug.breaks} | {by} | {verdict.seconds:.1f} |"
-        )
-    return "\n".join(rows) + "\n"
-
-
-def table_of(bugs: Sequence[Bug], verdicts: Sequence[Verdict]) -> Table:
-    """For people."""
-    table = Table("bug", "breaks", Column("caught by", overflow="fold"), "s")
-    for bug, verdict in zip(bugs, verdicts, strict=True):
-        by = (
-            f"{verdict.by}{' (hang)' if verdict.how == 'hang' else ''}"
-            if verdict.caught
-            else f"NOT CAUGHT: {verdict.how}"
-        )
-        table.add_row(bug.name, bug.breaks, escape(by), f"{verdict.seconds:.1f}")
-    return table
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """See the module."""
     parser = argparse.ArgumentParser(
@@ -228,8 +197,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--only", action="append", metavar="NAME", choices=[m.name for m in BUGS])
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--json", type=Path, metavar="OUT")
-    parser.add_argument("--markdown", type=Path, metavar="OUT")
     parser.add_argument("--list", action="store_true", help="print a table of the bugs and end")
     chosen = parser.parse_args(arguments)
     bugs = [m for m in BUGS if not chosen.only or m.name in chosen.only]
@@ -244,7 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(str(error), markup=False)
         return 1
     broken, verdicts = try_all(bugs, max(1, min(chosen.jobs, len(bugs))), console)
-    console.print(table_of(bugs, verdicts))
+    for verdict in verdicts:
+        if not verdict.caught:
+            console.print(f"NOT CAUGHT: {verdict.name}: {verdict.how}", markup=False)
     caught = sum(verdict.caught for verdict in verdicts)
     clean = f"fails {len(broken)} of" if broken else "passes"
     console.print(
@@ -253,24 +222,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for test in broken:
         console.print(f"fails without any bug, and was left out: {test}", markup=False)
-    if chosen.json is not None:
-        rows = [
-            {
-                "name": m.name,
-                "symbol": m.symbol,
-                "breaks": m.breaks,
-                "caught": v.caught,
-                "how": v.how,
-                "by": v.by,
-                "seconds": v.seconds,
-            }
-            for m, v in zip(bugs, verdicts, strict=True)
-        ]
-        chosen.json.write_text(
-            json.dumps({"broken": broken, "bugs": rows}, indent=1) + "\n", "utf-8"
-        )
-    if chosen.markdown is not None:
-        chosen.markdown.write_text(markdown_of(bugs, verdicts), "utf-8")
     return 0 if caught == len(verdicts) and not broken else 1
 
 

@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import ast
-import json
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,19 +205,9 @@ def test_only_a_test_that_fails_or_hangs_has_caught_anything(code, output, caugh
     assert (verdict.caught, verdict.how) == (caught, how)
 
 
-def test_some_are_planted_and_caught(tmp_path, capsys):
-    only = [argument for name in FEW for argument in ("--only", name)]
-    assert (
-        run.main(
-            [*only, "--json", str(tmp_path / "out.json"), "--markdown", str(tmp_path / "out.md")]
-        )
-        == 0
-    )
-    assert "3 of 3 caught" in capsys.readouterr().out
-    result = json.loads((tmp_path / "out.json").read_text("utf-8"))
-    assert result["broken"] == []
-    assert [one["caught"] for one in result["bugs"]] == [True] * 3
-    assert (tmp_path / "out.md").read_text("utf-8").count("\n") == 5
+def test_some_are_planted_and_caught(capsys):
+    assert run.main([argument for name in FEW for argument in ("--only", name)]) == 0
+    assert "3 of 3 caught; the unmutated copy passes" in capsys.readouterr().out
 
 
 def test_a_bug_that_no_test_notices_is_not_caught():
