@@ -115,7 +115,6 @@ def run(
             progress=lambda totals: show(totals_line(totals), totals.requests),
             observe=watching.observing,
         )
-    watching.write_trace()
     return watching.conclude(report, spec, disappointments(spec.expect, report) + report.errors)
 
 
@@ -189,7 +188,6 @@ def replay_command(
                 show(totals_line(totals), totals.requests)
 
             report = run_terminable(replay(trace, settings, progress, watching.observing))
-    watching.write_trace()
     failed = list(report.errors)
     if report.corrupt_blocks_served:
         failed.append(f"{report.corrupt_blocks_served} corrupt blocks served")

@@ -264,7 +264,7 @@ def _charts(heading: str, charts: Sequence[Chart], remark: str = "") -> str:
 # -- runs and replays
 
 
-def run_page(report: Report, recording: Recording | None, settings: Mapping[str, Any]) -> str:
+def run_page(report: Report, recording: Recording, settings: Mapping[str, Any]) -> str:
     """The page of a run or a replay."""
 
     def printed(console: Console) -> None:
@@ -278,13 +278,11 @@ def run_page(report: Report, recording: Recording | None, settings: Mapping[str,
                 console,
             )
 
-    charts = ["<h2>Course of the run</h2><p>Not recorded: the run had several processes.</p>"]
-    if recording is not None and len(recording.seconds) > 1:
-        shares = "Each line is the share of the operations that took at most so long."
-        charts = [
-            _charts("Course of the run", course(recording)),
-            _charts("Durations and ages", durations(recording), shares),
-        ]
+    shares = "Each line is the share of the operations that took at most so long."
+    charts = [
+        _charts("Course of the run", course(recording)),
+        _charts("Durations and ages", durations(recording), shares),
+    ]
     text = msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
     return _page(report.name, printed, charts, f"<h2>Settings</h2><pre>{escape(text)}</pre>")
 
@@ -417,7 +415,6 @@ class Watching:
     ) -> None:
         self._json, self._html, self._trace_file = json, html, trace
         self._observers: list[Observe] = []
-        self._asked, self._seen = trace is not None or port is not None, False
         if html is not None:
             check_charts()
             self._recorder = Recorder()
@@ -437,24 +434,16 @@ class Watching:
 
     @asynccontextmanager
     async def observing(self, cache: KVCache) -> AsyncIterator[None]:
-        self._seen = True
         async with AsyncExitStack() as stack:
             for observe in self._observers:
                 await stack.enter_async_context(observe(cache))
             yield
 
-    def write_trace(self) -> None:
-        if self._asked and not self._seen:
-            raise ConfigError(
-                "a scenario that kills its processes cannot be observed by --trace and "
-                "--metrics-port"
-            )
-        if self._trace_file is not None:
-            write_output(self._trace.encode(), self._trace_file)
-
     def conclude(self, report: Report, settings: Config, failed: list[str]) -> int:
         """Print and write the report of the run that has ended. Returns the exit status: 1 if
         anything failed."""
+        if self._trace_file is not None:
+            write_output(self._trace.encode(), self._trace_file)
         if self._html is not None:
             page = run_page(report, self._recorder.recording, msgspec.to_builtins(settings))
             write_page(page, self._html)
