@@ -158,9 +158,9 @@ class ReplicaFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fields_of(part: Any, kind: type[S], where: str) -> S:
-    """The fields of a part of FastDeploy's config that are set."""
+    """The fields of a part of FastDeploy's config that are set: neither None nor an empty text."""
     found = {name: plain(getattr(part, name, None)) for name in kind.__struct_fields__}
-    given = {name: value for name, value in found.items() if value is not None}
+    given = {name: value for name, value in found.items() if value is not None and str(value)}
     return convert(given, kind, where)
 
 

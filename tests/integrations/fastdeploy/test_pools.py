@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from tests.integrations.fastdeploy.config import Request
-from tests.integrations.fastdeploy.test_scheduler import drive
 from tests.storage.pools import master
 
 A = list(range(12))
@@ -23,22 +22,6 @@ def test_a_prompt_that_one_node_has_computed_is_a_hit_on_another(engine, shared,
     other.serve("c", [*A, 1, 2, 3, 4])
     found = other.manager.statistics()
     assert found.written_blocks == 1, "the others are in the pool"
-
-
-def test_runs_of_two_nodes_over_one_pool(engine, shared):
-    for seed in range(2):
-        drive(engine(gpu=6, cpu=seed, file=True), seed)
-
-
-def test_a_pool_that_hangs_costs_misses(engine, shared):
-    options = {"storage": {"timeout_s": 0.05}, "fetch_wait_s": 0.1}
-    one = engine(gpu=6, file=True, options=options)
-    shared.mode = "hang"
-    one.serve("a", A)
-    one.serve("b", A)
-    assert one.manager.statistics().written_blocks == 0
-    assert one.available == 6
-    shared.mode = "ok"
 
 
 def test_the_waits_of_a_match_for_storage_are_limited_together(engine, shared, monkeypatch):

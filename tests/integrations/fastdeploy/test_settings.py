@@ -48,6 +48,7 @@ def test_a_variable_that_cannot_be_honoured_is_named(variable, value, text):
     [
         ("kvcache_storage_backend", "redis", "kvcache_storage_backend 'redis': there are none"),
         ("kvcache_storage_backend", "none", None),
+        ("kvcache_storage_backend", "", None),
         ("write_policy", "write_back", "write_policy 'write_back'. Did you mean"),
         ("block_size", 0, "block_size must be at least 1, not 0"),
         ("block_size", "64", "block_size must be a whole number"),
