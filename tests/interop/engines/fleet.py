@@ -17,7 +17,7 @@ from tests.interop.environments import Environments
 from tests.interop.processes import Child, wait_until
 
 MODEL = "tiny"
-START = 600.0
+START = 1200.0
 """Seconds within which a server must answer. Only a hang takes as long."""
 ROUTER_PORT = 18200
 ROUTER = f"http://127.0.0.1:{ROUTER_PORT}"
