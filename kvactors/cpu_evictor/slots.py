@@ -343,8 +343,6 @@ class HostTier:
         self.shares = HostShares() if shares is None else shares
         self.generation = 0  # calls of `clear`
         self.changes = 0  # calls that changed something
-        # Called before a block changes its state (None: it is dropped), for tests.
-        self.on_state: Callable[[HostBlock, SlotState | None], None] | None = None
         self._in_use = in_use
         self._free = [slot for slot in range(num_slots - 1, -1, -1) if slot not in in_use]
         self._withheld = [slot for slot in range(num_slots) if slot in in_use]
@@ -512,8 +510,6 @@ class HostTier:
 
     def move(self, block: HostBlock, state: SlotState) -> None:
         """Change a block's state. One that becomes resident is the most recently used."""
-        if self.on_state is not None:
-            self.on_state(block, state)
         before, block.state = block.state, state
         if before is SlotState.RESIDENT and state is not SlotState.RESIDENT:
             self._exit(block)
@@ -542,8 +538,6 @@ class HostTier:
         """Remove a block. Its slot is free now, or with its last use."""
         if block.dropped:
             return
-        if self.on_state is not None:
-            self.on_state(block, None)
         self.changes += 1
         self.mark_not_on_device(block)
         block.dropped = True

@@ -128,11 +128,20 @@ class Recorder(Instrument):
             self.seen[f"load {ABOUT[type(message)]}"] += 1
 
     def _watch_places(self, evictor: CpuEvictor) -> None:
-        def note(block: HostBlock, state: SlotState | None) -> None:
-            after = state.value if state is not None else "ghost" if block.pins else "free"
-            self.seen[f"place {block.state.value} to {after}"] += 1
+        host: Any = evictor.host
+        whole_move, whole_drop = host.move, host.drop
 
-        evictor.host.on_state = note
+        def move(block: HostBlock, state: SlotState) -> None:
+            self.seen[f"place {block.state.value} to {state.value}"] += 1
+            whole_move(block, state)
+
+        def drop(block: HostBlock) -> None:
+            if not block.dropped:
+                after = "ghost" if block.pins else "free"
+                self.seen[f"place {block.state.value} to {after}"] += 1
+            whole_drop(block)
+
+        host.move, host.drop = move, drop
 
 
 class SimSystem(System):
