@@ -18,11 +18,11 @@ from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks import make_sinks
 from kvactors.layout import make_layout
 from kvactors.observe.lag import NO_LAGS, LagMonitor
-from kvactors.scenario.engine import Engine, Observe, reporting
+from kvactors.scenario.engine import Engine, Observe, beside, reporting
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario
-from kvactors.scenario.workload import chat
+from kvactors.scenario.workload import Script, chat
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.sinks import AttentionStoreConfig, MemorySinkConfig
 from kvactors.signals import run_terminable
@@ -59,11 +59,19 @@ class Session:
 
     async def run(self, seed: int, progress: Progress) -> Report:
         """Run workload and faults, wait until the cache is idle, and make the report."""
+        work = self.scenario.workload
         engine = Engine(self.cache, self.totals)
         monitor = LagMonitor()
         began = time.monotonic()
-        async with reporting(self.totals, progress), monitor.running():
-            await chat(engine, self.scenario.workload, seed, self._before_turn)
+        async with (
+            reporting(self.totals, progress),
+            beside(*(self._fault(fault) for fault in self.scenario.fault if not fault.turn)),
+            monitor.running(),
+        ):
+            if work.kind == "chat":
+                await chat(engine, work, seed, self._before_turn)
+            else:
+                await Script(engine, seed).run(work.step)
             await engine.settle(self.living)
             if self._lost:
                 await self._resynced()
@@ -74,12 +82,19 @@ class Session:
             name, self.totals, self.cache, lags, time.monotonic() - began, self.living
         )
 
+    async def _fault(self, spec: FaultSpec) -> None:
+        await anyio.sleep(spec.at)
+        await self._begin(spec)
+        if spec.seconds:
+            await anyio.sleep(spec.seconds)
+            await self._target(spec).recover(spec.fault)
+
     async def _before_turn(self, turn: int) -> None:
         for spec in self.scenario.fault:
-            if spec.turns and turn == spec.turn + spec.turns:
+            if spec.turn and spec.turns and turn == spec.turn + spec.turns:
                 await self._target(spec).recover(spec.fault)
         for spec in self.scenario.fault:
-            if turn == spec.turn:
+            if spec.turn and turn == spec.turn:
                 await self._begin(spec)
 
     def _target(self, spec: FaultSpec) -> FaultySink | StoreFaults:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 import msgspec
 
@@ -23,11 +23,44 @@ class ScenarioInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
 
 
+OfRequest = Literal["acquire", "extend", "commit", "finish", "preempt"]
+Do = Literal[OfRequest, "clear", "pause", "resume", "sleep", "wake", "settle"]
+
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
+class MediaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A media item of a prompt: `length` tokens from `offset` on. hash: of its content."""
+
+    offset: int
+    length: int
+    hash: str
+
+
+class ScenarioStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One move of a script.
+
+    do: the operation. request: name of the request. prompt: seed of the tokens of acquire and
+    extend. tokens: how many, or for commit and preempt how many are computed (commit: 0 means all).
+    salt, lora, media: of acquire. level: of sleep. expect: ok, or the refusal that must come.
+    cached_tokens: tokens that must be cached after the loads of acquire. -1: any number.
+    """
+
+    do: Do
+    request: str = ""
+    prompt: Number = 0
+    tokens: Number = 0
+    salt: str | None = None
+    lora: str | None = None
+    media: tuple[MediaSpec, ...] = ()
+    level: Literal[1, 2] = 1
+    expect: Literal["ok", "no_room", "paused", "asleep", "leases_open"] = "ok"
+    cached_tokens: int = -1
+
+
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Conversations that grow by turns behind a shared system prompt.
+    """kind: chat (conversations that grow by turns behind a shared system prompt) or script (the
+    steps, in order).
 
     sessions, turns: how many conversations of how many turns. concurrency: sessions at once.
     system_tokens: shared beginning. user_tokens, output_tokens: mean lengths of a turn's question
@@ -40,6 +73,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     depend on how fast the disk is.
     """
 
+    kind: Literal["chat", "script"] = "chat"
     sessions: Count = 8
     turns: Count = 4
     concurrency: Count = 4
@@ -52,10 +86,11 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     images: Count = 1
     image_tokens: Number = 0
     settle: bool = False
+    step: tuple[ScenarioStep, ...] = ()
 
 
 class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fault of a sink or of the store, and its turns.
+    """A fault of a sink or of the store, and its time.
 
     Attributes:
         kind: of a sink: down (refuses every call), hang (never answers), fail_every (refuses every
@@ -64,9 +99,10 @@ class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             asks for one if that is 0). Of the store: down (refuses everything), full (refuses
             writes), slow (every call takes `delay` seconds more), bit_rot (a bit of every
             `every`-th slot of a file store is flipped, at once).
-        turn: of the conversations (from 1 on) before which the fault begins.
-        turns: how many turns it lasts. With 0 it lasts until the end, and the run does not wait for
+        seconds: duration. With 0 the fault lasts until the end, and the run does not wait for
             that sink.
+        turn, turns: in place of at and seconds, the turn of a chat (from 1 on) before which the
+            fault begins, and the number of turns it lasts (0: until the end).
     """
 
     kind: Literal[
@@ -75,18 +111,22 @@ class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sink: str = ""
     storage: bool = False
     delay: SecondsOrZero = 0.1
-    turn: Count = 1
+    at: SecondsOrZero = 0.0
+    seconds: SecondsOrZero = 0.0
+    turn: Number = 0
     turns: Number = 0
     every: Count = 2
 
     @property
     def lasting(self) -> bool:
-        return not self.turns and self.kind != "loses_state"
+        return not self.seconds and not self.turns and self.kind != "loses_state"
 
     @property
     def fault(self) -> Fault:
         kinds = STORAGE_FAULTS if self.storage else SINK_FAULTS
-        return Fault(kinds[self.kind], target=self.sink, every=self.every, delay=self.delay)
+        return Fault(
+            kinds[self.kind], self.at, self.sink, self.seconds, every=self.every, delay=self.delay
+        )
 
 
 SINK_FAULTS: dict[str, Kind] = {
@@ -131,9 +171,10 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def from_mapping(cls, data: Any) -> Self:
         data = {**data, "expect": flatten(data.get("expect", {}))}
         scenario = super().from_mapping(data)
-        for complaint, applies in complaints(scenario).items():
-            if applies:
-                raise ConfigError(complaint)
+        for about in (about_workload, about_parts):
+            for complaint, applies in about(scenario).items():
+                if applies:
+                    raise ConfigError(complaint)
         for name in scenario.expect:
             if name.partition(".")[0] not in cls.report_type().__struct_fields__:
                 raise ConfigError(f"expect.{name}: reports have no such field")
@@ -149,16 +190,39 @@ Complaints: TypeAlias = dict[str, object]
 """Whether each complaint applies, in the order in which they are made."""
 
 
-def complaints(scenario: Scenario) -> Complaints:
-    """Values that do not make sense together."""
+def about_workload(scenario: Scenario) -> Complaints:
+    """Values of a workload that do not make sense together."""
     work = scenario.workload
     found: Complaints = {
+        "workload.step belongs to kind = 'script', and it needs some": (
+            (work.kind == "script") != bool(work.step)
+        ),
         "workload.images needs image_tokens: without them no prompt has an image": (
             work.images > 1 and not work.image_tokens
         ),
+    }
+    for number, step in enumerate(work.step, 1):
+        where = f"workload.step, step {number} ({step.do})"
+        found[f"{where}: request is missing"] = step.do in get_args(OfRequest) and not step.request
+        found[f"{where}: tokens are missing"] = step.do in ("acquire", "extend") and not step.tokens
+        found[f"{where}: level belongs to sleep"] = step.level == 2 and step.do != "sleep"
+        of_acquire = {
+            "cached_tokens": step.cached_tokens >= 0,
+            "salt": step.salt is not None,
+            "lora": step.lora is not None,
+            "media": step.media,
+        }
+        for name, given in of_acquire.items():
+            found[f"{where}: {name} belongs to acquire"] = given and step.do != "acquire"
+    return found
+
+
+def about_parts(scenario: Scenario) -> Complaints:
+    """Faults, and parts beside the cache, that cannot be in this scenario."""
+    found: Complaints = {
         "device.num_blocks must be at least 1: a scenario sets it nowhere else": (
             not scenario.device.num_blocks
-        ),
+        )
     }
     for number, fault in enumerate(scenario.fault, 1):
         for complaint, applies in about_fault(fault, scenario).items():
@@ -169,7 +233,7 @@ def complaints(scenario: Scenario) -> Complaints:
 def about_fault(fault: FaultSpec, scenario: Scenario) -> Complaints:
     """Why a fault cannot be."""
     sinks = {sink.label: sink for sink in scenario.flush.sinks}
-    backend = scenario.storage.backend
+    backend, work = scenario.storage.backend, scenario.workload
     kinds, what = (STORAGE_FAULTS, "storage") if fault.storage else (SINK_FAULTS, "a sink")
     losing = isinstance(sinks.get(fault.sink), MemorySinkConfig | AttentionStoreSinkConfig)
     return {
@@ -183,20 +247,26 @@ def about_fault(fault: FaultSpec, scenario: Scenario) -> Complaints:
         f"there is no sink {fault.sink!r} (sinks: {', '.join(sinks) or 'none'})": (
             not fault.storage and fault.sink not in sinks
         ),
-        f"it must end before the last of {scenario.workload.turns} turns begins": (
-            fault.turn + fault.turns > scenario.workload.turns
+        "turn counts from 1; give turn and turns, or at and seconds": (
+            (fault.at or fault.seconds) if fault.turn else fault.turns
+        ),
+        "only a chat has turns": fault.turn and work.kind != "chat",
+        f"it must end before the last of {work.turns} turns of a chat begins": (
+            fault.turn and fault.turn + fault.turns > work.turns
         ),
     }
 
 
 def requests_of(data: Mapping[str, Any]) -> int | None:
-    """The requests that the workload of a scenario's file has, None if it is not a valid one."""
+    """The requests that the workload of a scenario's file has, None if that is not known before its
+    check or its run."""
     work = data.get("workload", {})
-    default = Workload()
-    try:
-        return int(work.get("sessions", default.sessions) * work.get("turns", default.turns))
-    except (AttributeError, TypeError, ValueError):
+    if not isinstance(work, dict) or work.get("kind", "chat") != "chat":
         return None
+    default = Workload()
+    sessions = work.get("sessions", default.sessions)
+    turns = work.get("turns", default.turns)
+    return sessions * turns if isinstance(sessions, int) and isinstance(turns, int) else None
 
 
 def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -110,7 +110,7 @@ def test_run_fails_when_an_expectation_does_not_hold(kvactors, tmp_path):
 
 @pytest.mark.parametrize("flag", ["--real", "--virtual"])
 def test_both_kinds_of_time(kvactors, flag):
-    assert kvactors("run", ROOT / "scenarios" / "flush_on_request_finish.toml", flag)[0] == 0
+    assert kvactors("run", ROOT / "scenarios" / "no_room.toml", flag)[0] == 0
 
 
 def test_replay_honours_its_options(kvactors, tmp_path):

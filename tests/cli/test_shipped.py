@@ -81,13 +81,13 @@ def python(clone: Path, script: str, before: str = ""):
 
 def test_names_of_the_package_are_checked_like_files(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    assert config_check(Path("two_sinks_one_dead"), Path("conversation_device_3k_retain")) == 0
+    assert config_check(Path("no_room"), Path("conversation_device_3k_retain")) == 0
     printed = capfd.readouterr().out
-    assert "two_sinks_one_dead.toml: scenario, ok" in printed
+    assert "no_room.toml: scenario, ok" in printed
     assert "conversation_device_3k_retain.toml: replay, ok" in printed
-    own = tmp_path / "two_sinks_one_dead"
+    own = tmp_path / "no_room"
     own.write_text("[cache]\nblock_size = 0\n")
-    assert find_toml(Path("two_sinks_one_dead")).read_text() == own.read_text()
+    assert find_toml(Path("no_room")).read_text() == own.read_text()
 
 
 RUN = "import runpy; sys.argv = ['kvactors', '--version']; runpy.run_module('kvactors', None, '__main__')"

@@ -82,7 +82,9 @@ def about_fleet(scenario: FleetScenario) -> Complaints:
     fleet = scenario.fleet
     found: Complaints = {
         f"fleet.nodes must be in 2..64, not {fleet.nodes}": not 2 <= fleet.nodes <= 64,
-        "fleet needs storage.backend = 'mooncake'": (scenario.storage.backend != "mooncake"),
+        "fleet needs storage.backend = 'mooncake' and workload.kind = 'chat'": (
+            scenario.storage.backend != "mooncake" or scenario.workload.kind != "chat"
+        ),
         "fleet.clients must be fewer than the nodes: the pool needs memory": (
             fleet.clients >= fleet.nodes
         ),

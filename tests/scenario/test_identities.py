@@ -126,3 +126,29 @@ def test_two_conversations_share_only_equal_prefixes(options, hits):
     }
     _, report = run_scenario(data, virtual=True)
     assert (report.errors, report.hit_rate["device"] > 0) == ([], hits)
+
+
+def test_a_script_gives_each_request_its_identity():
+    acquire = {"do": "acquire", "prompt": 1, "tokens": 17}
+    steps = []
+    scopes = [
+        {},
+        {"salt": "a"},
+        {"lora": "sql"},
+        {"media": [{"offset": 4, "length": 3, "hash": "cat"}]},
+    ]
+    for number, scope in enumerate([*scopes, *scopes]):
+        cached = 16 if number >= len(scopes) else 4 if "media" in scope else 0
+        steps += [
+            {**acquire, "request": f"{number}", "cached_tokens": cached, **scope},
+            {"do": "commit", "request": f"{number}"},
+            {"do": "finish", "request": f"{number}"},
+        ]
+    data = {
+        "scenario": {"name": "identities"},
+        "cache": {"block_size": 4},
+        "device": {"num_blocks": 64},
+        "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8},
+        "workload": {"kind": "script", "step": steps},
+    }
+    assert run_scenario(data, virtual=True)[1].errors == []

@@ -1,4 +1,4 @@
-"""Running scenarios, in real and virtual time."""
+"""Running scenarios: chat and scripts, real and virtual time."""
 
 from __future__ import annotations
 
@@ -37,6 +37,16 @@ CHAT = {
         "output_tokens": 4,
     },
 }
+
+
+def script(*steps, **tables):
+    config = {key: CHAT[key] for key in ("scenario", "cache", "layout")}
+    return {
+        **config,
+        "device": {"num_blocks": 4},
+        "workload": {"kind": "script", "step": list(steps)},
+        **tables,
+    }
 
 
 def without_clocks(report):
@@ -96,6 +106,72 @@ def test_a_temporary_folder_is_there_for_the_run_and_gone_after_it(tmp_path, mon
 def test_only_whole_temp_paths_are_replaced():
     data = {"a": "@temp", "b": ["@temp/x", {"c": "@temperature"}], "d": 1}
     assert with_temporary(data, "/f") == {"a": "/f", "b": ["/f/x", {"c": "@temperature"}], "d": 1}
+
+
+def test_a_script_that_goes_as_expected():
+    _, report = run_scenario(
+        script(
+            {"do": "acquire", "request": "a", "prompt": 1, "tokens": 12, "cached_tokens": 0},
+            {"do": "acquire", "request": "b", "prompt": 2, "tokens": 8, "expect": "no_room"},
+            {"do": "commit", "request": "a"},
+            {"do": "extend", "request": "a", "prompt": 3, "tokens": 9, "expect": "no_room"},
+            {"do": "finish", "request": "a"},
+            {"do": "settle"},
+            {"do": "acquire", "request": "a", "prompt": 1, "tokens": 12, "cached_tokens": 8},
+            {"do": "preempt", "request": "a", "tokens": 8},
+            {"do": "clear"},
+            {"do": "acquire", "request": "a", "prompt": 1, "tokens": 12, "cached_tokens": 0},
+        )
+    )
+    assert report.errors == []
+    assert (report.requests, report.no_room) == (3, 2)
+
+
+def test_pause_refuses_until_resume():
+    _, report = run_scenario(
+        script(
+            {"do": "pause"},
+            {"do": "acquire", "request": "a", "tokens": 4, "expect": "paused"},
+            {"do": "resume"},
+            {"do": "acquire", "request": "a", "tokens": 4},
+            cache={"block_size": 4, "default_deadline_s": 0.05},
+        )
+    )
+    assert report.errors == []
+    assert report.requests == 1
+
+
+@pytest.mark.parametrize(
+    ("step", "complaint"),
+    [
+        (
+            {"do": "acquire", "request": "a", "tokens": 8, "expect": "no_room"},
+            "step 1 (acquire a): ok, expected no_room",
+        ),
+        (
+            {"do": "acquire", "request": "a", "tokens": 99},
+            "step 1 (acquire a): no_room, expected ok",
+        ),
+        (
+            {"do": "acquire", "request": "a", "tokens": 8, "cached_tokens": 4},
+            "step 1 (acquire a): 0 tokens cached, expected 4",
+        ),
+        ({"do": "finish", "request": "a"}, "step 1 (finish a): there is no lease of 'a'"),
+    ],
+)
+def test_a_failing_script_reports_its_line(step, complaint):
+    _, report = run_scenario(script(step))
+    assert report.errors == [complaint]
+
+
+def test_an_error_in_a_script_is_reported():
+    steps = [
+        {"do": "acquire", "request": "a", "tokens": 8},
+        {"do": "commit", "request": "a", "tokens": 99},
+    ]
+    _, report = run_scenario(script(*steps))
+    [complaint] = report.errors
+    assert complaint.startswith("step 2 (commit a): ValueError: ")
 
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.toml"))
@@ -225,6 +301,7 @@ def test_scenarios_are_shipped():
         "quickstart",
         "flush_on_request_finish",
         "flush_on_cpu_eviction",
+        "no_room",
         "flush_only_mode",
         "sink_outage",
         "sink_hangs",
@@ -232,3 +309,10 @@ def test_scenarios_are_shipped():
         "salted_tenants",
         "media",
     }
+
+
+def test_a_cache_sleeps_and_its_blocks_are_found_below():
+    [path] = [path for path in SCENARIOS if path.stem == "sleep"]
+    scenario, report = run_scenario(read_toml(path), virtual=True)
+    assert disappointments(scenario.expect, report) == []
+    assert report.verified_blocks == 60

@@ -37,9 +37,27 @@ def report(**changes):
         ({"workload": {"sesions": 3}}, r"unknown key 'workload\.sesions'. Did you mean 'sessions'"),
         ({"wrkload": {}}, r"unknown key 'wrkload'. Did you mean 'workload'"),
         ({"device": {"num_block": 3}}, r"device\.num_block.*num_blocks"),
-        ({"workload": {"images": 2}}, "needs image_tokens"),
+        (
+            {"workload": {"kind": "script", "step": [{"doo": "acquire"}]}},
+            r"workload\.step\.doo.*'do'",
+        ),
+        ({"workload": {"kind": "walk"}}, "walk"),
+        ({"workload": {"kind": "script"}}, r"workload\.step"),
+        ({"workload": {"step": [{"do": "pause"}]}}, r"workload\.step"),
         ({"workload": {"turns": 0}}, r"workload\.turns"),
         ({"workload": {"system_tokens": -1}}, r"workload\.system_tokens"),
+        (
+            {
+                "workload": {
+                    "kind": "script",
+                    "step": [{"do": "acquire", "request": "a", "tokens": -5}],
+                }
+            },
+            r"workload\.step\.tokens must be at least 0",
+        ),
+        ({"workload": {"kind": "script", "step": [{"do": "finish"}]}}, r"step 1.*request"),
+        ({"workload": {"kind": "script", "step": [{"do": "wake", "level": 2}]}}, "level"),
+        ({"workload": {"kind": "script", "step": [{"do": "sleep", "level": 3}]}}, "level"),
         ({"device": {"num_blocks": 0}}, r"device\.num_blocks"),
         ({"scenario": {}}, "name"),
         ({"expect": {"requests": {"min": 3, "mx": 4}}}, "`mx`"),
@@ -50,8 +68,20 @@ def report(**changes):
             r"fault 1: there is no sink 'x' \(sinks: none\)",
         ),
         (
-            {"fault": [{"sink": "memory", "kind": "down", "turn": 0}], **MEMORY},
-            r"fault\.turn must be at least 1",
+            {"fault": [{"sink": "memory", "kind": "down", "at": -1}], **MEMORY},
+            r"fault\.at must be at least 0",
+        ),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "turn": -1}], **MEMORY},
+            r"fault\.turn must be at least 0",
+        ),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "turns": 1}], **MEMORY},
+            "fault 1: turn counts from 1",
+        ),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "turn": 1, "at": 1.0}], **MEMORY},
+            "fault 1: turn counts from 1",
         ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "turn": 3, "turns": 2}], **MEMORY},
