@@ -164,14 +164,14 @@ struct FrameSender {
     nb::object fail;  // raises the error of the last call
 };
 
-// The bytes of some rows, joined.
-template <class Field>
-nb::bytes joined(const nb::list& rows, std::size_t size, Field field) {
+// The bytes of some rows, joined. fill: writes those of one row.
+template <class Fill>
+nb::bytes joined(const nb::list& rows, std::size_t size, Fill fill) {
     nb::object whole = nb::steal(PyBytes_FromStringAndSize(nullptr, Py_ssize_t(rows.size() * size)));
     if (!whole.is_valid()) throw nb::python_error();
-    char* at = PyBytes_AsString(whole.ptr());
+    u8* at = reinterpret_cast<u8*>(PyBytes_AsString(whole.ptr()));
     for (nb::handle row : rows) {
-        std::memcpy(at, field(nb::cast<u32>(row)), size);
+        fill(nb::cast<u32>(row), at);
         at += size;
     }
     return nb::borrow<nb::bytes>(whole);
@@ -197,12 +197,11 @@ void bind_events(nb::module_& m) {
             rows.erase(row);
         }, "row"_a)
         .def("hash", [](const BlockRows& rows, u32 row) { return bytes_of(rows.hash(row), 32); }, "row"_a)
-        .def("tokens", [](const BlockRows& rows, u32 row) { return bytes_of(rows.tokens(row), rows.token_bytes()); }, "row"_a)
         .def("hashes_of", [](const BlockRows& rows, const nb::list& some) {
-            return joined(some, 32, [&](u32 row) { return rows.hash(row); });
+            return joined(some, 32, [&](u32 row, u8* out) { std::memcpy(out, rows.hash(row), 32); });
         }, "rows"_a)
         .def("tokens_of", [](const BlockRows& rows, const nb::list& some) {
-            return joined(some, rows.token_bytes(), [&](u32 row) { return rows.tokens(row); });
+            return joined(some, rows.token_bytes(), [&](u32 row, u8* out) { rows.tokens(row, out); });
         }, "rows"_a);
     nb::class_<PyEventEncoder>(m, "EventEncoder")
         .def("__init__", [](PyEventEncoder* self, bool array, bool whole_hashes, Id block_size,

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import ClassVar
 
 from kvactors.actor import Actor, ActorRef, Envelope, on
-from kvactors.flush_notifier.deliver import SinkDelivery, SinkSet, error_of
+from kvactors.flush_notifier.deliver import STEP_BLOCKS, SinkDelivery, SinkSet, error_of
 from kvactors.flush_notifier.ledger import IDLE_LIMIT, Ledger, RootOf
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
@@ -69,6 +70,7 @@ class FlushNotifier(Actor):
         self.sinks = SinkSet(sinks, self.ledger, config)
         self._config = config
         self._woken = False
+        self.step = STEP_BLOCKS
         self._unfinished = 0  # facts and deliveries that have slices left
 
     def started(self) -> None:
@@ -116,7 +118,7 @@ class FlushNotifier(Actor):
     def _work(self, work: Iterator[None]) -> None:
         """Run one slice. The next one overtakes every other fact. Sinks are called after the last
         slice: half a path in each of two tasks would carry its tokens twice."""
-        if next(work, self) is None:
+        if next(islice(work, self.step - 1, None), self) is None:
             self._unfinished += 1
             self.to_self(Continue(work))
         else:

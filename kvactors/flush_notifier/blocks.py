@@ -1,7 +1,7 @@
 """Blocks of the ledger: the tiers of each, the state that each sink acknowledged, and the tree.
 
 A block is the number of a row. What is known of it is in columns, arrays that are indexed by the
-row, and its hash and tokens are in native memory: about 170 bytes a block of 16 tokens, where an
+row, and its hash and tokens are in native memory: about 150 bytes a block of 16 tokens, where an
 object with its own values takes 700, and nothing that the cyclic garbage collector visits."""
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class HeldBlock(NamedTuple):
 
 
 class LedgerTree:
-    """Blocks whose paths are known.
+    """Blocks whose paths are known, and changes of all of them.
 
-    They are also a linked list in the order in which they were added, so parents before children,
-    which can be scanned in slices while blocks come and go. Row 0 is both of its ends. Numbers rise
-    from 1, and a removed block has number 0.
+    Work on the tree is a generator that yields after every block, and whoever runs it decides how
+    many blocks make a slice. The blocks are also a linked list in the order in which they were
+    added, so parents before children. Row 0 is both of its ends.
 
     A block is idle when no tier, no sink's view and no delivery has it. Idle blocks are kept for a
     while, since facts about one block arrive from several actors in any order: a block that left
@@ -63,40 +63,38 @@ class LedgerTree:
         rows: hashes and tokens by row. Row 0 is none.
         parent, child, left, right: rows, 0 for none: the block above, the first below, and the
             others below the same block.
-        depth: 1 for the first block of a path.
-        number: place in the order of addition.
+        depth: 1 for the first block of a path, 0 for a removed one.
         tiers: the set of tiers that hold the block.
-        pins: references from outside the tree: deliveries in flight, and slices that continue here.
+        pins: by block, how many runs of deliveries in flight contain it.
         finished: whether the path of a finished request covers it.
         reasons: by LAST or tier, numbers in REASONS of the last change.
         views: by sink, the tiers that the sink acknowledged. Above them, shifted by UNSURE, the
             tiers on which an answer was lost: the sink may have them or not.
         idle: idle blocks, the longest idle first.
-        version: rises with every slice that may have changed something.
-        changing: changes that have slices left, between which differences and the number of idle
-            blocks may be inconsistent.
+        changing: changes that have blocks left. Until it is 0 no block is removed, differences may
+            be inconsistent, and there may be too many idle blocks.
+        version: rises with every change.
     """
 
-    def __init__(self, block_bytes: int, idle_limit: int, step: int) -> None:
+    def __init__(self, block_bytes: int, idle_limit: int) -> None:
         self.rows = BlockRows(block_bytes)
         self._columns: list[array[int]] = []
         self.parent, self.child = self.column("I"), self.column("I")
         self.left, self.right = self.column("I"), self.column("I")
         self._before, self._after = self.column("I"), self.column("I")
-        self.depth, self.number = self.column("I"), self.column("Q")
-        self.tiers, self.pins = self.column(), self.column("I")
+        self.depth, self.tiers = self.column("I"), self.column()
         self.finished, self.token_addressed = self.column(), self.column()
         self.reasons = {index: self.column() for index in (LAST, *BITS[ALL_TIERS])}
         self.views: list[array[int]] = []
+        self.pins: dict[int, int] = {}
         self._scopes: list[RequestScope] = [PLAIN]
         self._roots: dict[int, bytes] = {}  # root hashes, by the first block of a path
         self._extra_keys: dict[int, bytes] = {}
         self._free = array("I")
-        self._cursors: list[list[int]] = []  # of each scan: the row that it yielded last
+        self._scans: list[list[int]] = []  # of each: the block yielded last, and the last to yield
         self.idle: dict[int, None] = {}
         self.idle_limit = max(1, idle_limit)
-        self.step = step
-        self.version = self.changing = self.last_number = 0
+        self.version = self.changing = 0
 
     def column(self, kind: str = "B") -> array[int]:
         """A new column of zeros, of numbers of this kind (see `array`). Only without blocks."""
@@ -127,7 +125,7 @@ class LedgerTree:
 
     def is_idle(self, block: int) -> bool:
         """Whether no tier, no sink's view and no delivery has it. Blocks below it may remain."""
-        if self.tiers[block] or self.pins[block]:
+        if self.tiers[block] or block in self.pins:
             return False
         for view in self.views:  # noqa: SIM110  (a generator would cost more)
             if view[block]:
@@ -155,16 +153,13 @@ class LedgerTree:
         self._scopes[block] = scope
         if extra_key:
             self._extra_keys[block] = extra_key
-        self.last_number += 1
-        self.number[block] = self.last_number
         last = self._before[0]
         self._before[block], self._after[last], self._before[0] = last, block, block
+        self.depth[block] = self.depth[parent] + 1
         if not parent:
             self._roots[block] = parent_hash
-            self.depth[block] = 1
             return block
         self.parent[block] = parent
-        self.depth[block] = self.depth[parent] + 1
         self.right[block] = right = self.child[parent]
         if right:
             self.left[right] = block
@@ -179,9 +174,8 @@ class LedgerTree:
         self._extra_keys.pop(block, None)
         before, after = self._before[block], self._after[block]
         self._after[before], self._before[after] = after, before
-        for cursor in self._cursors:
-            if cursor[0] == block:
-                cursor[0] = before
+        for scan in self._scans:
+            scan[:] = [before if one == block else one for one in scan]
         above, left, right = self.parent[block], self.left[block], self.right[block]
         if left:
             self.right[left] = right
@@ -189,21 +183,20 @@ class LedgerTree:
             self.child[above] = right
         if right:
             self.left[right] = left
-        self.number[block] = 0
+        self.depth[block] = 0
         self._free.append(block)
 
-    def scan(self, up_to: int | None = None) -> Iterator[int]:
-        """The blocks that are there now, or those numbered up to `up_to`. Blocks may be added and
-        removed between two of them. A block that is there all the time is yielded once."""
-        last = self.last_number if up_to is None else up_to
-        numbers, after, cursor = self.number, self._after, [0]
-        self._cursors.append(cursor)
+    def scan(self) -> Iterator[int]:
+        """The blocks that are there now, parents before children. Blocks may be added and removed
+        between two of them. A block that is there all the time is yielded once."""
+        after, scan = self._after, [0, self._before[0]]
+        self._scans.append(scan)
         try:
-            while (block := after[cursor[0]]) and numbers[block] <= last:
-                cursor[0] = block
-                yield block
+            while scan[0] != scan[1]:
+                scan[0] = after[scan[0]]
+                yield scan[0]
         finally:
-            self._cursors = [one for one in self._cursors if one is not cursor]
+            self._scans = [one for one in self._scans if one is not scan]
 
     def note_idle(self, block: int) -> None:
         """Keep an idle block the longest. A block that comes back into use leaves the idle ones
@@ -211,9 +204,13 @@ class LedgerTree:
         self.idle.pop(block, None)
         self.idle[block] = None
 
+    def pin(self, block: int) -> None:
+        self.pins[block] = self.pins.get(block, 0) + 1
+
     def unpin(self, block: int) -> None:
-        self.pins[block] -= 1
-        if not self.tiers[block] and self.is_idle(block):
+        if left := self.pins.pop(block) - 1:
+            self.pins[block] = left
+        elif self.is_idle(block):
             self.note_idle(block)
 
     # -- changes
@@ -222,57 +219,50 @@ class LedgerTree:
         self.version += 1
         self.changing += 1
 
-    def pause(self) -> Iterator[None]:
-        """The end of a slice of a change that refers to no idle block without a pin."""
-        yield from self.trim()
-        yield
-        self.version += 1
-
     def end(self) -> Iterator[None]:
-        if len(self.idle) > self.idle_limit:  # rare: a generator less in most changes
-            yield from self.trim()
-        self.version += 1
         self.changing -= 1
+        if not self.changing and len(self.idle) > self.idle_limit:
+            yield from self.trim()
 
-    def change_all(
-        self, change: Callable[[int], object], up_to: int | None = None
-    ) -> Iterator[None]:
-        """Change every block (or those numbered up to `up_to`), parents before children."""
+    def change_all(self, change: Callable[[int], object]) -> Iterator[None]:
+        """Change every block, parents before children."""
         self.begin()
-        for number, block in enumerate(self.scan(up_to), 1):
+        for block in self.scan():
             change(block)
-            if not number % self.step:
-                yield from self.pause()
+            yield
+            if len(self.idle) > self.idle_limit and self.changing == 1:
+                yield from self.trim()
         yield from self.end()
 
     def trim(self) -> Iterator[None]:
-        """Remove the longest idle blocks beyond the limit. Only at the end of a slice: every idle
-        block has been noted by then, so no block that the slice still refers to is removed."""
-        removed = 0
-        while len(self.idle) > self.idle_limit:
+        """Remove the longest idle blocks beyond the limit, until another change begins: that may
+        refer to any block."""
+        self.changing += 1
+        alone = self.changing
+        while len(self.idle) > self.idle_limit and self.changing == alone:
             block = next(iter(self.idle))
             del self.idle[block]
-            while (
-                block and not self.child[block] and self.is_idle(block) and block not in self.idle
-            ):
+            while not self.child[block] and self.is_idle(block):
                 above = self.parent[block]
                 self._remove(block)
+                if not above or above in self.idle:
+                    break
                 block = above
-                if block:
-                    removed += 1
-                    if not removed % self.step:
-                        self.pins[block] += 1
-                        yield
-                        self.pins[block] -= 1
-                        self.version += 1
+                self.pin(block)
+                yield
+                self.unpin(block)  # if it is idle, it is among the idle ones again
+                if self.changing != alone:
+                    break
+                self.idle.pop(block, None)
+            yield
+        self.changing -= 1
 
     def path_to(self, block: int) -> Sliced[list[int]]:
-        """The blocks from the root to a block, in slices."""
+        """The blocks from the root to a block."""
         path: list[int] = []
         while block:
             path.append(block)
             block = self.parent[block]
-            if not len(path) % self.step:
-                yield
+            yield
         path.reverse()
         return path

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import anyio
@@ -25,6 +26,7 @@ from kvactors.flush_notifier.view import DeliveryBatch, SinkView
 from kvactors.settings import FlushConfig
 from kvactors.types import Residency, Tier
 
+STEP_BLOCKS = 256  # in one slice of work
 CLOSE_GRACE_S = 0.5  # time in which a cancelled call may end before the cache closes without it
 LONGEST_PAUSE_S = 1.0  # between two slices of a slow repetition
 SHORTEST_PAUSE_S = 0.005
@@ -208,16 +210,16 @@ class SinkDelivery:
         if self.repeat_due and self.view.pending < self._config.batch:
             self.repeat_due = False
             self.repeat = self.repeat or self.view.repeat()
-            if next(self.repeat, self) is self:
+            if next(islice(self.repeat, STEP_BLOCKS - 1, None), self) is self:
                 self.repeat = None
                 self.resyncs += 1
 
     def repeat_pause(self) -> float:
         """Seconds until the next slice of a slow repetition, or until the next repetition."""
-        interval, tree = self.sink.resync_interval, self.view.tree
+        interval = self.sink.resync_interval
         if not self.repeat_due and self.repeat is None:
             return interval
-        return slice_pause(interval, len(tree), tree.step)
+        return slice_pause(interval, len(self.view.tree), STEP_BLOCKS)
 
     # -- inspection
 

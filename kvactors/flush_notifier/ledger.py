@@ -49,7 +49,7 @@ from kvactors.tables import ShardedDict
 from kvactors.types import ALL_TIERS, HASH_BYTES, Reason, Tier, count_hashes, hash_at
 
 IDLE_LIMIT = 16_384  # idle blocks kept by default
-STEP_BLOCKS = 256  # blocks processed in one slice by default
+CHECK_BLOCKS = 16  # in one step of a check: each costs up to 20 microseconds of cache misses
 
 MAX_WAITING_ORPHANS = 65_536
 """Beyond that the oldest is dropped, and stays unannounced until a request names its path."""
@@ -91,21 +91,18 @@ class Orphans:
         else:
             self.drop(block_hash)
 
-    def clear(self, bit: int, step: int) -> Iterator[None]:
-        """A tier holds nothing. Slices of `step` blocks, with no other change between them."""
+    def clear(self, bit: int) -> Iterator[None]:
+        """A tier holds nothing. With no other change between two blocks."""
         nowhere: list[bytes] = []
-        for i, (block_hash, tiers) in enumerate(self.tiers.items(), 1):
+        for block_hash, tiers in self.tiers.items():
             if tiers & ~bit:
                 self.tiers[block_hash] = tiers & ~bit
             else:
                 nowhere.append(block_hash)
-            if not i % step:
-                yield
-        for i, block_hash in enumerate(nowhere, 1):
-            del self.tiers[block_hash]
-            self.drop(block_hash)
-            if not i % step:
-                yield
+            yield
+        for block_hash in nowhere:
+            self.lose(block_hash, bit)
+            yield
 
     def take_tiers(self, block_hash: bytes) -> int:
         """Remove a block that is added to the tree. Orphans that wait for it become attachable."""
@@ -159,7 +156,8 @@ class Orphans:
 
 
 class Ledger:
-    """Facts in, differences out. Facts run in slices. No other fact may come between the slices.
+    """Facts in, differences out. A fact yields after every block. No other fact may come before its
+    end.
 
     Args:
     token_root: of the only scope whose blocks go to sinks that address blocks by tokens alone.
@@ -171,13 +169,12 @@ class Ledger:
         block_size: int,
         filters: Sequence[SinkFilter],
         idle_limit: int = IDLE_LIMIT,
-        step: int = STEP_BLOCKS,
         token_root: bytes = b"",
         root_of: RootOf | None = None,
         namespace: str = "",
     ) -> None:
         self.block_bytes = 4 * block_size
-        self.tree = LedgerTree(self.block_bytes, idle_limit, step)
+        self.tree = LedgerTree(self.block_bytes, idle_limit)
         self.sinks = [SinkView(self.tree, one) for one in filters]
         self.orphans = Orphans()
         self._root_of = root_of
@@ -221,7 +218,7 @@ class Ledger:
             yield from self.gain(message.hashes[: count * HASH_BYTES], message.tier, message.reason)
             return
         tree.begin()
-        looked, extra_keys = 0, dict(message.extra_keys)
+        extra_keys = dict(message.extra_keys)
         last_reasons, reasons = tree.reasons[LAST], tree.reasons[bit]
         for i in range(total):
             block_hash = hash_at(message.hashes, i)
@@ -239,14 +236,9 @@ class Ledger:
                         view.doubt(block)
                 last_reasons[block] = reasons[block] = reason
             if self.update(block) and tree.child[block]:
-                looked = yield from self._spread(block, looked)
+                yield from self._spread(block)
             parent, parent_hash = block, block_hash
-            looked += 1
-            if looked >= tree.step:
-                looked = 0
-                tree.pins[block] += 1  # its child is still to come
-                yield from tree.pause()
-                tree.unpin(block)
+            yield
         yield from self._attach_orphans()
         yield from tree.end()
 
@@ -257,15 +249,11 @@ class Ledger:
         return self._change(hashes, int(tier), reason, gained=False)
 
     def _change(self, hashes: bytes, bit: int, reason: Reason, *, gained: bool) -> Iterator[None]:
-        tree, looked, number = self.tree, 0, REASON_NUMBERS[reason]
+        tree, number = self.tree, REASON_NUMBERS[reason]
         of_orphan = self.orphans.gain if gained else self.orphans.lose
         tiers, last_reasons, reasons = tree.tiers, tree.reasons[LAST], tree.reasons[bit]
         tree.begin()
         for i in range(count_hashes(hashes)):
-            if looked >= tree.step:
-                looked = 0
-                yield from tree.pause()
-            looked += 1
             block_hash = hash_at(hashes, i)
             block = tree.find(block_hash)
             if not block:
@@ -274,7 +262,8 @@ class Ledger:
                 tiers[block] = tiers[block] | bit if gained else tiers[block] & ~bit
                 last_reasons[block] = reasons[block] = number
                 if self.update(block) and tree.child[block]:
-                    looked = yield from self._spread(block, looked)
+                    yield from self._spread(block)
+            yield
         yield from tree.end()
 
     def clear(self, tier: Tier, reason: Reason) -> Iterator[None]:
@@ -291,9 +280,9 @@ class Ledger:
             left |= tiers[block]
 
         yield from self.tree.change_all(leave)
-        for _ in self.orphans.clear(bit, self.tree.step):
-            yield
-            self.tree.version += 1
+        self.tree.begin()
+        yield from self.orphans.clear(bit)
+        yield from self.tree.end()
         if reason is Reason.CLEAR:
             for view in self.sinks:
                 if view.filter.takes_clear and not view.table[left]:
@@ -349,7 +338,7 @@ class Ledger:
                     dirty[block] = view.clock
             elif block in dirty:
                 del dirty[block]
-                view.coalesced += not tree.pins[block]
+                view.coalesced += block not in tree.pins
         if not tiers and tree.is_idle(block):
             tree.note_idle(block)
         return spread
@@ -363,9 +352,9 @@ class Ledger:
             return ABOVE_ALL
         return 0
 
-    def _spread(self, top: int, looked: int) -> Sliced[int]:
+    def _spread(self, top: int) -> Iterator[None]:
         """The tiers due of a block changed: update the blocks below it, down to those for which
-        nothing changes. looked: blocks processed in this slice so far, as is the result."""
+        nothing changes."""
         tree, reasons = self.tree, self.tree.reasons
         node = tree.child[top]
         while node:
@@ -373,27 +362,20 @@ class Ledger:
             if below:
                 for index in (LAST, *BITS[tree.tiers[node]]):
                     reasons[index][node] = reasons[LAST][top]
-            looked += 1
-            if looked >= tree.step:
-                looked = 0
-                tree.pins[top] += 1  # the fact continues from here
-                tree.pins[node] += 1
-                yield from tree.pause()
-                tree.unpin(node)
-                tree.unpin(top)
+            yield
             if below and tree.child[node]:
                 node = tree.child[node]
                 continue
-            while node and node != top and not tree.right[node]:
+            while node != top and not tree.right[node]:
                 node = tree.parent[node]
-            node = 0 if not node or node == top else tree.right[node]
-        return looked
+                yield
+            node = 0 if node == top else tree.right[node]
 
     # -- orphans
 
     def attach_found(self, message: PathsFound) -> Iterator[None]:
         """Add the resident blocks of these whose parents are in the tree."""
-        looked, tree, orphans = 0, self.tree, self.orphans
+        tree, orphans = self.tree, self.orphans
         tree.begin()
         for part in message.parts:
             extra_keys, parent_hash = dict(part.extra_keys), part.parent
@@ -410,11 +392,7 @@ class Ledger:
                     else:
                         orphans.wait(block_hash, inputs)
                 parent_hash = block_hash
-                looked += 1
-                if not looked % tree.step:
-                    yield from self._attach_orphans()
-                    yield
-                    tree.version += 1
+                yield
         yield from self._attach_orphans()
         yield from tree.end()
 
@@ -429,20 +407,11 @@ class Ledger:
 
     def _attach_orphans(self) -> Iterator[None]:
         """Add the orphans whose parents have been added, and the orphans below them."""
-        looked = 0
         while (found := self.orphans.next_attachable(self.tree)) is not None:
             self._attach(*found)
-            looked += 1
-            if not looked % self.tree.step:
-                yield
-                self.tree.version += 1
+            yield
 
-    # -- checks, between whose slices the ledger may change
-
-    @property
-    def _check_step(self) -> int:
-        """Blocks of one slice of a check. Each costs up to 20 microseconds of cache misses."""
-        return max(1, self.tree.step // 16)
+    # -- checks, between whose steps the ledger may change
 
     def check(self) -> None:
         finish(self.check_steps())
@@ -450,39 +419,37 @@ class Ledger:
     def check_steps(self) -> Iterator[None]:
         """AssertionError if the ledger is inconsistent. Each block is checked alone. Counts over
         all blocks are compared if nothing has changed since the beginning."""
-        tree, version, step = self.tree, self.tree.version, self._check_step
-        blocks = idle = 0
+        tree, version, still = self.tree, self.tree.version, not self.tree.changing
+        over, blocks, idle = pace(CHECK_BLOCKS), 0, 0
         dirty = [0] * len(self.sinks)
-        for blocks, block in enumerate(tree.scan(), 1):
+        for block in tree.scan():
             self._check_block(block)
+            blocks += 1
             idle += block in tree.idle
             for i, view in enumerate(self.sinks):
                 dirty[i] += block in view.dirty
-            if not blocks % step:
+            if over():
                 yield
         keys = iter(self.orphans.tiers)  # broken once the version has changed
-        while version == tree.version and (some := list(islice(keys, step))):
+        while still and version == tree.version and (some := list(islice(keys, CHECK_BLOCKS))):
             for block_hash in some:
                 fault = self.orphans.fault(block_hash, tree)
                 _require(not fault, fault)
             yield
-        if version == tree.version:
+        if still and version == tree.version and not tree.changing:
             waiting, orphans = len(self.orphans.waiting), len(self.orphans.tiers)
             pending = [view.pending for view in self.sinks]
             _require(waiting <= orphans, "a waiting orphan on no tier")
             _require(blocks == len(tree), "a block without a place in the order")
             _require(dirty == pending, "a difference of a block that is not in the tree")
             _require(idle == len(tree.idle), "an idle block that is not in the tree")
-            _require(
-                tree.changing > 0 or idle <= tree.idle_limit,
-                f"{idle} idle blocks, the limit is {tree.idle_limit}",
-            )
+            _require(idle <= tree.idle_limit, f"{idle} idle blocks, the limit is {tree.idle_limit}")
 
     def _check_block(self, block: int) -> None:
         tree, parent = self.tree, self.tree.parent[block]
         _require(tree.find(tree.rows.hash(block)) == block, "a block under another hash")
         if parent:
-            _require(tree.number[parent] > 0, "a block whose parent was removed")
+            _require(tree.depth[parent] > 0, "a block whose parent was removed")
             before, after = tree.left[block], tree.right[block]
             linked = (tree.right[before] if before else tree.child[parent]) == block
             linked = linked and (not after or tree.left[after] == block)
@@ -494,7 +461,8 @@ class Ledger:
         for sink in self.sinks:
             view, due = sink.held[block], sink.due[block]
             _require(
-                (due != view) == (block in sink.dirty) or bool(tree.pins[block] and tree.changing),
+                (due != view) == (block in sink.dirty)
+                or bool(block in tree.pins and tree.changing),
                 "a difference that is not pending, or a pending one that is none",
             )
             _require(
@@ -528,7 +496,7 @@ class Ledger:
         """The blocks on which a sink's view, by the sink's own account if there is a mirror, and
         the closed truth of the tiers differ. A change between two slices may or may not count."""
         differing: set[bytes] = set()
-        over, found, expected = pace(self._check_step), 0, ShardedDict[int]()
+        over, found, expected = pace(CHECK_BLOCKS), 0, ShardedDict[int]()
         for block_hash, block, due in self.announceable(view.filter, tiers, expected):
             held = view.held[block] & TIERS if mirror is None else tiers_of(mirror, block_hash)
             found += held.bit_count()

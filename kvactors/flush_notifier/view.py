@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvactors.actor.sliced import Sliced, pace
+from kvactors.actor.sliced import Sliced
 from kvactors.flush_notifier.blocks import BITS, LAST, REASONS, UNSURE, HeldBlock, LedgerTree
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.redact import redacted_repr
@@ -56,14 +56,13 @@ class Selection:
         self._view = view
         self._tree = view.tree
         self._limit = limit
-        self._over = pace(view.tree.step)
         self._full = False
         self._gained = self._lost = 0  # the last ones
 
     def choose(self) -> Iterator[None]:
         """Take about `limit` blocks. A run is taken whole, since each of its parts would carry the
         path from the root."""
-        view, gains, losses, over = self._view, self.gains, self.losses, self._over
+        view, gains, losses = self._view, self.gains, self.losses
         parent, child, gain_of, loss_of = self._tree.parent, self._tree.child, view.gain, view.loss
         for block in view.dirty:
             gain, loss = gain_of(block), loss_of(block)
@@ -86,8 +85,7 @@ class Selection:
                     yield from self._lose(block)
             if self._full:
                 return
-            if over():
-                yield
+            yield
 
     def _gain(self, block: int) -> Iterator[None]:
         gains, gain_of, parent = self.gains, self._view.gain, self._tree.parent
@@ -95,16 +93,14 @@ class Selection:
         while above and above not in gains and gain_of(above):
             chain.append(above)
             above = parent[above]
-            if self._over():
-                yield
+            yield
         if len(gains) + len(self.losses) >= self._limit and (not above or above != self._gained):
             self._full = True
             return
         while chain:
             one = chain.pop()
             gains[one] = gain_of(one)
-            if self._over():
-                yield
+            yield
         self._gained = block
 
     def _lose(self, top: int) -> Iterator[None]:
@@ -114,12 +110,10 @@ class Selection:
         while True:
             while below and (below in losses or not loss_of(below)):
                 below = tree.right[below]
-                if self._over():
-                    yield
+                yield
             if below:
                 node, below = below, tree.child[below]
-                if self._over():
-                    yield
+                yield
                 continue
             if len(self.gains) + len(losses) >= self._limit and (
                 not self._lost or tree.parent[self._lost] != node
@@ -132,8 +126,7 @@ class Selection:
                     return
             losses[node] = loss_of(node)
             self._lost = node
-            if self._over():
-                yield
+            yield
             if node == top or not tree.parent[node]:
                 return
             node, below = tree.parent[node], tree.right[node]
@@ -150,8 +143,7 @@ class Selection:
             for block, tiers in chosen.items():
                 for bit in BITS[tiers]:
                     of_tier.setdefault(bit, []).append(block)
-                if self._over():
-                    yield
+                yield
         runs: list[BlockRun] = []
         for bit, blocks in gains.items():
             runs += yield from self._join(blocks, bit, resident=True, index=LAST if node else bit)
@@ -194,11 +186,9 @@ class Selection:
         if len(blocks) == 1:
             return [BlockRun([one], bit, resident, REASONS[reasons[one]]) for one in blocks]
         heirs = yield from self._heirs(blocks if alike is None else alike, index, alike)
-        over = pace(self._tree.step)
         runs: list[BlockRun] = []
         for block in blocks:
-            if over():
-                yield
+            yield
             number = reasons[block]
             if heirs.get(parent[block]) == block:
                 continue  # part of its parent's run
@@ -209,8 +199,7 @@ class Selection:
                     run = []
                 run.append(below)
                 below = heirs.get(below)
-                if over():
-                    yield
+                yield
             runs.append(BlockRun(run, bit, resident, REASONS[number]))
         return runs
 
@@ -219,12 +208,11 @@ class Selection:
     ) -> Sliced[dict[int, int]]:
         """By member that has children among the members: its only child there, 0 if there are
         several or the child changes otherwise."""
-        over, reasons = pace(self._tree.step), self._tree.reasons[index]
+        reasons = self._tree.reasons[index]
         found: set[int] = set()
         for block in members:
             found.add(block)
-            if over():
-                yield
+            yield
         heirs: dict[int, int] = {}
         for block in members:
             parent = self._tree.parent[block]
@@ -232,18 +220,17 @@ class Selection:
                 same = reasons[parent] == reasons[block]
                 same = same and (alike is None or alike[parent] == alike[block])
                 heirs[parent] = block if same and parent not in heirs else 0
-            if over():
-                yield
+            yield
         return heirs
 
 
 class DeliveryBatch(NamedTuple):
-    """One delivery: the tasks, and the runs behind them one for one. cleared: not 0 if the only
-    task removes everything: every block numbered up to it."""
+    """One delivery: the tasks, and the runs behind them one for one. cleared: whether the only task
+    removes everything."""
 
     tasks: list[FlushTask]
     runs: list[BlockRun]
-    cleared: int = 0
+    cleared: bool = False
 
     def __repr__(self) -> str:
         return redacted_repr(self)
@@ -259,11 +246,10 @@ def as_task(tree: LedgerTree, run: BlockRun, epoch: int, *, by_name: bool) -> Sl
     if not by_name:
         path = yield from tree.path_to(run.blocks[-1])
     extra_keys: list[tuple[int, bytes]] = []
-    for i, block in enumerate(path if tree.has_extra_keys else (), 1):
+    for block in path if tree.has_extra_keys else ():
         if extra_key := tree.extra_key(block):
             extra_keys.append((tree.depth[block] - 1, extra_key))
-        if not i % tree.step:
-            yield
+        yield
     first = run.blocks[0]
     return FlushTask(
         tree.rows.tokens_of(path),
@@ -322,7 +308,7 @@ class SinkFilter(NamedTuple):
 
 
 class SinkView:
-    """One sink's side of the ledger. All work is in slices.
+    """One sink's side of the ledger. All work yields after every block.
 
     Attributes:
         due: by block, the tiers on which it is to be announced (see `Ledger`).
@@ -376,7 +362,7 @@ class SinkView:
                 self.dirty[block] = self.clock
         elif block in self.dirty:
             del self.dirty[block]
-            self.coalesced += not self.tree.pins[block]
+            self.coalesced += block not in self.tree.pins
         if not self.tree.tiers[block] and self.tree.is_idle(block):
             self.tree.note_idle(block)
 
@@ -387,25 +373,26 @@ class SinkView:
     # -- deliveries
 
     def take(self, limit: int, epoch: int) -> Sliced[DeliveryBatch]:
-        """Make the next batch of about `limit` blocks, in flight until `delivered` or `refused`.
-        The ledger must not change between the slices."""
+        """Make the next batch of about `limit` blocks, in flight until `delivered` or `refused`. No
+        fact may come before the end."""
         tree, by_name = self.tree, self.filter.by_name
         if self.clear_due:
             self.clear_due = False
             if self.dirty:
                 gone, tiers = Residency.GONE, Tier(self.filter.tiers)
                 task = FlushTask(b"", 0, 0, b"", b"", gone, tiers, Reason.CLEAR, epoch)
-                return DeliveryBatch([task], [], tree.last_number)
+                return DeliveryBatch([task], [], cleared=True)
+        tree.begin()
         selection = Selection(self, limit)
         yield from selection.choose()
         runs = yield from selection.runs(node=self.filter.node, paths=not by_name)
         tasks = []
         for run in runs:
             tasks.append((yield from as_task(tree, run, epoch, by_name=by_name)))
-            for i, block in enumerate(run.blocks, 1):
-                tree.pins[block] += 1
-                if not i % tree.step:
-                    yield
+            for block in run.blocks:
+                tree.pin(block)
+                yield
+        yield from tree.end()
         return DeliveryBatch(tasks, runs)
 
     def delivered(self, batch: DeliveryBatch) -> Iterator[None]:
@@ -414,21 +401,18 @@ class SinkView:
         tree, held, due, dirty = self.tree, self.held, self.due, self.dirty
         tree.begin()
         sent: dict[int, int] = {}
-        over = pace(tree.step)
         for blocks, bit, resident, _ in batch.runs:
             settled, view = ~(bit | bit << UNSURE), bit if resident else 0
             for block in blocks if resident else reversed(blocks):
                 held[block] = held[block] & settled | view
                 sent[block] = sent.get(block, 0) | bit | bit << UNSURE
-                if over():
-                    yield
-        for i, (block, bits) in enumerate(sent.items(), 1):
+                yield
+        for block, bits in sent.items():
             if not (due[block] ^ held[block]) & ~bits:
                 dirty.pop(block, None)  # a new difference among the sent changes began later
-            if not i % tree.step:
-                yield
+            yield
         if batch.cleared:
-            yield from tree.change_all(self._clear, batch.cleared)
+            yield from tree.change_all(self._clear)
         yield from self._release(batch)
 
     def refused(self, batch: DeliveryBatch) -> Iterator[None]:
@@ -438,45 +422,38 @@ class SinkView:
         tree.begin()
         if batch.cleared:
             self.clear_due = True
-            yield from tree.change_all(self._send_again, batch.cleared)
-        over = pace(tree.step)
+            yield from tree.change_all(self._send_again)
         for run in batch.runs:
             for block in run.blocks:
                 self.held[block] |= run.bit << UNSURE
-                if over():
-                    yield
+                yield
         yield from self._release(batch)
 
     def _release(self, batch: DeliveryBatch) -> Iterator[None]:
-        tree, over = self.tree, pace(self.tree.step)
         for run in batch.runs:
             for block in run.blocks:
                 self.compare(block)
-                if over():
-                    yield
+                yield
         for run in batch.runs:
             for block in reversed(run.blocks):  # the deepest first, since it is removed first
-                tree.unpin(block)
-                if over():
-                    yield
-                    tree.version += 1
-        yield from tree.end()
+                self.tree.unpin(block)
+                yield
+        yield from self.tree.end()
 
     # -- resync
 
     def reset(self) -> Iterator[None]:
         """The sink's index is empty, and no delivery is in flight: everything that is due is sent
-        again. The ledger must not change between the slices."""
+        again. No fact may come before the end."""
         self.clear_due = False
         yield from self.tree.change_all(self._lose)
 
     def repeat(self) -> Iterator[None]:
         """The sink's index may have lost any part of the view: all of it is sent again, parents
-        before children. Nothing is removed first, and the ledger may change between the slices."""
-        for i, block in enumerate(self.tree.scan(), 1):
+        before children. Nothing is removed first, and the ledger may change in between."""
+        for block in self.tree.scan():
             self._send_again(block)
-            if not i % self.tree.step:
-                yield
+            yield
 
     def _lose(self, block: int) -> None:
         if self.held[block]:
@@ -505,7 +482,7 @@ class SinkView:
                     tree.rows.hash(block),
                     tree.parent_hash(block),
                     tree.depth[block] - 1,
-                    tree.rows.tokens(block),
+                    tree.rows.tokens_of([block]),
                     tiers,
                     tree.scope(block),
                     tree.extra_key(block),

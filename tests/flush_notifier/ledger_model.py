@@ -49,7 +49,6 @@ class Settings(NamedTuple):
 
     views: tuple[SinkFilter, ...] = VIEWS[:3]
     idle_limit: int = 1
-    step: int = 256
     takes_clear: tuple[int, ...] = (0,)
     by_name: tuple[int, ...] = ()
 
@@ -64,9 +63,7 @@ def drawn(rng: random.Random) -> Settings:
     views = tuple(rng.choice(VIEWS) for _ in range(rng.randint(1, 4)))
     sinks = range(len(views))
     some = [tuple(i for i in sinks if rng.random() < 0.5) for _ in range(2)]
-    return Settings(
-        views, rng.choice((1, 1, 2, 3, 5, 8, 13, 30, 64)), rng.choice((1, 2, 3, 256)), *some
-    )
+    return Settings(views, rng.choice((1, 1, 2, 3, 5, 8, 13, 30, 64)), *some)
 
 
 class Fact(NamedTuple):
@@ -90,7 +87,7 @@ class Model:
             view._replace(takes_clear=i in settings.takes_clear, by_name=i in settings.by_name)
             for i, view in enumerate(settings.views)
         ]
-        self.book = Ledger(BLOCK, filters, settings.idle_limit, settings.step, ROOT)
+        self.book = Ledger(BLOCK, filters, settings.idle_limit, token_root=ROOT)
         self.sinks = range(len(settings.views))
         self.truth: dict[bytes, int] = {}
         self.tokens: dict[bytes, bytes] = {}  # of every path that was ever announced

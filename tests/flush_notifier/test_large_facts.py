@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvactors.flush_notifier.ledger import STEP_BLOCKS
+from kvactors.flush_notifier.deliver import STEP_BLOCKS
 from kvactors.flush_notifier.messages import BlocksRemoved, TierCleared
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import Wired, announced, finished, memory, names, path

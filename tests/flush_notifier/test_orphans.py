@@ -33,12 +33,12 @@ def test_a_cleared_tier_forgets_blocks_of_that_tier_alone():
     for key, tiers in ((b"a", 1), (b"b", 3)):
         blocks.gain(key, tiers)
         blocks.wait(key, below(b"p"))
-    finish(blocks.clear(1, 1))
+    finish(blocks.clear(1))
     assert (blocks.tiers, list(blocks.waiting)) == ({b"b": 2}, [b"b"])
 
 
 def test_blocks_become_attachable_when_their_parent_is_added():
-    blocks, tree = Orphans(), LedgerTree(0, 10, 256)
+    blocks, tree = Orphans(), LedgerTree(0, 10)
     for key in (b"a", b"b", b"other"):
         blocks.gain(key, 4)
         blocks.wait(key, below(X if key == b"other" else P))

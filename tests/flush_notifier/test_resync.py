@@ -12,6 +12,7 @@ import pytest
 
 import kvactors
 from kvactors.errors import ConfigError, DeadlineExceeded, SinkError
+from kvactors.flush_notifier import deliver
 from kvactors.flush_notifier.deliver import LONGEST_PAUSE_S, SHORTEST_PAUSE_S, slice_pause
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, FlushTask, Resync
@@ -246,7 +247,7 @@ async def test_an_interval_brings_everything_back_without_being_asked(repeats):
         wired.actor.check()
 
 
-async def test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch():
+async def test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch(monkeypatch):
     """Steps of one block, batches of two: while the sink takes nothing, no more than a batch and a
     step are repeated."""
     book = Book(repeats=True, resync_interval=0.1)
@@ -254,7 +255,7 @@ async def test_a_slow_repetition_waits_until_the_sink_has_taken_a_batch():
     async with wired.running():
         await wired.tell(*(announced(i, i + 1) for i in range(1, 30)))
         await wired.settle()
-        wired.actor.ledger.tree.step = 1
+        monkeypatch.setattr(deliver, "STEP_BLOCKS", 1)
         book.down = True
         book.lose()
         while wired.actor.ledger.sinks[0].pending < 2:
@@ -282,7 +283,7 @@ def test_an_index_ends_equal_after_any_history(seed):
     send it again."""
     rng = random.Random(seed)
     views = [PER_TIER, NODE]
-    book = Ledger(BLOCK, views, idle_limit=rng.choice([1, 5, 100]), step=rng.choice([1, 3, 256]))
+    book = Ledger(BLOCK, views, idle_limit=rng.choice([1, 5, 100]))
     mirrors: list[dict[Tier, set[bytes]]] = [defaultdict(set) for _ in views]
     slow: list[Any] = [None, None]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.blocks import LedgerTree
 from kvactors.identity import PLAIN
@@ -22,7 +24,7 @@ def known(tree: LedgerTree) -> set[bytes]:
 
 
 def test_blocks_are_found_by_hash_in_the_order_they_were_added():
-    tree = LedgerTree(0, 10, 256)
+    tree = LedgerTree(0, 10)
     top, below = chain(tree, A, B)
     assert (tree.find(A), tree.find(B), tree.find(C), len(tree)) == (top, below, 0, 2)
     assert list(tree.scan()) == [top, below]
@@ -31,7 +33,7 @@ def test_blocks_are_found_by_hash_in_the_order_they_were_added():
 
 
 def test_the_longest_idle_block_is_removed_first():
-    tree = LedgerTree(0, 2, 256)
+    tree = LedgerTree(0, 2)
     blocks = [chain(tree, key)[0] for key in (A, B, C)]
     for block in (*blocks, blocks[0]):  # the first one becomes idle again
         tree.note_idle(block)
@@ -40,22 +42,22 @@ def test_the_longest_idle_block_is_removed_first():
 
 
 def test_a_removed_block_takes_idle_ancestors_along():
-    tree = LedgerTree(0, 1, 256)
+    tree = LedgerTree(0, 1)
     top, middle, leaf = chain(tree, A, B, C)
     (other,) = chain(tree, D)
     for block in (leaf, other):
         tree.note_idle(block)
     finish(tree.trim())
     assert known(tree) == {D}
-    assert (tree.number[top], tree.number[middle]) == (0, 0)
+    assert (tree.depth[top], tree.depth[middle]) == (0, 0)
 
 
 def test_a_block_with_children_a_tier_or_a_pin_stays():
-    tree = LedgerTree(0, 1, 256)
+    tree = LedgerTree(0, 1)
     top, below = chain(tree, A, B)
     tree.tiers[below] = 1
     (pinned,) = chain(tree, C)
-    tree.pins[pinned] = 1
+    tree.pin(pinned)
     (last,) = chain(tree, D)
     for block in (top, pinned, last):
         tree.note_idle(block)
@@ -67,18 +69,8 @@ def test_a_block_with_children_a_tier_or_a_pin_stays():
     assert known(tree) == {A, B, C}
 
 
-def test_trimming_yields_after_each_step():
-    tree = LedgerTree(0, 1, 10)
-    blocks = chain(tree, *(bytes([i]) * 32 for i in range(100)))
-    (other,) = chain(tree, bytes([200]) * 32)
-    tree.note_idle(blocks[-1])
-    tree.note_idle(other)
-    assert sum(1 for _ in tree.trim()) == 9
-    assert known(tree) == {bytes([200]) * 32}
-
-
 def test_a_removed_block_leaves_nothing_to_the_next_one_in_its_row():
-    tree = LedgerTree(0, 1, 256)
+    tree = LedgerTree(0, 1)
     view = tree.column()
     tree.views.append(view)
     top, below = chain(tree, A, B)
@@ -97,7 +89,7 @@ def test_a_removed_block_leaves_nothing_to_the_next_one_in_its_row():
 
 def test_rows_are_used_again_under_a_scan_that_stays_open():
     """A slow repetition of a sink that is down keeps its scan."""
-    tree = LedgerTree(0, 1, 256)
+    tree = LedgerTree(0, 1)
     chain(tree, A, B)
     scan = tree.scan()
     next(scan)
@@ -109,3 +101,14 @@ def test_rows_are_used_again_under_a_scan_that_stays_open():
         finish(tree.trim())
     assert len(rows) <= 2
     assert list(scan) == [tree.find(B)]
+
+
+def test_tokens_of_any_size_come_back():
+    tree, some = LedgerTree(12, 1), [7, 2**20 - 1, 2**20, 2**32 - 1, 0, 5]
+    blocks = []
+    for i in range(4):
+        tokens = array("I", some[i : i + 3]).tobytes()
+        blocks.append(tree.add(bytes([i]) * 32, 0, (D, tokens, b"", PLAIN)))
+    assert tree.rows.tokens_of(blocks) == b"".join(
+        array("I", some[i : i + 3]).tobytes() for i in range(4)
+    )

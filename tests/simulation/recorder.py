@@ -78,7 +78,7 @@ class Recorder(Instrument):
         if isinstance(actor, CpuEvictor):
             self._watch_places(actor)
         if isinstance(actor, FlushNotifier) and self._step is not None:
-            actor.ledger.tree.step = self._step
+            actor.step = self._step
 
     def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
         """A message is sent. Messages from one actor to another are counted."""
