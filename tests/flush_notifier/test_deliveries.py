@@ -8,7 +8,7 @@ from kvactors.actor.sliced import finish
 from kvactors.flush_notifier import deliver
 from kvactors.flush_notifier.deliver import SinkDelivery, slice_pause
 from kvactors.settings import FlushConfig
-from tests.flush_notifier.helpers import announced, do, ledger, memory, names
+from tests.flush_notifier.helpers import announced, do, ledger, memory
 
 EPOCH = 1
 CONFIG = FlushConfig(batch=100, retry_min_s=1.0, retry_max_s=4.0)
@@ -73,41 +73,6 @@ def test_an_epoch_that_succeeds_ends_no_failure_of_deliveries(clock):
     assert not one.failures
 
 
-def test_a_sink_is_called_when_something_is_due_or_its_epoch_has_not_begun(clock):
-    assert delivery(1).ready()
-    idle = delivery()
-    assert not idle.ready()
-    idle.begun = False
-    assert idle.ready()
-
-
-@pytest.mark.parametrize("what", ["in_flight", "backing_off", "stuck"])
-def test_a_sink_is_not_called_while_it_is(clock, what):
-    one = delivery(1)
-    setattr(one, what, True)
-    assert not one.ready()
-
-
-def test_the_first_call_of_an_incarnation_has_no_tasks(clock):
-    one = delivery(1)
-    one.begun = False
-    begin(one)
-    assert (one.number, one.batch.tasks) == (1, [])
-    assert succeed(one) is None
-    assert one.begun
-    begin(one)
-    assert len(one.batch.tasks) == 1
-
-
-def test_a_delivered_batch_is_counted(clock):
-    one = delivery(1, 2)
-    begin(one)
-    succeed(one)
-    statistics = one.statistics()
-    assert (statistics.delivered, statistics.resident, statistics.blocks) == (2, 2, 2)
-    assert (statistics.pending, statistics.in_flight, statistics.failures) == (0, False, 0)
-
-
 def test_the_back_off_doubles_up_to_its_limit_and_ends_with_a_success(clock):
     one = delivery(1)
     delays = []
@@ -120,18 +85,6 @@ def test_the_back_off_doubles_up_to_its_limit_and_ends_with_a_success(clock):
     assert one.delay == 1.0
 
 
-def test_health_is_about_the_last_call(clock):
-    one = delivery(1)
-    begin(one)
-    fail(one)
-    clock[0] = 3.0
-    assert (one.failures, one.last_error, one.statistics().failing_for) == (1, "refused", 3.0)
-    begin(one)
-    assert succeed(one) == 3.0
-    assert (one.failures, one.statistics().failing_for) == (0, 0.0)
-    assert one.statistics().last_error == "refused"
-
-
 def test_of_a_failed_call_the_acknowledged_tasks_are_not_sent_again(clock):
     one = delivery(1, 2, 3)
     begin(one)
@@ -140,26 +93,6 @@ def test_of_a_failed_call_the_acknowledged_tasks_are_not_sent_again(clock):
     assert first in {block.hash for block in one.view.held_blocks()}
     begin(one)
     assert {task.hashes for task in one.batch.tasks} == {second, third}
-
-
-@pytest.mark.parametrize("count", [-1, 4, True, "1", None])
-def test_a_count_that_cannot_be_acknowledges_nothing(clock, count):
-    one = delivery(1, 2, 3)
-    begin(one)
-    fail(one, acknowledged=count)
-    begin(one)
-    assert len(one.batch.tasks) == 3
-
-
-def test_a_report_of_an_earlier_call_is_late(clock):
-    one = delivery(1)
-    begin(one)
-    number = one.number
-    assert one.is_current(number)
-    fail(one)
-    assert not one.is_current(number)
-    begin(one)
-    assert not one.is_current(number)
 
 
 def test_the_age_of_what_is_pending_counts_from_the_first(clock):
@@ -171,17 +104,6 @@ def test_the_age_of_what_is_pending_counts_from_the_first(clock):
     begin(one)
     succeed(one)
     assert one.statistics().oldest_pending_age == 0.0
-
-
-def test_a_resync_sends_everything_due_again(clock):
-    one = delivery(1, 2)
-    begin(one)
-    succeed(one)
-    one.resync_due = True
-    assert finish(one.resync()) == []
-    assert (one.begun, one.view.pending, one.resyncs) == (False, 2, 1)
-    assert not list(one.view.held_blocks())
-    assert {one.hash for one in one.view.held_blocks(every=True)} == {names(1)[0], names(2)[0]}
 
 
 def test_a_slow_repetition_takes_half_of_its_interval_within_bounds():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvactors.flush_notifier.sinks import Sink
-from kvactors.flush_notifier.view import ABOVE_ALL, SHIFT, SinkFilter
+from kvactors.flush_notifier.view import SinkFilter
 from kvactors.settings.sinks import SinkConfig
-from kvactors.types import ALL_TIERS, Tier
+from kvactors.types import Tier
 
 DEVICE, HOST, STORAGE = int(Tier.DEVICE), int(Tier.HOST), int(Tier.STORAGE)
 PER_TIER = SinkFilter(DEVICE | HOST, node=False, at_finish=False)
@@ -36,25 +36,3 @@ def test_a_declaration_made_after_construction_counts():
     sink = Declared("late")
     sink.takes_clear = False
     assert SinkFilter.of(sink).takes_clear is False
-
-
-def test_a_table_keeps_the_tiers_of_the_filter():
-    assert PER_TIER.table() == tuple(tiers & (DEVICE | HOST) for tiers in range(ALL_TIERS + 1))
-
-
-def test_a_node_table_has_one_fact():
-    table = PER_TIER._replace(node=True).table()
-    assert table[DEVICE] == table[HOST] == table[DEVICE | HOST | STORAGE] == DEVICE
-    assert table[STORAGE] == table[0] == 0
-
-
-def test_nothing_is_due_below_a_block_of_which_nothing_is_due():
-    closed = PER_TIER.closed()
-    assert {closed[0 << SHIFT | tiers] for tiers in range(ALL_TIERS + 1)} == {0}
-
-
-def test_device_is_due_only_below_device():
-    closed = PER_TIER.closed()
-    assert closed[HOST << SHIFT | DEVICE | HOST] == HOST
-    assert closed[DEVICE << SHIFT | DEVICE | HOST] == DEVICE | HOST
-    assert closed[ABOVE_ALL << SHIFT | DEVICE] == DEVICE

@@ -60,22 +60,6 @@ def bench(monkeypatch) -> Bench:
     return Bench()
 
 
-def test_an_ask_with_nothing_due_is_answered_at_once(bench):
-    envelope = bench.ask()
-    assert bench.set.take_done() == [envelope]
-    assert len(bench.set.waiters) == 0
-
-
-def test_an_ask_waits_for_every_sink_it_names(bench):
-    bench.announce(1)
-    both, one = bench.ask(), bench.ask(bench.sinks[0])
-    assert bench.set.take_done() == []
-    bench.deliver(bench.sinks[0])
-    assert bench.set.take_done() == [one]
-    bench.deliver(bench.sinks[1])
-    assert bench.set.take_done() == [both]
-
-
 def test_blocks_announced_after_the_ask_are_not_waited_for(bench):
     first, _ = bench.sinks
     bench.announce(1)
@@ -96,15 +80,6 @@ def test_a_block_removed_while_its_call_is_in_flight_is_waited_for(bench):
     bench.end(first)
     assert bench.set.take_done() == [], "the sink has a block that is gone"
     bench.deliver(first)
-    assert bench.set.take_done() == [envelope]
-
-
-def test_a_sink_whose_epoch_has_not_begun_is_waited_for(bench):
-    first, _ = bench.sinks
-    first.begun = False
-    envelope = bench.ask(first)
-    assert bench.set.take_done() == []
-    first.begun = True
     assert bench.set.take_done() == [envelope]
 
 

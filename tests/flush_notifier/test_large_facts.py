@@ -7,7 +7,7 @@ import asyncio
 
 from kvactors.flush_notifier.deliver import STEP_BLOCKS
 from kvactors.flush_notifier.messages import BlocksRemoved, TierCleared
-from kvactors.types import Reason, Residency, Tier, join_hashes
+from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.helpers import Wired, announced, finished, memory, names, path
 
 MANY = 4 * STEP_BLOCKS + 7
@@ -33,20 +33,6 @@ async def test_others_run_between_the_steps():
             await asyncio.sleep(0)
         assert steps - before >= 2
         counting.cancel()
-
-
-async def test_a_later_fact_waits_for_all_steps_of_an_earlier_one():
-    wired = Wired(memory("one"))
-    async with wired.running():
-        await wired.tell(
-            announced(*range(MANY)),
-            BlocksRemoved(join_hashes(names(*range(MANY))[-3:]), Tier.DEVICE, Reason.DEVICE_DROP),
-            TierCleared(Tier.HOST, Reason.CLEAR),
-            announced(*range(MANY), start=MANY - 3, count=1),
-        )
-        await wired.settle()
-        expected = set(names(*range(MANY))) - set(names(*range(MANY))[-2:])
-        assert wired.sinks[0].view()[Tier.DEVICE] == expected
 
 
 async def test_a_clear_goes_over_everything_although_blocks_come_back_right_after():

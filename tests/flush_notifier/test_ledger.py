@@ -50,17 +50,6 @@ def test_request_finish_gives_the_whole_path_from_block_0():
     assert (task.tokens, task.hashes, task.parent, task.epoch) == (*path(1, 2, 3), ROOT, 1)
 
 
-def test_a_finish_covers_only_its_own_path():
-    book = ledger(AT_FINISH)
-    do(book.announce(announced(1, 2, 3)))
-    do(book.announce(finished(1, 2)))
-    (task,) = settle(book)
-    assert task.tokens == path(1, 2)[0]
-    do(book.announce(finished(1, 2, 3)))
-    (task,) = settle(book)
-    assert (task.start_block_idx, task.count, task.parent) == (2, 1, names(1, 2)[-1])
-
-
 def test_losses_are_due_at_once_and_a_gain_on_another_tier_once_finished():
     book = ledger(AT_FINISH)
     do(book.announce(finished(1)))
@@ -86,27 +75,6 @@ def test_eviction_gives_one_task_a_run_with_the_complete_path_and_depth_minus_on
     )
     assert task.tokens == path(1, 2, 3, 4)[0]
     assert (task.hashes, task.parent) == (join_hashes(names(1, 2, 3, 4)[2:]), names(1, 2)[-1])
-
-
-def test_the_path_of_a_block_that_several_requests_made_is_complete():
-    book = ledger()
-    do(book.announce(announced(1, 2)))
-    do(book.announce(announced(1, 2, 3, start=2)))
-    settle(book)
-    do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
-    (task,) = settle(book)
-    assert (task.tokens, task.start_block_idx, task.count) == (path(1, 2, 3)[0], 2, 1)
-
-
-def test_blocks_shared_with_another_request_are_not_reported_gone():
-    book = ledger()
-    do(book.announce(announced(1, 2, 3)))
-    do(book.announce(announced(1, 2, 4, start=2)))
-    settle(book)
-    do(book.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
-    (task,) = settle(book)
-    assert task.hashes == names(1, 2, 3)[2]
-    assert {block.hash for block in book.sinks[0].held_blocks()} == set(names(1, 2, 4))
 
 
 def test_a_branch_point_splits_runs_and_children_go_before_parents():
@@ -139,16 +107,6 @@ def test_runs_split_where_the_reason_changes_and_each_tier_keeps_its_own():
         Reason.DEVICE_EVICTION,
         Reason.CORRUPT,
     ]
-
-
-@pytest.mark.parametrize("n", [500, 1000, 2000, 4000])
-def test_an_evicted_run_costs_bytes_in_proportion_to_its_length(n):
-    book = ledger()
-    do(book.announce(announced(*range(n))))
-    settle(book)
-    do(book.lose(join_hashes(reversed(names(*range(n)))), Tier.DEVICE, Reason.CPU_EVICTION))
-    (task,) = settle(book)
-    assert len(task.tokens) + len(task.hashes) == n * (4 * 2 + 32)
 
 
 # -- views
@@ -267,16 +225,6 @@ def test_many_short_runs_deep_in_the_tree_are_sent_in_several_batches():
 # -- remembered entries
 
 
-def test_a_name_gained_before_its_path_is_known_counts_once_it_is():
-    book = ledger()
-    do(book.gain(path(1)[1], Tier.HOST, Reason.LOAD))
-    do(book.lose(path(1)[1], Tier.STORAGE, Reason.STORAGE_EVICTION))
-    assert book.orphans.tiers == {path(1)[1]: Tier.HOST}
-    do(book.announce(announced(1, 2)))
-    assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 2), (RESIDENT, Tier.HOST, 0, 1)]
-    assert book.orphans.tiers == {}
-
-
 def test_an_orphan_that_goes_is_forgotten():
     book = ledger()
     do(book.gain(join_hashes(names(1, 2)), Tier.HOST, Reason.LOAD))
@@ -296,17 +244,6 @@ def test_a_path_may_name_blocks_of_other_tiers_before_or_after_their_reports(fir
         fact()
         book.check()
     assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 1), (RESIDENT, Tier.HOST, 1, 2)]
-
-
-def test_a_block_on_its_way_from_tier_to_tier_keeps_its_path():
-    book = ledger()
-    do(book.announce(announced(1, 2)))
-    settle(book)
-    do(book.lose(path(1, 2)[1], Tier.DEVICE, Reason.DEVICE_EVICTION))
-    settle(book)
-    do(book.gain(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD))
-    (task,) = settle(book)
-    assert (task.tokens, task.tier) == (path(1, 2)[0], Tier.HOST)
 
 
 def test_entries_are_bounded_by_the_resident_blocks_and_the_limbo():

@@ -191,14 +191,6 @@ def test_an_entry_that_was_held_at_the_end_of_a_path_is_forgotten_in_its_turn():
     assert known(book) == set(names(7))
 
 
-def test_the_blocks_that_became_idle_last_are_remembered():
-    book = ledger(idle_limit=4)
-    for i in range(20):
-        do(book.announce(announced(i)))
-        do(book.lose(names(i)[0], Tier.DEVICE, Reason.DEVICE_DROP))
-    assert known(book) == {names(i)[0] for i in range(16, 20)}
-
-
 @pytest.mark.parametrize("idle_limit", [1, 3])
 def test_a_small_limbo_forgets_only_blocks_on_no_tier(idle_limit):
     book = ledger(*VIEWS, idle_limit=idle_limit)

@@ -15,17 +15,7 @@ from kvactors.flush_notifier.messages import (
     WaitFlushed,
 )
 from kvactors.types import Reason, Residency, Tier, join_hashes
-from tests.flush_notifier.helpers import (
-    BLOCK,
-    ROOT,
-    Wired,
-    announced,
-    faulty,
-    finished,
-    memory,
-    names,
-    path,
-)
+from tests.flush_notifier.helpers import ROOT, Wired, announced, faulty, memory, names, path
 from tests.support.deadline import deadline_after
 
 FAULTS = ("down", "hang", "fail_every", "lose_answers")
@@ -144,32 +134,6 @@ async def test_settle_waits_for_every_sink_and_no_longer_than_its_deadline():
         assert wired.sinks[1].view()[Tier.DEVICE] == set(names(1))
 
 
-async def test_settle_does_not_wait_for_gains_that_are_not_due():
-    sink = memory("one", report_gains_at="request_finish")
-    wired = Wired(sink)
-    async with wired.running():
-        await wired.tell(announced(1, 2))
-        await wired.settle()
-        assert sink.view() == NOTHING
-        assert wired.actor.sinks.divergence({Tier.DEVICE: set(names(1, 2))}) == 0
-        await wired.tell(finished(1, 2))
-        await wired.settle()
-        assert sink.view()[Tier.DEVICE] == set(names(1, 2))
-
-
-async def test_a_cleared_tier_is_sent_as_gone():
-    sink = memory("one")
-    wired = Wired(sink)
-    async with wired.running():
-        await wired.tell(
-            announced(1, 2),
-            BlocksAdded(path(1)[1], Tier.HOST, Reason.OFFLOAD),
-            TierCleared(Tier.DEVICE, Reason.CLEAR),
-        )
-        await wired.settle()
-        assert sink.view() == NOTHING | {Tier.HOST: set(names(1))}
-
-
 async def test_divergence_counts_blocks_with_a_path_and_orphans_those_without():
     wired = Wired(memory("each"), memory("node", granularity="node"))
     async with wired.running():
@@ -262,22 +226,3 @@ async def test_without_sinks_it_keeps_no_books():
         await wired.settle()
         assert not len(wired.actor.ledger.tree)
         assert not wired.actor.ledger.orphans.tiers
-
-
-async def test_a_turn_of_thousands_of_blocks_is_one_task():
-    sink = memory("one")
-    wired = Wired(sink)
-    async with wired.running():
-        await wired.tell(announced(*range(2000)))
-        await wired.settle()
-        await wired.tell(
-            BlocksRemoved(
-                join_hashes(reversed(names(*range(2000)))), Tier.DEVICE, Reason.CPU_EVICTION
-            )
-        )
-        await wired.settle()
-        assert [(task.residency, task.start_block_idx, task.count) for task in sink.tasks] == [
-            (Residency.RESIDENT, 0, 2000),
-            (Residency.GONE, 0, 2000),
-        ]
-        assert len(sink.tasks[-1].tokens) == 2000 * 4 * BLOCK

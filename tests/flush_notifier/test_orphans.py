@@ -17,17 +17,6 @@ def below(parent: bytes) -> HashInputs:
     return parent, b"tokens", b"", PLAIN
 
 
-def test_a_block_on_no_tier_is_forgotten():
-    blocks = Orphans()
-    blocks.gain(b"a", 1)
-    blocks.gain(b"a", 2)
-    blocks.wait(b"a", below(b"p"))
-    blocks.lose(b"a", 1)
-    assert (blocks.tiers, list(blocks.waiting)) == ({b"a": 2}, [b"a"])
-    blocks.lose(b"a", 2)
-    assert (len(blocks.tiers), blocks.waiting) == (0, {})
-
-
 def test_a_cleared_tier_forgets_blocks_of_that_tier_alone():
     blocks = Orphans()
     for key, tiers in ((b"a", 1), (b"b", 3)):
@@ -51,14 +40,6 @@ def test_blocks_become_attachable_when_their_parent_is_added():
         None,
     ]
     assert list(blocks.waiting) == [b"other"]
-
-
-def test_attaching_a_block_returns_its_tiers_and_ends_its_wait():
-    blocks = Orphans()
-    blocks.gain(b"a", 5)
-    blocks.wait(b"a", below(b"p"))
-    assert blocks.take_tiers(b"a") == 5
-    assert (blocks.tiers, blocks.waiting) == ({}, {})
 
 
 def test_the_oldest_block_is_forgotten_beyond_the_limit(monkeypatch: pytest.MonkeyPatch):

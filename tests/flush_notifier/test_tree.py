@@ -23,15 +23,6 @@ def known(tree: LedgerTree) -> set[bytes]:
     return {tree.rows.hash(block) for block in tree.scan()}
 
 
-def test_blocks_are_found_by_hash_in_the_order_they_were_added():
-    tree = LedgerTree(0, 10)
-    top, below = chain(tree, A, B)
-    assert (tree.find(A), tree.find(B), tree.find(C), len(tree)) == (top, below, 0, 2)
-    assert list(tree.scan()) == [top, below]
-    assert (tree.child[top], tree.depth[below]) == (below, 2)
-    assert (tree.parent_hash(top), tree.parent_hash(below)) == (D, A)
-
-
 def test_the_longest_idle_block_is_removed_first():
     tree = LedgerTree(0, 2)
     blocks = [chain(tree, key)[0] for key in (A, B, C)]
@@ -39,17 +30,6 @@ def test_the_longest_idle_block_is_removed_first():
         tree.note_idle(block)
     finish(tree.trim())
     assert known(tree) == {A, C}
-
-
-def test_a_removed_block_takes_idle_ancestors_along():
-    tree = LedgerTree(0, 1)
-    top, middle, leaf = chain(tree, A, B, C)
-    (other,) = chain(tree, D)
-    for block in (leaf, other):
-        tree.note_idle(block)
-    finish(tree.trim())
-    assert known(tree) == {D}
-    assert (tree.depth[top], tree.depth[middle]) == (0, 0)
 
 
 def test_a_block_with_children_a_tier_or_a_pin_stays():

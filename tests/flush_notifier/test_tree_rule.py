@@ -19,7 +19,6 @@ from tests.flush_notifier.helpers import (
     finished,
     ledger,
     names,
-    path,
     refused,
     settle,
     take,
@@ -188,15 +187,6 @@ def test_a_block_that_moves_between_tiers_is_never_nowhere(limit):
     do(book.lose(names(1)[0], DEVICE, Reason.DEVICE_DROP))
     deliver(book, reader, limit)
     assert reader.of(1, 2, 3) == [STORAGE, HOST, HOST]
-
-
-def test_gains_come_before_losses_in_a_batch():
-    book = ledger()
-    do(book.announce(announced(1)))
-    settle(book)
-    do(book.lose(path(1)[1], DEVICE, Reason.DEVICE_EVICTION))
-    do(book.gain(path(1)[1], HOST, Reason.OFFLOAD))
-    assert shape(settle(book)) == [(RESIDENT, HOST, 0, 1), (GONE, DEVICE, 0, 1)]
 
 
 def test_a_removal_takes_the_gain_of_the_same_block_along():
