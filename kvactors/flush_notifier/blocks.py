@@ -51,8 +51,8 @@ class HeldBlock(NamedTuple):
 class LedgerTree:
     """Blocks whose paths are known, and changes of all of them.
 
-    Work on the tree is a generator that yields after every block, and whoever runs it decides how
-    many blocks make a slice. The blocks are also a linked list in the order in which they were
+    Work on the tree is a generator that yields after every block, and its caller decides how many
+    blocks make a slice. The blocks are also a linked list in the order in which they were
     added, so parents before children. Row 0 is both of its ends.
 
     A block is idle when no tier, no sink's view and no delivery has it. Idle blocks are kept for a
