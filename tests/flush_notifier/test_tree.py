@@ -92,3 +92,13 @@ def test_tokens_of_any_size_come_back():
     assert tree.rows.tokens_of(blocks) == b"".join(
         array("I", some[i : i + 3]).tobytes() for i in range(4)
     )
+
+
+def test_a_long_idle_path_is_removed_block_by_block():
+    tree = LedgerTree(0, 1)
+    blocks = chain(tree, *(bytes([i]) * 32 for i in range(100)))
+    (other,) = chain(tree, bytes([200]) * 32)
+    tree.note_idle(blocks[-1])
+    tree.note_idle(other)
+    assert sum(1 for _ in tree.trim()) == 100
+    assert known(tree) == {bytes([200]) * 32}
