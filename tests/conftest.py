@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import re
 import signal
@@ -18,17 +17,15 @@ from kvactors.actor.log import limit
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of the interop tests, unless kvactors' plugin has added it
-    (`kvactors.testing.plugin`), and that of the tests with whole traces."""
+    """The options of the tests with whole traces and of the interop tests."""
     parser.addoption(
         "--traces", metavar="DIR", type=Path, help="request traces (docs/contributing.md)"
     )
-    with contextlib.suppress(ValueError):
-        parser.addoption(
-            "--interop",
-            metavar="DIR",
-            help="environments of the interop tests, made by `python -m tests.interop.setup DIR`",
-        )
+    parser.addoption(
+        "--interop",
+        metavar="DIR",
+        help="environments of the interop tests, made by `python -m tests.interop.setup DIR`",
+    )
 
 
 # The time that an example takes depends on the load of the machine.
@@ -55,11 +52,11 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.addinivalue_line(
         "markers",
-        "interop: runs the real consumers of KV events; needs --interop DIR (docs/contributing.md)",
+        "interop: runs the real consumers of KV events; needs --interop=DIR (docs/contributing.md)",
     )
     config.addinivalue_line(
         "markers",
-        "engines: runs real inference engines; needs --interop DIR (docs/contributing.md)",
+        "engines: runs real inference engines; needs --interop=DIR (docs/contributing.md)",
     )
     config.addinivalue_line(
         "markers", "engines_full: as `engines`, for cases that take too long for every change"

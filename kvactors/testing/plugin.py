@@ -13,7 +13,6 @@ import argparse
 import importlib.util
 import shlex
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -33,9 +32,7 @@ TAIL = 40
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """The two options, and in a clone that of the interop tests: pytest takes the value of an
-    option that only a conftest adds, `--interop DIR`, for a path of tests, and then finds
-    neither."""
+    """The two options."""
     group = parser.getgroup("kvactors", "simulated runs of kvactors")
     group.addoption(
         "--kv-seeds",
@@ -51,12 +48,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="S",
         help="run simulated tests with this seed alone",
     )
-    if Path("tests/interop/pins.toml").is_file():
-        parser.addoption(
-            "--interop",
-            metavar="DIR",
-            help="environments made by `python -m tests.interop.setup DIR`",
-        )
 
 
 def positive(text: str) -> int:

@@ -93,7 +93,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if folder is None:
         pytest.fail(
             f"{marker} tests need the environments of other programs: `pytest -m {marker} "
-            "--interop DIR`, where DIR is made by "
+            "--interop=DIR`, where DIR is made by "
             f"`python -m tests.interop.setup DIR {SUITES[marker].group}`",
             pytrace=False,
         )

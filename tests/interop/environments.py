@@ -101,7 +101,7 @@ class Environments:
             raise InteropError(
                 f"the environment {folder} {state}: run `python -m tests.interop.setup "
                 f"{self.directory} {one.group}` and give "
-                f"pytest `--interop {self.directory}`"
+                f"pytest `--interop={self.directory}`"
             )
         return str(folder / "bin" / program)
 

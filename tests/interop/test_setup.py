@@ -83,7 +83,7 @@ def test_without_environments_a_test_fails_and_is_not_skipped(
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "1 failed" in done.stdout
-    assert "--interop DIR" in done.stdout
+    assert "--interop=DIR" in done.stdout
 
 
 def test_tests_with_other_programs_are_left_out_unless_they_are_asked_for() -> None:
