@@ -50,7 +50,7 @@ def commit_alone(index, message, envelope):
     ("what", "method", "broken"),
     [
         ("waits that pins keep out", (Pins, "withheld"), lambda *_: 0),
-        ("waits that pins keep out", (WaitQueue, "pinned"), lambda _: []),
+        ("waits that pins keep out", (WaitQueue, "check_reach"), lambda _: []),
         (
             "may wait for room is refused",
             (Pins, "withheld"),
