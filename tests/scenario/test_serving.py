@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from kvactors.cache import open_cache
 from kvactors.device.host import HostDevice
+from kvactors.errors import NoRoom
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import (
     ReplayConfig,
@@ -179,6 +180,20 @@ def test_every_request_that_fits_is_served(seed):
         assert len(model.first_token_s) == len(fitting)
         assert model.output_tokens == figures.output_tokens
         assert baseline == "lru" or model.saved_tokens == 0
+
+
+def test_a_request_whose_failed_load_finds_no_blocks_is_admitted_again(monkeypatch):
+    begin, refused = Engine.begin, []
+
+    async def no_blocks_at_first(self, *arguments, **options):
+        if not refused:
+            refused.append(True)
+            raise NoRoom(1, 0)
+        await begin(self, *arguments, **options)
+
+    monkeypatch.setattr(Engine, "begin", no_blocks_at_first)
+    _, totals, statistics = serve([request(0, 3, 1, 2)])
+    assert (totals.finished, totals.rejected, statistics.prefix.abandoned) == (1, 0, 1)
 
 
 def test_the_same_seed_has_the_same_figures():
