@@ -11,6 +11,7 @@ import pytest
 import kvactors
 from kvactors.actor import Control, State
 from kvactors.actor.supervisor import SWITCHED_OFF
+from kvactors.testing import Sim
 from kvactors.testing.loop import simulate
 from kvactors.types import Tier
 from tests.support.cache import opened, prompt, serve, settings
@@ -247,3 +248,25 @@ def test_a_request_in_flight_is_given_the_root_cause(restarts):
     else:
         with pytest.raises(kvactors.CacheFailed):
             simulate(main)
+
+
+def test_a_copy_that_hangs_is_a_miss_with_default_deadlines():
+    """The lease's next calls are beyond the time at which a late load is given up."""
+    sim = Sim(1)
+
+    async def main():
+        async with sim.open(device={"num_blocks": 8}, storage={"backend": "none"}) as cache:
+            async with await cache.acquire("r", [1] * 48) as lease:
+                await lease.wait_ready()
+                await lease.commit(48)
+            async with await cache.acquire("moves them to the host", [2] * 64):
+                pass
+            await cache.wait_idle()
+            sim.faults.copies.gate.close()
+            async with await cache.acquire("again", [1] * 17) as lease:
+                assert lease.pending
+                await lease.wait_ready()
+                assert lease.cached_tokens == 0
+            sim.faults.copies.gate.open()
+
+    sim.run(main)
