@@ -7,6 +7,8 @@ import asyncio
 import shutil
 from contextlib import asynccontextmanager
 
+from msgspec.structs import replace
+
 import kvactors
 from kvactors.data_plane.ranks.plane import proved
 from kvactors.data_plane.ranks.worker import serve_rank
@@ -158,4 +160,4 @@ async def test_paths_of_a_rank_that_are_not_proved_are_left_out(tmp_path, monkey
 
 def forged(fields, key):
     found = lineage_in(fields, key)
-    return found and found._replace(tokens=bytes(4 * BLOCK))
+    return found and replace(found, tokens=bytes(4 * BLOCK))

@@ -251,7 +251,7 @@ async def test_names_removed_between_two_pages_are_not_reported(monkeypatch):
 
 @pytest.mark.parametrize("at_rest", [True, False])
 async def test_a_flush_waits_for_every_page_of_the_report_at_the_start(monkeypatch, at_rest):
-    monkeypatch.setattr(reports_module, "REPORT_PAGE", 3)
+    monkeypatch.setattr(reports_module, "REPORT_PAGE", 1)
     store = Filled(100)
     async with kvactors.open(config(actors={"channel_bound": 1}), backend=store) as cache:
         await cache.wait_flushed(at_rest=at_rest)
