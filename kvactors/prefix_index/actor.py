@@ -170,7 +170,7 @@ class PrefixIndex(Actor):
                 fetch = min(limit, self.settings.fetchable(path, message.stored))
             if needed:
                 # Every cached block is on the device, and others are free, or are evicted at once.
-                free = pool.free - index.reserved - queue.free_low
+                free = pool.free - index.reserved
                 evict = free < needed <= index.turn_blocks and not queue.free_low
                 evict = evict and self.evictions.at_once
                 root = self.announcements.latest

@@ -89,7 +89,7 @@ class SlotMoves:
         self._missing: dict[bytes, float] = {}  # absent or unreadable keys, and until when
         # keys of a store that does not list its objects: to be asked about, asked about and when
         self._unasked: dict[bytes, None] = {}
-        self._asked: dict[bytes, float] = {}
+        self._asked: set[bytes] = set()
         self._policy = policy
         self._min_hits = settings.min_hits
         self._ahead = -(-tier.capacity // AHEAD)
@@ -138,13 +138,9 @@ class SlotMoves:
         """Where a key is that a store without a list of its objects may have."""
         if self.is_taken(key) or not self._works(key):
             return MISS
-        now = self.storage.clock()
-        asked = self._asked.get(key)
         if key in self._unasked:  # the engine asks again, and has not ended its step
             self._submit_queries()
-        elif asked is not None:
-            return PENDING if now - asked < self.storage.timeout + 1.0 else MISS
-        else:
+        elif key not in self._asked:
             self._unasked[key] = None
         return PENDING
 
@@ -409,7 +405,7 @@ class SlotMoves:
     def _submit_queries(self) -> None:
         keys = list(self._unasked)
         self._unasked.clear()
-        self._asked.update(dict.fromkeys(keys, self.storage.clock()))
+        self._asked.update(keys)
         for start in range(0, len(keys), QUERY):
             self._begin(self.storage.submit_lookup, [], keys[start : start + QUERY])
 
@@ -459,7 +455,7 @@ class SlotMoves:
             blocks = self._jobs.pop(result.job, [])  # none: the job of another caller
             if result.kind == "lookup":
                 for key in result.keys:
-                    self._asked.pop(key, None)
+                    self._asked.discard(key)
                 self._note_misses(result, ABSENT)
             elif result.kind == "store":
                 self._saved(result, blocks)
