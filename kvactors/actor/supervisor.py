@@ -409,8 +409,8 @@ class Supervisor:
             log.error(
                 "actor failed", actor=spec.ref.name, error=described(error), where=frames(error)
             )
+            spec.ref.failure_pending = True  # first: other threads read both
             spec.ref.incarnation += 1  # messages to the failed incarnation are stale from here on
-            spec.ref.failure_pending = True
             raise
 
     def _fail_queues(self, group: Group, cause: BaseException) -> None:

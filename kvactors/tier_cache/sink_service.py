@@ -37,7 +37,7 @@ class SinkService:
         self._notifier: ActorRef[Report] = self._supervisor.make_ref(FlushNotifier, BOUND)
         self._stated = 0  # the incarnation that has the whole state
         self._pump: asyncio.Task[None] | None = None
-        feed.incarnation = lambda: self._notifier.incarnation
+        feed.incarnation = self._running_incarnation
 
     async def open(self) -> None:
         spec = ActorSpec(
@@ -72,6 +72,11 @@ class SinkService:
     @property
     def actor(self) -> Any:
         return self._supervisor.actor(FlushNotifier.ROLE)
+
+    def _running_incarnation(self) -> int:
+        """The incarnation of FlushNotifier that takes messages. After a failure the channel is
+        emptied first: a state that was sent before that is lost."""
+        return self._notifier.incarnation - self._notifier.failure_pending
 
     # -- messages
 
