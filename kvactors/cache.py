@@ -1042,7 +1042,7 @@ def open_cache(
         inline_copies: copy in the loop's thread, for loops of virtual time.
         clock: seconds that the ages of blocks are measured in, for a replay of past requests. A pin
             with a time to live ends when that is over on the loop's clock as well. Time stands
-            still while a reading raises or is no finite number. None: the loop's clock.
+            still while a reading raises or is not finite. None: the loop's clock.
 
     Returns:
         A context manager. The cache is open inside its block.
@@ -1124,7 +1124,7 @@ class SafeClock:
     and the first such reading is logged: ages stand still, and requests are served.
 
     Raises:
-        TypeError: it is no function, or its first reading is no number.
+        TypeError: it is not callable, or its first reading is not a number.
         ValueError: the first reading is not finite.
     """
 

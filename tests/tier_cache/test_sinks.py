@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from kvactors import ConfigError, Tier, TierCache
+from kvactors.actor import ActorRef
 from kvactors.flush_notifier.deliver import SinkSet
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import FlushTask
@@ -220,6 +221,33 @@ def test_what_sinks_are_sent_is_a_tree_and_exact(monkeypatch, num_slots, capacit
     assert on[Tier.HOST] == {block_name(key) for key in cache._tier.iter_hashes()}
     assert sink.torn == []
     cache.check()
+    cache.shutdown()
+
+
+def test_no_state_goes_into_the_channel_of_a_failed_notifier_before_it_is_emptied(monkeypatch):
+    """The owner may flush at any moment, and what it sends before that moment is dropped."""
+    whole, purge, left, offered = Ledger.apply, ActorRef.purge, [1], []
+
+    def failing(self, fact):
+        if left:
+            left.pop()
+            raise RuntimeError("a planted fault of the ledger")
+        return whole(self, fact)
+
+    def recording(ref, error):
+        offered.append(cache._feed.incarnation())
+        purge(ref, error)
+
+    monkeypatch.setattr(Ledger, "apply", failing)
+    monkeypatch.setattr(ActorRef, "purge", recording)
+    sink = TreeSink()
+    cache = open_with(sink)
+    describe(cache, 0)
+    store(cache, [TREE[0]], [None])
+    flushed(cache)
+    assert offered == [0]
+    assert cache._feed.incarnation() == 1
+    assert sink.view()[Tier.HOST] == {block_name(TREE[0])}
     cache.shutdown()
 
 
