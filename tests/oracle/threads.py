@@ -45,7 +45,7 @@ def _serve(world: World, client: Client, ticket: object) -> None:
         client.name, buffer_of(rng, prompt.tokens), deadline=5.0, **prompt.scope
     ) as lease:
         row = Row(lease, prompt, ticket)
-        world.granted(row)
+        world.scoped(row)
         lease.wait_ready(deadline=5.0)
         cached = lease.cached_tokens // size
         check(row, cached, hits=True)

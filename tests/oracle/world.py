@@ -107,9 +107,14 @@ class World(Ground):
     def granted(self, row: Row) -> None:
         """The weights are those of the admission, in the step in which the grant arrives."""
         ticket: Ticket = row.ticket
+        self.scoped(row)
         ticket.until = max(ticket.until, self.history.settled)  # also of a request in several turns
+
+    def scoped(self, row: Row) -> None:
+        """A request was granted its lease, by weights that do not change. A grant may arrive in a
+        thread long after it was given."""
         prompt = row.prompt
-        ticket.scope = Scope(MODEL, self.cache.namespace, prompt.lora, prompt.salt)
+        row.ticket.scope = Scope(MODEL, self.cache.namespace, prompt.lora, prompt.salt)
 
     def over(self, ticket: Ticket) -> None:
         self.history.end(ticket.number)
