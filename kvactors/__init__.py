@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from kvactors.lookup import FreeBlocks, PromptHits
     from kvactors.observe.health import Health
     from kvactors.observe.statistics import CacheStatistics
-    from kvactors.scenario.recording import record
     from kvactors.settings import Config
     from kvactors.tier_cache import TierCache, TierConfig, open_tiers
     from kvactors.types import Reason, Residency, Tier, Tokens
@@ -96,7 +95,6 @@ __all__ = [
     "WrongThread",
     "open",
     "open_tiers",
-    "record",
     "serve_rank",
 ]
 
@@ -117,7 +115,6 @@ NAMES = {
     "lookup": "FreeBlocks PromptHits",
     "observe.health": "Health",
     "observe.statistics": "CacheStatistics",
-    "scenario.recording": "record",
     "tier_cache": "TierCache TierConfig open_tiers",
     "types": "Reason Residency Tier Tokens",
 }

@@ -223,7 +223,6 @@ class System:
         self.asleep = 0  # the level of the sleep
         self.opened_at = 0.0  # Unix time
         self.last_status = "ok"  # the last logged health status
-        self.recordings: list[Any] = []  # open ones of `kvactors.record`
         # loop time at which each condition (component and reason) of the last `health` call began
         self.troubles: dict[tuple[str, str], float] = {}
         # Requests read it twice: not through a look-up of the running loop.

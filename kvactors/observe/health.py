@@ -103,9 +103,6 @@ def _troubles(system: System) -> Iterator[Trouble]:
         yield "copies", system.plane.trouble, None
     if system.arena.trouble:
         yield "host memory", system.arena.trouble, None
-    for recording in system.recordings:
-        if recording.error:
-            yield "trace recording", f"ended: {recording.error}. Record again", None
 
 
 def _actors(system: System) -> Iterator[Trouble]:

@@ -1,4 +1,4 @@
-"""The page about recording: its program runs, its commands run, and its figures are theirs."""
+"""The page about a trace of your traffic: its commands run, and its figures are theirs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ import sys
 
 import pytest
 
-from tests.docs.pages import HOW_TO, blocks_of, output_of
+from tests.docs.pages import HOW_TO, blocks_of
 
 PAGE = HOW_TO / "is_it_worth_it.md"
-
-
-def test_the_program_runs_and_prints_its_output(tmp_path):
-    [program] = blocks_of(PAGE)
-    assert blocks_of(PAGE, "text") == [output_of(program, tmp_path)]
 
 
 def test_the_commands_run_and_the_figures_are_theirs(tmp_path):

@@ -14,7 +14,7 @@ from kvactors.errors import ConfigError
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import ReplayConfig, cache_config, replay
 from kvactors.scenario.report import MAX_ERRORS, Totals
-from kvactors.settings import DeviceConfig
+from kvactors.settings import CacheConfig, DeviceConfig
 
 SHIPPED = sorted((Path(__file__).parents[2] / "scenarios" / "replay").glob("*.toml"))
 
@@ -57,6 +57,17 @@ async def test_sequential_counts_every_block_looked_up(tmp_path):
     assert (report.verified_blocks, report.corrupt_blocks_served, report.errors) == (1, 0, [])
     assert report.flush["delivered"] == report.flush["resident"] + report.flush["gone"] > 0
     assert report.name == "t.jsonl"
+
+
+async def test_a_prompt_that_ends_in_a_block_is_cached_as_a_whole(tmp_path):
+    """With `recompute_last_token` a prompt of whole blocks computes its last one again."""
+    path = tmp_path / "t.jsonl"
+    line = {"timestamp": 0, "output_length": 1, "hash_ids": [1, 2]}
+    settings = msgspec.structs.replace(config(), cache=CacheConfig(block_size=4))
+    for tokens, hits in ((8, 1), (9, 2)):
+        path.write_text(f"{json.dumps(line | {'input_length': tokens})}\n" * 2)
+        report = await replay(path, settings)
+        assert report.hit_rate["total"] == hits / 4
 
 
 def cycle(rounds):
