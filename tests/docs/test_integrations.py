@@ -65,13 +65,6 @@ def test_the_manager_is_put_in_the_place_of_fastdeploys(tmp_path):
     assert "second: 192 of 200 tokens are cached" in output
 
 
-def test_the_metrics_are_exposed_as_shown(tmp_path):
-    shown, end = FASTDEPLOY["requests.py"].replace("manager.close()\n", ""), "manager.close()\n"
-    program = FASTDEPLOY["metrics.py"] + shown + "print(exposed(manager))\n" + end
-    output = output_of(program, tmp_path, {"PATH": ""})
-    assert "fastdeploy:hit_req_rate 0.5" in output
-
-
 @pytest.mark.parametrize("only_flush", [False, True])
 async def test_attention_store_opens_as_store_and_as_index(monkeypatch, only_flush):
     if only_flush:

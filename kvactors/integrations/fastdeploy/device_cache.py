@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from kvactors.actor.log import get_logger
@@ -21,7 +22,7 @@ from kvactors.storage.device_store import DeviceStore
 from kvactors.tier_cache.copies import LoopThread
 from kvactors.tier_cache.paths import DescribedPath, SinkFeed
 from kvactors.tier_cache.sink_service import SinkService
-from kvactors.types import HASH_BYTES, Reason, Tier
+from kvactors.types import Reason, Tier, split_hashes
 
 log = get_logger()
 
@@ -49,7 +50,7 @@ class IndexReports:
         """The last `count` blocks of a request are on the device."""
         path, start, stop = record.path, record.num_cached - count, record.num_cached
         self._announce(record, start, Reason.COMMIT)  # before they are described: not finished yet
-        keys = names_of(path.hashes(start, stop))
+        keys = split_hashes(path.hashes(start, stop))
         self.feed.describe(
             DescribedPath(
                 keys,
@@ -84,12 +85,7 @@ class IndexReports:
         )
 
     def removed(self, hashes: bytes, reason: Reason) -> None:
-        self.feed.record(Tier.DEVICE, False, names_of(hashes), reason)
-
-
-def names_of(hashes: bytes) -> list[bytes]:
-    """Block hashes that were one after another."""
-    return [hashes[i : i + HASH_BYTES] for i in range(0, len(hashes), HASH_BYTES)]
+        self.feed.record(Tier.DEVICE, False, split_hashes(hashes), reason)
 
 
 MARGIN = 5.0  # of a call beyond its limit: it ends itself before
@@ -119,7 +115,7 @@ class DirectStorage:
         self.thread = LoopThread([self])
         self._stores = stores
         self._timeout_s = timeout_s
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls: set[asyncio.Task[int]] = set()
         self._late: list[Future[int]] = []
 
     # -- on the event loop
@@ -133,26 +129,26 @@ class DirectStorage:
             raise
 
     def _begin(self, move: Move, answer: Future[int]) -> None:
-        task = asyncio.ensure_future(self._move(move, answer))
+        task = asyncio.ensure_future(self._move(move))
         self._calls.add(task)
-        task.add_done_callback(lambda _: self._ended(task, answer))
+        task.add_done_callback(partial(self._ended, answer))
 
-    def _ended(self, task: asyncio.Task[None], answer: Future[int]) -> None:
+    async def _move(self, move: Move) -> int:
+        moved = await asyncio.gather(*map(move, self._stores), return_exceptions=True)
+        for one in moved:
+            if isinstance(one, BaseException):
+                raise one
+        return min(one for one in moved if isinstance(one, int))
+
+    def _ended(self, answer: Future[int], task: asyncio.Task[int]) -> None:
         self._calls.discard(task)
-        if not answer.done():  # cancelled, before its first step too
+        if task.cancelled():  # before its first step too
             answer.set_exception(CacheClosed("AttentionStore is closed"))
-
-    async def _move(self, move: Move, answer: Future[int]) -> None:
-        try:
-            moved = await asyncio.gather(*map(move, self._stores), return_exceptions=True)
-            for one in moved:
-                if isinstance(one, BaseException):
-                    raise one
-            answer.set_result(min(one for one in moved if isinstance(one, int)))
-        except KVActorsError as error:
-            answer.set_exception(error)
-        except Exception as error:
-            answer.set_exception(StoreError(f"AttentionStore: {error!r}"))
+        elif error := task.exception():
+            known = isinstance(error, KVActorsError)
+            answer.set_exception(error if known else StoreError(f"AttentionStore: {error!r}"))
+        else:
+            answer.set_result(task.result())
 
     async def close(self, limit: float) -> None:
         if self._calls:
@@ -337,7 +333,7 @@ class DeviceCache:
 
     def _load(self, lower: LowerTiers, record: RequestRecord, found: PrefixMatch) -> None:
         lower.enter()
-        hashes = names_of(record.path.hashes(0, record.path.num_full_blocks))
+        hashes = split_hashes(record.path.hashes(0, record.path.num_full_blocks))
         try:
             while left := hashes[record.num_cached :]:
                 if not self._load_some(lower, record, left, found):
@@ -368,11 +364,13 @@ class DeviceCache:
             lower.tiers.complete_load(keys)
             raise
         try:
-            loaded = lower.load(keys, slots, blocks)
+            error = lower.copies.load(blocks, slots)
+            lower.tiers.complete_load(keys)
         except BaseException:
             self.blocks.lost.update(blocks)
             raise
-        if not loaded:
+        if error:
+            log.error("blocks not loaded from host memory", blocks=count, error=error)
             self.blocks.push(blocks)
             return False
         seconds = time.monotonic() - begun
@@ -443,7 +441,7 @@ class DeviceCache:
         try:
             if lower is not None:
                 lower.enter()
-                lower.keep(names_of(hashes), names_of(parents), blocks)
+                lower.keep(split_hashes(hashes), split_hashes(parents), blocks)
         except BaseException:
             self.blocks.lost.update(self.tree.finish_offload(nodes, none_on_host)[0])
             raise

@@ -91,10 +91,6 @@ class EngineSignals:
     def status(self, value: int) -> None:
         self.named["prefix_tree_status_signal"].value[0] = value
 
-    def interrupted(self) -> bool:
-        """Whether the engine waits for a reset: a match then waits no longer for storage."""
-        return self.status != NORMAL
-
     def close(self) -> None:
         for one in self.named.values():
             if one.created:

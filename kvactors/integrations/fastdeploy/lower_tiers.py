@@ -244,15 +244,6 @@ class LowerTiers:
             waited = True
             self.tiers.end_step()  # begins fetches, and pauses
 
-    def load(self, hashes: Sequence[bytes], slots: Sequence[int], blocks: Sequence[int]) -> bool:
-        """Copy pinned blocks to device blocks, and unpin them. Returns whether all bytes have
-        arrived. DeviceError if the copy does not end: the blocks must not be used any more."""
-        error = self.copies.load(blocks, slots)
-        if error:
-            log.error("blocks not loaded from host memory", blocks=len(blocks), error=error)
-        self.tiers.complete_load(hashes)
-        return not error
-
     def close(self) -> None:
         self.tiers.shutdown()
         self.copies.close()
@@ -287,8 +278,8 @@ def tensors_by_rank(named: Mapping[str, Any]) -> list[RankTensors]:
             value_cache_scales and indexer_caches.
 
     Raises:
-        LayoutError: a name has another form, two names mean one tensor, the ranks are not 0, 1, ..
-            or have different tensors.
+        LayoutError: a name has another form, two names mean one tensor, or the ranks are not
+            0, 1, ..
     """
     if not isinstance(named, Mapping):
         raise LayoutError(
@@ -311,12 +302,6 @@ def tensors_by_rank(named: Mapping[str, Any]) -> list[RankTensors]:
         raise LayoutError("there are no cache tensors")
     if sorted(ranks) != list(range(len(ranks))):
         raise LayoutError(f"cache tensors of ranks {sorted(ranks)}: they must be 0, 1, ..")
-    for rank, tensors in ranks.items():
-        if set(tensors) != set(ranks[0]):
-            odd = min(set(tensors) ^ set(ranks[0]))
-            raise LayoutError(
-                f"ranks 0 and {rank} have different tensors: layer {odd[0]}, {odd[1]}"
-            )
     return [ranks[rank] for rank in range(len(ranks))]
 
 
@@ -387,7 +372,7 @@ class EngineTensors(NamedTuple):
             CacheKvsLayout(settings.block_size, tensors, settings.draft_layers) for tensors in ranks
         ]
         if len({layout.fingerprint for layout in layouts}) > 1:
-            raise LayoutError("the ranks have tensors of different shapes")
+            raise LayoutError("the ranks have different tensors, or tensors of different shapes")
         ordered = [layouts[0].ordered(tensors) for tensors in ranks]
         rows = [rows_of(tensor).rows for tensors in ordered for tensor in tensors]
         return cls(ordered, layouts[0], min(rows))
@@ -440,7 +425,6 @@ def open_lower_tiers(
                 "tokens_per_block": settings.block_size,
                 "tp_size": settings.ranks,
             },
-            policy=options.eviction_policy,
             storage=storage,
             events=("host", "storage") if settings.config.flush.sinks else (),
         )

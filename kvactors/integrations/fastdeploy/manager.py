@@ -7,7 +7,6 @@ that scheduler (tests/integrations/fastdeploy).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from kvactors.integrations.fastdeploy.device_cache import (
     DirectStorage,
     IndexReports,
     PrefixMatch,
-    names_of,
 )
 from kvactors.integrations.fastdeploy.engine_signals import (
     CLEARED,
@@ -34,10 +32,9 @@ from kvactors.integrations.fastdeploy.engine_signals import (
     EngineSignals,
 )
 from kvactors.integrations.fastdeploy.lower_tiers import EngineTensors, open_lower_tiers
-from kvactors.integrations.fastdeploy.metrics import GAUGES, HitRates, ManagerStatistics
+from kvactors.integrations.fastdeploy.metrics import HitRates, ManagerStatistics
 from kvactors.integrations.fastdeploy.requests import (
     RequestRecord,
-    at_least,
     name_of,
     required_blocks,
     rounded_up,
@@ -52,11 +49,9 @@ from kvactors.integrations.fastdeploy.settings import (
     fields_of,
     read_settings,
 )
+from kvactors.types import HASH_BYTES, split_hashes
 
 log = get_logger()
-
-NO_TENSORS = b"kvactors.fastdeploy.v1"
-"""The layout's fingerprint, with the block size, of a manager that has no tensors."""
 
 
 class PrefixCacheManager:
@@ -95,17 +90,12 @@ class PrefixCacheManager:
         gauges: Any = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        role, replica = splitwise_role, local_data_parallel_id
-        settings = read_settings(config, tensor_parallel_size, role, replica, options, environ)
-        self.settings = settings
-        self.config, self.cache_config = config, config.cache_config
-        self.tensor_parallel_size = tensor_parallel_size
-        self.splitwise_role, self.enable_splitwise, self.local_data_parallel_id = role, 0, replica
+        self.settings = settings = read_settings(
+            config, tensor_parallel_size, splitwise_role, local_data_parallel_id, options, environ
+        )
         self.num_gpu_blocks = settings.cache.total_block_num
         check_blocks(settings, self.num_gpu_blocks)
         self.num_cpu_blocks = settings.cache.num_cpu_blocks
-        self.kvcache_storage_backend = self.cache_config.kvcache_storage_backend
-        self.write_policy = "write_through"
         self.metrics = HitRates()
         self.signals: EngineSignals | None = None
         vars(self).update(dict.fromkeys(SIGNALS), cache_task_queue=None)
@@ -114,7 +104,7 @@ class PrefixCacheManager:
         self._turn_s = settings.options.fetch_wait_s + 2 * storage.timeout_s + services_s
         self._next_turn: SimpleQueue[None] = SimpleQueue()
         self._next_turn.put(None)
-        self._gauges = {} if gauges is None else {name: getattr(gauges, name) for name in GAUGES}
+        self._gauges = gauges
         self._cache = DeviceCache(self.num_gpu_blocks, settings.block_size)
         self._named = tensors
         self._stream = stream
@@ -140,10 +130,9 @@ class PrefixCacheManager:
             self._next_turn.put(None)
 
     def _changed(self) -> None:
-        if self._gauges:
-            values = self.statistics().metrics()
-            for name, gauge in self._gauges.items():
-                gauge.set(values[name])
+        if self._gauges is not None:
+            for name, value in self.statistics().gauges().items():
+                getattr(self._gauges, name).set(value)
         if self._cache.reports is not None:
             self._cache.reports.feed.flush()
 
@@ -195,15 +184,6 @@ class PrefixCacheManager:
             self._cache.evict(count)
 
     get_required_block_num = staticmethod(required_blocks)
-
-    def get_prefill_threshold(self, num_new_blocks: int, num_running: int) -> int:
-        """Blocks to be free before a scheduler admits a chunk: the chunk's, those reserved for the
-        output of each running request, and one for drafts. At most all blocks."""
-        settings = self.settings
-        fresh = at_least(0, "num_new_blocks", num_new_blocks)
-        running = at_least(0, "num_running", num_running)
-        needed = fresh + running * settings.reserve_blocks + settings.drafts
-        return min(needed, max(fresh, self.num_gpu_blocks))
 
     # -- requests
 
@@ -312,7 +292,7 @@ class PrefixCacheManager:
     def _save(self, record: RequestRecord) -> None:
         lower, direct, blocks = self._cache.lower, self._cache.direct, record.blocks
         if lower is not None and lower.writes is not None and blocks:
-            keys = names_of(record.path.hashes(0, len(blocks)))
+            keys = split_hashes(record.path.hashes(0, len(blocks)))
             lower.writes.write(keys, blocks, lambda: self._cache.holds(record))
         if direct is not None and blocks and not record.has_media:
             direct.save(record.path.tokens(0, len(blocks)), 0, blocks)
@@ -366,7 +346,8 @@ class PrefixCacheManager:
         signals.opened(swap_space=self.num_cpu_blocks > 0)
         self.signals = signals
         vars(self).update(signals.named)
-        self._cache.interrupted = signals.interrupted
+        # the engine waits for a reset: a match then waits no longer for storage
+        self._cache.interrupted = lambda: signals.status != NORMAL
         return []
 
     def attach(self) -> None:
@@ -374,8 +355,6 @@ class PrefixCacheManager:
         `launch_cache_manager` without signals, and with its errors."""
         with self._turn():
             self._open_tiers()
-            if self._cache.lower is not None:
-                self.num_cpu_blocks = self._cache.lower.slots
 
     def update_cache_config(self, cache_config: Any) -> None:
         with self._turn():
@@ -383,7 +362,7 @@ class PrefixCacheManager:
             check_blocks(self.settings, total)
             self._check_tensors(total)
             self._cache.resize(total)
-            self.cache_config, self.num_gpu_blocks = cache_config, total
+            self.num_gpu_blocks = total
 
     def reset(self, wait_for_tasks_done: bool = False) -> None:
         """Forget every block of device and host, and every request. Blocks that are written to
@@ -442,10 +421,9 @@ class PrefixCacheManager:
 
     @property
     def _fingerprint(self) -> bytes:
-        if self._tensors is not None:
-            return self._tensors.layout.fingerprint
-        text = NO_TENSORS + self.settings.block_size.to_bytes(4, "little")
-        return hashlib.sha256(text).digest()
+        if self._tensors is None:  # no block leaves the process
+            return bytes(HASH_BYTES)
+        return self._tensors.layout.fingerprint
 
     def _open_tiers(self) -> None:
         settings, cache = self.settings, self._cache
@@ -467,9 +445,10 @@ class PrefixCacheManager:
             )
         self._tensors = EngineTensors.read(named, settings)
         try:
-            cache.lower = open_lower_tiers(settings, self._tensors, stream=self._stream)
+            lower = cache.lower = open_lower_tiers(settings, self._tensors, stream=self._stream)
             self._check_tensors(self.num_gpu_blocks)
             self._open_services()
+            self.num_cpu_blocks = 0 if lower is None else lower.slots
         except BaseException:
             self._close_tiers()
             raise

@@ -35,8 +35,7 @@ def whole(name: str, value: Any) -> int:
 
 def at_least(least: int, name: str, value: Any) -> int:
     """An integer that is not less than `least`."""
-    found = whole(name, value)
-    if found < least:
+    if (found := whole(name, value)) < least:
         raise ValueError(f"{name} must be at least {least}, not {found}")
     return found
 

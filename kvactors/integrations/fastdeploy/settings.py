@@ -85,8 +85,6 @@ MUST_BE = {
 }
 """Variables that may have one value only, and why."""
 
-RESERVE = "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL"
-
 OWN_STORAGE = ("backend", "write_policy", "rank", "ranks")  # are FastDeploy's
 
 
@@ -99,7 +97,6 @@ class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             FastDeploy's.
         attention_store: the table `[attention_store]`, for values that no variable sets.
         sinks: indexes to inform, as tables of `flush.sinks`.
-        eviction_policy: order of eviction from host memory.
         numa_node: the NUMA node that the host memory comes from, None for the system's choice.
         staging_slots: host slots that blocks of finished requests pass on their way to storage.
         fetch_wait_s: seconds that a match waits for storage. Blocks that arrive later are misses.
@@ -111,7 +108,6 @@ class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     storage: TierStorage = TierStorage()
     attention_store: Mapping[str, Any] = {}
     sinks: tuple[Mapping[str, Any], ...] = ()
-    eviction_policy: Literal["lru"] = "lru"
     numa_node: DeviceNumber | None = None
     staging_slots: Count = 32
     fetch_wait_s: Seconds = 30.0
@@ -133,7 +129,6 @@ class CacheFields(msgspec.Struct, frozen=True, kw_only=True):
     swap_space: Annotated[float, msgspec.Meta(ge=0, le=1 << 20)] = 0.0
     kvcache_storage_backend: Literal["none", "file", "mooncake", "attention_store"] = "none"
     write_policy: Literal["write_through"] = "write_through"
-    enc_dec_block_num: Number | None = None
 
 
 class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,8 +170,6 @@ class ManagerSettings(NamedTuple):
     Attributes:
         storage: of the tier below the host, without a back end for AttentionStore.
         draft_layers: layers of drafts (MTP) after the main layers.
-        decode_blocks: blocks that a request needs beyond its prompt at least.
-        reserve_blocks: blocks that a scheduler keeps for each running request.
         most_blocks: blocks of the longest request, None if no length is configured.
         config: the same as a kvactors config, for sinks and for AttentionStore.
     """
@@ -185,9 +178,6 @@ class ManagerSettings(NamedTuple):
     storage: TierStorage
     ranks: int
     draft_layers: int
-    drafts: bool
-    decode_blocks: int
-    reserve_blocks: int
     most_blocks: int | None
     model_path: Path
     config: Config
@@ -273,16 +263,12 @@ def read_settings(
     model_path = Path(str(model.model))
     resolved = _resolved(backend, model_path, splitwise_role, replica, options, environ)
     resolved = replace(resolved, layout=replace(resolved.layout, tensor_parallel=ranks))
-    decode = cache.enc_dec_block_num
     longest = model.max_model_len
     settings = ManagerSettings(
         cache=cache,
         storage=_storage(resolved, backend, options, (replica, max(replicas, replica + 1))),
         ranks=ranks,
         draft_layers=0 if drafts.method is None else drafts.num_extra_cache_layer,
-        drafts=drafts.method is not None,
-        decode_blocks=_blocks(environ, "FD_ENC_DEC_BLOCK_NUM", 2) if decode is None else decode,
-        reserve_blocks=_blocks(environ, RESERVE, 16),
         most_blocks=None if longest is None else -(-longest // cache.block_size),
         model_path=model_path,
         config=resolved,
@@ -320,12 +306,10 @@ def check_uses(settings: ManagerSettings) -> None:
 
 def check_blocks(settings: ManagerSettings, num_blocks: int) -> None:
     """Check the number of device blocks. 0: they are not counted yet."""
-    if not num_blocks or settings.most_blocks is None:
-        return
-    if num_blocks < settings.most_blocks + settings.decode_blocks:
+    if 0 < num_blocks < (settings.most_blocks or 0):
         raise ConfigError(
             f"total_block_num is {num_blocks}, and a request of max_model_len needs "
-            f"{settings.most_blocks} blocks and {settings.decode_blocks} to decode"
+            f"{settings.most_blocks} blocks"
         )
 
 
@@ -387,11 +371,3 @@ def _storage(
         rank=rank,
         ranks=ranks,
     )
-
-
-def _blocks(environ: Mapping[str, str], name: str, default: int) -> int:
-    """The number of blocks of a variable."""
-    text = environ.get(name, "").strip() or str(default)
-    if not re.fullmatch("[0-9]{1,9}", text):
-        raise ConfigError(f"{name} must be a number of blocks, not {text!r}")
-    return int(text)

@@ -28,7 +28,6 @@ def make_config(
         "write_policy": "write_through",
         "enable_prefix_caching": True,
         "enable_output_caching": True,
-        "enc_dec_block_num": 0,
         **cache,
     }
     method = None if drafts is None else "mtp"

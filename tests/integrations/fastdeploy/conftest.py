@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -21,8 +22,6 @@ from tests.support import attentionstore_sdk as stand_in
 from tests.support.cuda import PointerTensor, opened_gpu
 from tests.tier_cache.faulty_stores import Faults, FaultyMemory
 from tests.tier_cache.stores import SharedStore
-
-RESERVE = "FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL"
 
 
 class Engine:
@@ -88,8 +87,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         yield found
 
 
-def memory_of_gpu(gpu: Any, blocks: int) -> ModelMemory:
-    """Tensors in the memory of a GPU, cleared."""
+def memory_of_gpu(gpu: Any) -> Callable[..., ModelMemory]:
+    """Makes tensors in the memory of a GPU, cleared. The arguments are those of `ModelMemory`."""
 
     def make(shape: tuple[int, ...]) -> PointerTensor:
         tensor = PointerTensor(gpu.allocate(prod(shape)), shape, "uint8")
@@ -100,7 +99,7 @@ def memory_of_gpu(gpu: Any, blocks: int) -> ModelMemory:
         content = (ctypes.c_uint8 * prod(tensor.shape)).from_address(tensor.address)
         return np.ctypeslib.as_array(content)
 
-    return ModelMemory(blocks, BLOCK_SIZE, make=make, view=view)
+    return partial(ModelMemory, make=make, view=view)
 
 
 def made(store: type) -> Any:
@@ -159,7 +158,7 @@ def engine(tmp_path: Any) -> Iterator[Any]:
             settings["backend"] = "file"
         config = make_config(gpu, cpu, **settings)
         tensors = memory or ModelMemory(gpu, BLOCK_SIZE, ranks=ranks, layers=layers, roles=roles)
-        variables = {RESERVE: "0", "FILE_BACKEND_STORAGE_DIR": str(tmp_path / "kv")}
+        variables = {"FILE_BACKEND_STORAGE_DIR": str(tmp_path / "kv")}
         manager = PrefixCacheManager(
             config,
             ranks,

@@ -32,6 +32,8 @@ class Scheduler:
         max_running: requests that decode at once, at most.
         drafts: tokens that a draft model proposes for each decoded one (MTP).
         accepted: how many of them the model accepts for a request.
+        reserve: blocks that stay free for the output of each running request when one is admitted
+            (FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL).
 
     Attributes:
         wrong: (request, tokens) whose cached bytes were not the model's.
@@ -49,11 +51,12 @@ class Scheduler:
         max_running: int = 4,
         drafts: int = 0,
         accepted: Callable[[Request], int] = lambda request: 0,
+        reserve: float = 0.0,
     ) -> None:
         self.manager, self.memory, self.config = manager, memory, config
         self.block_size = config.cache_config.block_size
         self.chunk, self.next_token, self.max_running = chunk, next_token, max_running
-        self.drafts, self.accepted = drafts, accepted
+        self.drafts, self.accepted, self.reserve = drafts, accepted, reserve
         self.lock = threading.Lock()  # noqa: TID251 - stands for the scheduler's
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -109,8 +112,8 @@ class Scheduler:
             return None
         stop = min(request.need_prefill_tokens, request.num_computed_tokens + self.chunk)
         blocks = -(-stop // size) - len(request.block_tables)
-        threshold = manager.get_prefill_threshold(max(0, blocks), len(self.running))
-        if not manager.can_allocate_gpu_blocks(float(threshold)):
+        threshold = max(0, blocks) + len(self.running) * self.reserve + bool(self.drafts)
+        if not manager.can_allocate_gpu_blocks(min(threshold, manager.num_gpu_blocks)):
             self._free(request)
             return None
         request.block_tables.extend(manager.allocate_gpu_blocks(blocks, request.request_id))

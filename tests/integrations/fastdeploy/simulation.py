@@ -29,7 +29,6 @@ from kvactors.storage import factory
 from kvactors.storage.backend import ReadReport
 from kvactors.storage.messages import Outcome
 from tests.integrations.fastdeploy.config import Request, make_config
-from tests.integrations.fastdeploy.conftest import RESERVE
 from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
 from tests.integrations.fastdeploy.scheduler import Scheduler
@@ -100,19 +99,27 @@ class Simulation:
     Args:
         rng: draws everything.
         folder: for the model's `version.yaml`.
+        given: sizes and other attributes in place of drawn ones.
 
     Attributes:
+        make_memory: makes the cache tensors: arguments of `ModelMemory`.
+        stream: of the copies.
         hits: tokens found, by tier.
         restarts: engines that ended early.
     """
 
-    def __init__(self, rng: Any, folder: Path) -> None:
+    make_memory: Any = ModelMemory
+    stream: Any = staticmethod(lambda: None)
+    roles: Any = ("key_caches", "value_caches")
+
+    def __init__(self, rng: Any, folder: Path, **given: Any) -> None:
         self.rng, self.folder = rng, folder
         self.copies = FaultyCopies()
         self.version = 0
         self.hits = {"gpu": 0, "cpu": 0, "storage": 0}
         self.restarts = self.preemptions = 0
         self._draw_sizes()
+        vars(self).update(given)
 
     def _draw_sizes(self) -> None:
         rng = self.rng
@@ -148,13 +155,16 @@ class Simulation:
         elif self.backend:
             options["storage"] = {"timeout_s": 5.0, "slot_timeout_s": 0.002}
             options |= {"fetch_wait_s": 0.02, "staging_slots": self.staging}
-        self.memory = ModelMemory(self.blocks, self.size, ranks=self.ranks, layers=self.layers)
+        self.memory = self.make_memory(
+            self.blocks, self.size, ranks=self.ranks, layers=self.layers, roles=self.roles
+        )
         self.memory.lose(self.version)
         self.manager = PrefixCacheManager(
             config,
             self.ranks,
             tensors=self.memory.tensors,
-            environ={RESERVE: str(self.reserve), "FILE_BACKEND_STORAGE_DIR": "/unused"},
+            stream=self.stream,
+            environ={"FILE_BACKEND_STORAGE_DIR": "/unused"},
             options=options,
         )
         self.manager.attach()
@@ -168,6 +178,7 @@ class Simulation:
             next_token=lambda _: rng.randrange(3),
             drafts=self.drafts,
             accepted=lambda _: rng.randrange(self.drafts + 1),
+            reserve=self.reserve,
         )
         self.ends: list[Request] = []
         self.scheduler.finisher = self.ends.append
@@ -312,8 +323,8 @@ class Simulation:
         self.preemptions += one.preemptions
 
 
-def simulate(rng: Any, requests: int = 15) -> Simulation:
-    """A run over drawn sizes.
+def simulate(rng: Any, requests: int = 15, **given: Any) -> Simulation:
+    """A run over drawn sizes, `given` ones apart.
 
     Raises:
         AssertionError: wrong bytes, lost blocks, a request that does not end.
@@ -321,7 +332,7 @@ def simulate(rng: Any, requests: int = 15) -> Simulation:
     SharedStore.pool.clear()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        one = Simulation(rng, folder)
+        one = Simulation(rng, folder, **given)
         for name in ("store", "load"):
             stack.enter_context(mock.patch.object(RankCopies, name, one.copies.around(name)))
         stack.enter_context(mock.patch.object(factory, "make_backend", made_pool))

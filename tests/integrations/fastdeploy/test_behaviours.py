@@ -35,9 +35,6 @@ def test_a_fresh_pool_gives_ids_0_and_1_and_the_gauge_falls(engine):
     manager = engine(gpu=4, cpu=2, gauges=gauges).manager
     assert manager.allocate_gpu_blocks(2, "a") == [0, 1]
     assert gauges.values["free_gpu_block_num"] == 2
-    assert gauges.values["max_gpu_block_num"] == 4
-    assert gauges.values["max_cpu_block_num"] == 2
-    assert gauges.values["available_gpu_resource"] == 0.5
 
 
 def test_too_few_free_blocks_evict_and_then_answer(engine):
@@ -335,6 +332,16 @@ def test_host_blocks_leave_from_the_end_of_their_path(engine):
     assert one.match(Request("c", A))[1] == 4
 
 
+def test_an_eviction_from_the_host_stops_when_there_is_enough(engine):
+    one, long = engine(gpu=8, cpu=4), [*A, 8, 9, 10, 11]
+    one.serve("a", long)
+    one.manager.free_block_ids(3)
+    one.serve("b", B)
+    one.manager.free_block_ids(2)  # one slot is free, so one block of a leaves
+    assert one.match(Request("c", long))[1] == 8
+    assert one.match(Request("d", B))[1] == 8
+
+
 def test_a_failed_copy_to_the_host_loses_the_block_and_nothing_else(engine, monkeypatch):
     one = engine(gpu=4, cpu=4)
     one.serve("a", A)
@@ -448,3 +455,25 @@ def test_blocks_of_before_a_reset_are_returned_without_effect(engine):
     one.manager.recycle_gpu_blocks(taken, "c")
     with pytest.raises(ValueError, match="free already"):
         one.manager.recycle_gpu_blocks(taken, "c")
+
+
+# -- metrics
+
+
+def test_values_follow_requests(engine):
+    gauges = Gauges()
+    one = engine(gpu=4, cpu=2, gauges=gauges)
+    one.serve("a", A)
+    one.manager.free_block_ids(1)
+    one.match(Request("b", A))
+    assert gauges.values == {
+        "hit_req_rate": 0.5,
+        "hit_token_rate": 0.5,
+        "gpu_hit_token_rate": 0.25,
+        "cpu_hit_token_rate": 0.25,
+        "available_gpu_block_num": 2,
+        "free_gpu_block_num": 2,
+        "max_gpu_block_num": 4,
+        "max_cpu_block_num": 2,
+        "available_gpu_resource": 0.5,
+    }

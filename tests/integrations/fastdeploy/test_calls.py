@@ -34,17 +34,6 @@ ARGUMENTS = {
     ],
 }
 
-METRICS = {
-    "match_gpu_block_ids",
-    "gpu_recv_block_ids",
-    "match_storage_block_ids",
-    "gpu_match_token_num",
-    "cpu_match_token_num",
-    "storage_match_token_num",
-    "cpu_cache_prepare_time",
-    "storage_cache_prepare_time",
-}
-
 
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_a_call_has_fastdeploys_arguments(name):
@@ -63,9 +52,31 @@ def test_the_constructor_has_fastdeploys_arguments():
     ]
 
 
+@pytest.mark.parametrize("number", [3, 3.0, 2.5, np.int32(3), np.float64(2.2)])
+def test_numbers_of_the_scheduler_are_accepted(engine, number):
+    manager = engine(gpu=3).manager
+    assert manager.can_allocate_gpu_blocks(number)
+    assert not manager.can_allocate_gpu_blocks(number + 1)
+    manager.free_block_ids(number)
+    for none in (0, -1, np.int32(-3)):
+        assert manager.can_allocate_gpu_blocks(none)
+        assert manager.allocate_gpu_blocks(none, "a") == []
+
+
+def test_blocks_come_back_as_list_array_or_number(engine):
+    manager = engine(gpu=4).manager
+    blocks = manager.allocate_gpu_blocks(4, "a")
+    manager.recycle_gpu_blocks(blocks[0], "a")
+    manager.recycle_gpu_blocks(np.int32(blocks[1]), "a")
+    manager.recycle_gpu_blocks(np.array(blocks[2:3]), "a")
+    manager.recycle_gpu_blocks(tuple(blocks[3:]))
+    manager.recycle_gpu_blocks([], "a")
+    assert list(manager.gpu_free_block_list) == [0, 1, 2, 3]
+
+
 def test_a_match_gives_blocks_tokens_and_metrics(engine):
     one = engine(gpu=8)
-    assert set(one.serve("a", list(range(8)))) == METRICS
+    one.serve("a", list(range(8)))
     request = Request("b", list(range(10)))
     blocks, tokens, metrics = one.match(request)
     assert (blocks, tokens) == ([0, 1], 8)
@@ -85,43 +96,9 @@ def test_a_match_gives_blocks_tokens_and_metrics(engine):
     assert one.match(Request("c", list(range(10))))[0] == [0, 1]
 
 
-@pytest.mark.parametrize("number", [3, 3.0, 2.5, np.int32(3), np.float64(2.2)])
-def test_numbers_of_the_scheduler_are_accepted(engine, number):
-    manager = engine(gpu=3).manager
-    assert manager.can_allocate_gpu_blocks(number)
-    assert not manager.can_allocate_gpu_blocks(number + 1)
-    manager.free_block_ids(number)
-
-
-@pytest.mark.parametrize("count", [0, -1, np.int32(-3)])
-def test_no_blocks_are_no_error(engine, count):
-    manager = engine(gpu=1).manager
-    assert manager.can_allocate_gpu_blocks(count)
-    assert manager.allocate_gpu_blocks(count, "a") == []
-    manager.free_block_ids(count)
-    assert len(manager.gpu_free_block_list) == 1
-
-
-def test_blocks_come_back_as_list_array_or_number(engine):
-    manager = engine(gpu=4).manager
-    blocks = manager.allocate_gpu_blocks(4, "a")
-    manager.recycle_gpu_blocks(blocks[0], "a")
-    manager.recycle_gpu_blocks(np.int32(blocks[1]), "a")
-    manager.recycle_gpu_blocks(np.array(blocks[2:3]), "a")
-    manager.recycle_gpu_blocks(tuple(blocks[3:]))
-    manager.recycle_gpu_blocks([], "a")
-    assert list(manager.gpu_free_block_list) == [0, 1, 2, 3]
-
-
 def test_attributes_of_the_scheduler(engine):
-    one = engine(gpu=4, cpu=2)
-    manager = one.manager
+    manager = engine(gpu=4, cpu=2).manager
     assert (manager.num_gpu_blocks, manager.num_cpu_blocks) == (4, 2)
-    assert manager.available_gpu_resource == 1.0
     manager.allocate_gpu_blocks(1, "a")
     assert manager.available_gpu_resource == 0.75
-    assert (len(manager.gpu_free_block_list), manager.gpu_free_block_list[0]) == (3, 1)
-    assert sorted(manager.gpu_free_block_list[:3]) == [1, 2, 3]
-    assert manager.kvcache_storage_backend is None
-    assert manager.write_policy == "write_through"
-    assert (manager.splitwise_role, manager.enable_splitwise) == ("mixed", 0)
+    assert sorted(manager.gpu_free_block_list) == [1, 2, 3]

@@ -60,8 +60,6 @@ WHOLE: dict[str, Callable[[Any, Any, Any], object]] = {
     "block_size of output": lambda m, u, value: m.cache_output_blocks(u, value),
     "input_token_num": lambda m, _, value: m.get_required_block_num(value, BLOCK_SIZE),
     "block_size of blocks": lambda m, _, value: m.get_required_block_num(8, value),
-    "num_new_blocks": lambda m, _, value: m.get_prefill_threshold(value, 1),
-    "num_running": lambda m, _, value: m.get_prefill_threshold(1, value),
 }
 """Calls with a whole number, by the name in the error."""
 
@@ -78,8 +76,6 @@ def test_whole_numbers_are_needed(busy, name):
     [
         ("block_size of blocks", 0, "block_size must be at least 1, not 0"),
         ("input_token_num", -1, "input_token_num must be at least 0, not -1"),
-        ("num_new_blocks", -1, "num_new_blocks must be at least 0, not -1"),
-        ("num_running", -2, "num_running must be at least 0, not -2"),
     ],
 )
 def test_numbers_out_of_range_are_refused(busy, name, value, text):
@@ -295,8 +291,6 @@ def test_numbers_of_fastdeploys_shared_arrays_are_integers():
     config.cache_config.total_block_num = np.array([4], np.int32)[0]
     manager.update_cache_config(config.cache_config)
     assert manager.allocate_gpu_blocks(np.int32(4), "a") == [0, 1, 2, 3]
-    metrics = pytest.importorskip("kvactors.integrations.fastdeploy.metrics")
-    assert metrics.config_labels(manager.cache_config)["total_block_num"] == "4"
 
 
 def test_without_prefix_caching_requests_hold_nothing(engine):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from queue import SimpleQueue
 
 import pytest
 
 from kvactors.errors import ConfigError
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.invariants import check
-from tests.integrations.fastdeploy.test_scheduler import drive
 from tests.support import attentionstore_sdk as stand_in
 
 SDK = "tests.support.attentionstore_sdk"
 LIMIT = 30.0
-A, B = list(range(8)), list(range(100, 108))
+A, B, C = list(range(8)), list(range(100, 108)), list(range(12))
 
 
 def settled(check):
@@ -71,6 +71,21 @@ def test_an_eviction_is_one_call_from_its_first_block_with_the_whole_path(engine
     assert (len(tokens.ids), start) == (12, 1), "depth 2 is block index 1"
 
 
+def test_an_eviction_does_not_wait_for_an_index(engine, service):
+    one = only_flush(engine, gpu=4)
+    index = stand_in.service()
+    one.serve("a", [*A, 8, 9, 10, 11])
+    settled(lambda: len(index.resident) == 3)
+    index.hold = SimpleQueue()
+    one.manager.free_block_ids(3)
+    assert one.free_blocks == [0, 1, 2, 3]
+    assert len(index.resident) == 3, "the call has returned, and the index was not informed yet"
+    held, index.hold = index.hold, None
+    for _ in range(8):
+        held.put(None)
+    settled(lambda: not index.resident)
+
+
 def test_a_request_that_is_preempted_reports_nothing(engine, service):
     one = only_flush(engine, gpu=4)
     index = stand_in.service()
@@ -122,7 +137,8 @@ def test_an_index_that_fails_is_named_and_stops_no_request(engine, service):
     one = only_flush(engine, gpu=4)
     index = stand_in.service()
     index.broken = "out of order"
-    drive(one, 1, requests=8)
+    for number in range(4):
+        one.serve(f"r{number}", [number] * 9)
     settled(lambda: any("out of order" in text for text in one.manager.troubles))
     index.broken = ""
     settled(lambda: not one.manager.troubles)
@@ -167,6 +183,16 @@ def test_attention_store_keeps_blocks_for_the_next_process(engine, service):
     metrics = other.prefill(request)
     assert metrics["storage_match_token_num"] == 8
     assert not other.wrong(request, 9)
+
+
+def test_a_write_names_the_whole_path_from_its_start(engine, service):
+    one = as_storage(engine, gpu=8)
+    index = stand_in.service()
+    one.serve("a", [*A, 77])
+    one.serve("b", [*C, 78])
+    writes = [call.arguments for call in index.calls if call.name == "write"]
+    found = [(tokens.ids, start, list(blocks)) for _, tokens, start, _, _, blocks, _ in writes]
+    assert found == [(A, 0, [0, 1]), (C, 2, [2])], "the second one adds the block it lacks"
 
 
 def test_media_are_not_read_from_a_store_of_tokens(engine, service):

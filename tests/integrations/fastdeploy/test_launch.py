@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from threading import Timer
 
 import numpy as np
 import pytest
@@ -242,3 +244,27 @@ def test_a_signal_is_the_one_of_fastdeploy():
     other.clear()
     made.clear()
     assert not (FOLDER / f"kvactors_test.{os.getpid()}").exists()
+
+
+@pytest.mark.parametrize("process", [1], indirect=True)
+def test_a_wait_for_storage_ends_when_the_status_is_normal_no_more(engine, process, shared):
+    prompt = list(range(12))
+    options = {"fetch_wait_s": 30.0, "storage": {"timeout_s": 600.0, "close_timeout_s": 0.1}}
+    one = engine(gpu=6, cpu=2, file=True, attach=False, options=options)
+    process.launch(one)
+    engine(gpu=6, file=True).serve("a", prompt)
+    shared.mode = "hang"
+    status = process.signals["prefix_tree_status"].value
+
+    def clear() -> None:
+        status[0] = CLEARING
+
+    timer = Timer(0.05, clear)
+    timer.start()
+    begun = time.monotonic()
+    assert one.match(Request("b", prompt))[1] == 0
+    assert time.monotonic() - begun < 20, "the wait went on"
+    timer.join()
+    shared.mode = "ok"
+    status[0] = NORMAL
+    assert one.match(Request("c", prompt))[1] == 12

@@ -59,7 +59,7 @@ def test_copies_use_as_many_threads_as_the_option(engine, number, ranks):
 
 
 def test_copying_threads_have_no_use_for_tensors_of_a_gpu(engine, gpu):
-    memory = memory_of_gpu(gpu, 4)
+    memory = memory_of_gpu(gpu)(4, BLOCK_SIZE)
     one = engine(gpu=4, cpu=2, memory=memory, attach=False, options={"copy_threads": 3})
     with pytest.raises(ConfigError, match="options: copy_threads has no use with tensors of a GPU"):
         one.manager.attach()

@@ -3,6 +3,7 @@ makes, and results that are no bytes."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,6 @@ import pytest
 
 from kvactors.integrations.fastdeploy.lower_tiers import FinishWrites, RankCopies
 from tests.integrations.fastdeploy.config import Request
-from tests.integrations.fastdeploy.test_launch import process as process  # a fixture
 from tests.tier_cache.stores import SharedStore
 
 A, B = list(range(16)), list(range(100, 116))
@@ -91,6 +91,23 @@ def test_only_the_tail_is_copied_and_written_from_its_slots(engine, calls, stagi
     assert places == [[memory.address + slot * memory.stride for slot in some] for some in batches]
     assert len(set(SharedStore.pool) - stored) == 2
     one.free(request)
+
+
+def test_the_waits_of_a_match_for_storage_are_limited_together(engine, shared, monkeypatch):
+    """Each block is read by itself, for want of slots. The wait for every single one is short."""
+    options = {"fetch_wait_s": 0.3}
+    one, other = (engine(gpu=6, cpu=1, file=True, options=options) for _ in range(2))
+    one.serve("a", list(range(20)))
+    read = shared.read
+
+    async def slow(*arguments):
+        await asyncio.sleep(0.2)
+        return await read(*arguments)
+
+    monkeypatch.setattr(shared, "read", slow)
+    request = Request("b", list(range(21)))
+    assert other.match(request)[1] <= 8, "two reads take longer than all may"
+    assert not other.wrong(request, 0)
 
 
 # -- results that are no bytes
