@@ -19,8 +19,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-import msgspec
-
 from kvactors.actor import (
     Actor,
     ActorRef,
@@ -176,8 +174,6 @@ class System:
         self.storage = config.storage
         if flush_only:
             self.storage = StorageConfig(backend="none", write_policy="none")
-        elif self.storage.read_only:
-            self.storage = msgspec.structs.replace(self.storage, write_policy="none")
         given = None if flush_only else backend
         self.config = config = in_blocks(config, self.layout, self.storage, given)
         size = self.layout.block_bytes

@@ -246,11 +246,6 @@ def quota_faults(quota: QuotaConfig, storage: StorageConfig, ranks: int) -> Iter
                 f"{storage.backend} evicts its objects itself, for all its nodes together. Use "
                 "storage.backend = 'file', or a pool for each tenant"
             )
-        if storage.read_only:
-            yield (
-                "quota.storage is kept by the process that writes the store: set it there, or "
-                "leave out storage.read_only"
-            )
         if ranks > 1:
             yield (
                 f"quota.storage needs one rank, not {ranks}: ranks evict from separate stores. "

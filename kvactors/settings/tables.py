@@ -334,10 +334,8 @@ class StorageConfig(StoreSettings, frozen=True):
 
     Attributes:
         io_write_depth: the file store's writes at once, as many as reads if unset.
-        read_only: the file store is a view beside the process that writes. Nothing is saved to it.
         keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are
             announced to the sinks after a restart (not those under a salt).
-        scrub_rate: bytes a second that the file store reads to find damaged objects, 0 for none.
         exclusive: a block loaded from storage leaves it.
         write_policy: none, write_through (at request finish), write_through_selective (at finish,
             blocks used at least `min_hits` times), write_back (when the host tier evicts). If it is
@@ -355,9 +353,7 @@ class StorageConfig(StoreSettings, frozen=True):
     """
 
     io_write_depth: Annotated[Depth | None, _FILE] = None
-    read_only: Annotated[bool, _FILE] = False
     keep_tokens: Annotated[bool, _FILE] = True
-    scrub_rate: Annotated[ByteSize, _FILE] = 0
     exclusive: bool = False  # another error than that of a setting without use: has_device_store
     write_policy: WritePolicy | None = None
     fetch: bool = True

@@ -46,12 +46,10 @@ def make_backend(
             capacity_of(config, object_stride(block_bytes)),
             floor=in_bytes(config.free_space_floor, "storage.free_space_floor"),
             durability=config.durability,
-            read_only=config.read_only,
             depth=config.io_depth,
             write_depth=config.io_write_depth or 0,
             identity=identity,
             block_size=block_size if config.keep_tokens else 0,
-            scrub_rate=in_bytes(config.scrub_rate, "storage.scrub_rate"),
         )
     if kind == "mooncake":
         from kvactors.storage.mooncake import MooncakeBackend

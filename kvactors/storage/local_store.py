@@ -32,7 +32,6 @@ class CatalogStore(Backend):
     Keys change hands synchronously: admission and removal take effect before anything else runs on
     the loop."""
 
-    # False for a store whose objects other processes decide about: its keys are not listed.
     is_complete = True
 
     def __init__(self, digest: bytes, block_bytes: int, capacity: int = 0) -> None:
@@ -163,26 +162,19 @@ class CatalogStore(Backend):
 
     @property
     def shares(self) -> StoreShares | None:  # type: ignore[override]
-        return self.catalog.shares if self.is_complete else None
+        return self.catalog.shares
 
     def keys(self) -> list[bytes]:
-        pending = self.pending
-        return [key for key in self.catalog if key not in pending] if self.is_complete else []
+        return [key for key in self.catalog if key not in self.pending]
 
     def key_slices(self) -> Iterator[list[bytes]]:
-        if not self.is_complete:
-            return iter(())
         pending = self.pending
         return ([key for key in part if key not in pending] for part in self.catalog.slices())
 
     def count(self) -> int:
-        """See `Backend.count`. Keys of a store that is not complete count as well."""
         return len(self.catalog) - sum(key in self.catalog for key in self.pending)
 
     def holds(self, key: bytes) -> bool:
-        return self.is_complete and self._is_stored(key)
-
-    def _is_stored(self, key: bytes) -> bool:
         return key in self.catalog and key not in self.pending
 
     def take_removed(self) -> list[bytes]:
@@ -190,7 +182,7 @@ class CatalogStore(Backend):
         while departed and not removed:
             page = list(islice(departed, REMOVED_PAGE))
             departed.difference_update(page)
-            removed = [key for key in page if not self._is_stored(key)]
+            removed = [key for key in page if not self.holds(key)]
         return removed
 
     def acknowledge_removed(self, keys: Iterable[bytes]) -> None:

@@ -100,7 +100,6 @@ async def test_a_file_store_that_is_opened_again_has_the_salts(tmp_path):
     [
         ({"storage": {"backend": "mooncake"}}, "mooncake evicts its objects itself"),
         ({"storage": {"backend": "attention_store"}}, "attention_store evicts"),
-        ({"storage": {"backend": "file", "read_only": True}}, "the process that writes"),
         ({}, "'none' keeps no quota"),
     ],
 )

@@ -13,7 +13,7 @@ from kvactors.errors import StoreError
 from kvactors.settings import Config
 from tests.chaos.mounts import can_freeze, command, immutable, mounted
 from tests.chaos.record import Setting, Tally
-from tests.chaos.rest import MEMORY, at_rest, compare_lines, jsonl, loaded, named, settings
+from tests.chaos.rest import at_rest, compare_lines, jsonl, loaded, named, settings
 
 
 async def run(setting: Setting, tally: Tally) -> None:
@@ -42,8 +42,7 @@ async def run(setting: Setting, tally: Tally) -> None:
 
 
 async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
-    """A process that writes is refused with a StoreError. One that only reads serves the stored
-    blocks."""
+    """A process is refused with a StoreError that names the folder."""
     view = setting.folder / "view"
     view.mkdir()
     async with mounted(view, "--bind", str(disk)) as bound:
@@ -66,14 +65,3 @@ async def mounted_read_only(disk: Path, setting: Setting, tally: Tally) -> None:
         except StoreError as error:
             if str(view) not in str(error):
                 tally.complain(f"a read-only file system is not named: {error}")
-        before = tally.storage
-        async with loaded(settings(view / "store", MEMORY, read_only=True), setting, tally) as (
-            cache,
-            load,
-        ):
-            async with load.running():
-                await setting.moment(0.1, 1.0)
-            await load.everything()
-            await at_rest(cache, tally)
-        if tally.storage == before:
-            tally.complain("nothing was read from a store opened read_only")

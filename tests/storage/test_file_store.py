@@ -314,22 +314,12 @@ async def test_a_smaller_capacity_keeps_the_youngest_and_gives_slabs_back(tmp_pa
 # -- neighbours
 
 
-async def test_a_second_process_is_refused_with_the_holders_id_or_only_reads(tmp_path):
+async def test_a_second_process_is_refused_with_the_holders_id(tmp_path):
     async with opened(tmp_path) as bench:
         await bench.put(1, 2)
         with pytest.raises(StoreError, match=f"in use by process {os.getpid()}"):
             await FileBackend(tmp_path, PRINT, SIZE).open()
-        async with opened(tmp_path, read_only=True) as looker:
-            assert await looker.get(1, 2, 3) == [OK, OK, MISS]
-            assert await looker.put(4) == [Outcome.NO_SPACE]
-            assert looker.store.keys() == list(looker.store.key_slices()) == [], (
-                "it is answerable for nothing"
-            )
-            assert not looker.store.holds(key(1))
-            await bench.store.remove([key(1)])
-            await bench.put(5)
-            assert await looker.get(1) == [MISS], "whatever is in its slot now"
-        assert await bench.get(2, 5) == [OK, OK]
+        assert await bench.get(1, 2) == [OK, OK]
     async with opened(tmp_path) as bench:
         assert await bench.get(2) == [OK], "the lock went with its holder"
 
@@ -346,87 +336,6 @@ def test_a_store_whose_loop_was_closed_before_it_gives_its_folder_up(tmp_path):
                 await FileBackend(tmp_path, PRINT, SIZE).open()
 
     asyncio.run(reopen())
-
-
-async def find(view: Bench, *numbers: int) -> int:
-    """The leading run that a view finds when it looks at the table now."""
-    assert view.store.probe([key(numbers[0])]) is None
-    view.store.view._due = 0.0
-    return await view.store.ask([key(number) for number in numbers], never)
-
-
-async def test_a_view_sees_what_is_written_after_it_was_opened(tmp_path, monkeypatch):
-    monkeypatch.setattr(file_module, "SLAB_BYTES", 8 * 8192)
-    async with opened(tmp_path, 24) as bench, opened(tmp_path, read_only=True) as view:
-        assert await find(view, 1) == 0
-        await bench.put(*range(20))  # in three slabs
-        assert await find(view, *range(20)) == 20
-        assert await view.get(*range(20)) == [OK] * 20
-        await bench.store.remove([key(2)])
-        await bench.put(30)
-        assert await find(view, 0, 1, 2) == 2
-        assert await view.get(1, 2, 30) == [OK, MISS, OK]
-        await bench.store.clear()
-        assert await view.get(1) == [MISS], "also before it looks"
-        with pytest.raises(StoreError, match="read-only"):
-            await view.store.clear()
-        assert await find(view, 1) == 0
-        await bench.put(1, 40)
-        assert await find(view, 1, 40) == 2
-        assert await view.get(1, 40, 30) == [OK, OK, MISS]
-        assert view.store.count() == 2
-        assert not view.store.catalog.departed
-
-
-async def test_a_view_never_gives_the_bytes_of_another_object(tmp_path):
-    """The writer uses slots anew between every two looks of the view."""
-    async with opened(tmp_path, 4) as bench, opened(tmp_path, read_only=True) as view:
-        for first in range(0, 60, 3):
-            await bench.put(first, first + 1)
-            await find(view, first)
-            await bench.put(first + 2)
-            got = await view.get(*range(max(0, first - 6), first + 3))  # compares the bytes
-            assert got[-3:-1] == [OK, OK]
-
-
-async def test_a_view_follows_a_store_whose_files_are_made_anew(tmp_path):
-    async with (
-        opened(tmp_path / "store") as bench,
-        opened(tmp_path / "store", read_only=True) as view,
-    ):
-        await bench.put(1)
-        assert await find(view, 1) == 1
-        shutil.rmtree(tmp_path / "store")
-        assert await find(view, 1) == 0
-        assert await find(view, 1) == 0, "there is no store to open"
-        assert await bench.put(2) == [Outcome.UNAVAILABLE]
-        assert await bench.put(2) == [OK]
-        assert await find(view, 2) == 1
-        assert await view.get(1, 2) == [MISS, OK]
-
-
-async def test_a_look_that_is_cancelled_loses_no_object(tmp_path):
-    async with opened(tmp_path) as bench, opened(tmp_path, read_only=True) as view:
-        await bench.put(1)
-        hang, read = Hang(), view.store.view._changes
-
-        def slowly(table):
-            found = read(table)
-            hang()
-            return found
-
-        view.store.view._changes = slowly
-        looking = asyncio.create_task(find(view, 1))
-        await hang.begun()
-        looking.cancel()
-        hang.go.set()
-        await asyncio.gather(looking, return_exceptions=True)
-        assert await find(view, 1) == 1
-
-
-async def test_a_view_of_no_store_is_an_error(tmp_path):
-    with pytest.raises(StoreError, match="there is no store yet"):
-        await FileBackend(tmp_path, PRINT, SIZE, read_only=True).open()
 
 
 # -- kills
@@ -464,21 +373,6 @@ def config(folder: Path, **storage) -> Config:
 
 async def serve(cache, seed: int) -> kvactors.Hits:
     return (await support.serve(cache, f"r{seed}", [seed] * 17)).hits
-
-
-async def test_a_scrub_gives_up_damaged_objects(tmp_path):
-    async with opened(tmp_path, 8, scrub_rate=1 << 50) as bench:
-        store = bench.store
-        await bench.put(*range(8))
-        change(slab(bench), slot_of(bench, 2) * store.files.meta.stride + 7, b"\xff\x00\xff")
-        order = store.keys()
-        await store.scrub.stop(30)
-        await store.scrub.read_all()
-        assert store.keys() == [name for name in order if name != key(2)], "in the same order"
-        assert (store.statistics().corrupt, store.statistics().reads) == (1, 0)
-        assert store.removed_outside
-        assert store.take_removed() == [key(2)]
-        assert store.supply.quarantined == 1
 
 
 async def test_the_blocks_of_a_deleted_folder_are_reported_gone(tmp_path):

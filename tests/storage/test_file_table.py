@@ -399,8 +399,6 @@ async def test_a_pipe_in_the_place_of_a_file_is_an_error_and_no_hang(tmp_path):
     os.mkfifo(folder / "table")
     with pytest.raises(StoreError, match="not a regular file"):
         await FileBackend(tmp_path, PRINT, SIZE).open()
-    with pytest.raises(StoreError, match="not a regular file"):
-        await FileBackend(tmp_path, PRINT, SIZE, read_only=True).open()
 
 
 # -- clear

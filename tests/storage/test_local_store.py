@@ -17,11 +17,10 @@ SIZE = 4
 
 
 class Bench(MemoryBackend):
-    """A store of at most `capacity` objects. Calls succeed, but for the keys in `fails`."""
+    """Calls succeed, but for the keys in `fails`."""
 
-    def __init__(self, capacity: int = 0, *, is_complete: bool = True) -> None:
-        super().__init__(b"", SIZE, capacity)
-        self.is_complete = is_complete
+    def __init__(self) -> None:
+        super().__init__(b"", SIZE)
         self.fails: dict[bytes, Outcome] = {}
         self.found_since: set[bytes] = set()
         self.on_save = lambda key: None
@@ -111,13 +110,6 @@ def test_keys_that_are_being_written_are_not_listed():
     assert (owned.count(), owned.holds(A), owned.holds(B)) == (1, True, False)
     assert owned.readable_run([A, B]) == 1
     assert owned.readable_run([B, A]) == 0
-
-
-def test_a_store_of_another_process_lists_no_keys():
-    looker = Bench(is_complete=False)
-    looker.catalog.admit([A])
-    assert (looker.keys(), list(looker.key_slices()), looker.holds(A)) == ([], [], False)
-    assert (looker.count(), looker.readable_run([A])) == (1, 1)
 
 
 def test_removed_keys_are_returned_once_unless_they_are_back(monkeypatch):

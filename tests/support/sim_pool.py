@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvactors.errors import StoreUnavailable
 from kvactors.storage.backend import Expired
@@ -16,6 +16,19 @@ class SimPool(SimBackend):
     exclusive = False
     is_complete = False
     keeps_lineages = False
+    shares = None
+
+    def keys(self) -> list[bytes]:
+        """See `Backend.keys`."""
+        return []
+
+    def key_slices(self) -> Iterator[list[bytes]]:
+        """See `Backend.key_slices`."""
+        return iter(())
+
+    def holds(self, key: bytes) -> bool:
+        """See `Backend.holds`."""
+        return False
 
     def probe(self, keys: Sequence[bytes]) -> None:
         """See `Backend.probe`."""

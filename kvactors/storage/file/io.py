@@ -128,7 +128,7 @@ class SlabIo:
         return [self._outcome(code) for code in codes], done
 
     def _outcome(self, code: int) -> Outcome:
-        if code == DELETED and not self._files.read_only:
+        if code == DELETED:
             self._files.lose()
         if code >= 0:
             return OUTCOMES[code]

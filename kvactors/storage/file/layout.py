@@ -29,7 +29,16 @@ from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
 from kvactors.files import FOLDER_MODE, locked, open_folder, open_private, private_folder, read_all
 from kvactors.native import SlabQueue, fcntl, register_at_fork, zero_range
-from kvactors.storage.file.table import PAGE, Damaged, Meta, meta_of
+from kvactors.storage.file.table import (
+    CHUNK_ENTRIES,
+    PAGE,
+    Damaged,
+    Meta,
+    Scan,
+    StoredSlot,
+    meta_of,
+    scan,
+)
 from kvactors.storage.messages import Outcome
 
 log = get_logger()
@@ -58,13 +67,12 @@ LOCK_ATTEMPTS = 100
 
 
 class SlabFiles:
-    """folder: of the store. meta: its identity and geometry. read_only: change no file. floor:
-    bytes of the file system left free."""
+    """folder: of the store. meta: its identity and geometry. floor: bytes of the file system left
+    free."""
 
-    def __init__(self, folder: Path, meta: Meta, *, read_only: bool, floor: int) -> None:
+    def __init__(self, folder: Path, meta: Meta, floor: int = 0) -> None:
         self.folder = folder
         self.meta = meta
-        self.read_only = read_only
         self.floor = floor
         self.direct = True
         self.slabs: list[int] = []  # file descriptors; -1 beyond the first HELD_SLABS
@@ -77,26 +85,20 @@ class SlabFiles:
 
     # -- opening
 
-    def open(self) -> int:
-        """Open or create the files. Returns the number of slots that have an entry. Raises
-        StoreError if another process writes here, or the folder holds another store."""
+    def open(self) -> None:
+        """Open or create the files. Raises StoreError if another process writes here, or the folder
+        holds another store."""
         try:
-            if not self.read_only:
-                private_folder(self.folder)
+            private_folder(self.folder)
             self._folder = open_folder(self.folder)
-            if not self.read_only:
-                os.fchmod(self._folder, FOLDER_MODE)
-                self._unlock_abandoned()
-                self._lock = self._take_lock()
-            return self._open_table()
+            os.fchmod(self._folder, FOLDER_MODE)
+            self._unlock_abandoned()
+            self._lock = self._take_lock()
+            self._open_table()
         except BaseException as error:
             self.close()
             if isinstance(error, StoreError) or not isinstance(error, OSError):
                 raise
-            if self.read_only and isinstance(error, FileNotFoundError):
-                raise StoreError(
-                    f"{self.folder}: there is no store yet: open it first where it is written"
-                ) from error
             raise StoreError(f"{self.folder}: {error}") from error
 
     def _unlock_abandoned(self) -> None:
@@ -115,8 +117,7 @@ class SlabFiles:
                 if not locked(lock):
                     holder = os.pread(lock, 32, 0).decode("ascii", "replace").strip() or "?"
                     raise StoreError(
-                        f"{self.folder} is in use by process {holder}: open it with read_only, or "
-                        "another folder"
+                        f"{self.folder} is in use by process {holder}: use another folder"
                     )
                 there = self._state("lock")
                 if there is not None and there.st_ino == os.fstat(lock).st_ino:
@@ -143,20 +144,14 @@ class SlabFiles:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _open_table(self) -> int:
+    def _open_table(self) -> None:
         path = self.folder / "table"
-        self._table = self._open("table", os.O_RDONLY if self.read_only else os.O_RDWR | os.O_CREAT)
-        size = os.fstat(self._table).st_size
-        if not size and not self.read_only:
+        self._table = self._open("table", os.O_RDWR | os.O_CREAT)
+        if not os.fstat(self._table).st_size:
             self._make_table()
         try:
             there = meta_of(os.pread(self._table, PAGE, 0), str(path))
         except Damaged as error:
-            if self.read_only:
-                raise StoreError(
-                    f"{path}: the first page is damaged ({error}). A process that may write "
-                    "re-initialises it"
-                ) from error
             self._set_aside(str(error))
             there = self.meta  # as it was created again
         if (there.digest, there.block_bytes) != (self.meta.digest, self.meta.block_bytes):
@@ -165,30 +160,20 @@ class SlabFiles:
                 f"{self.meta.identity}"
             )
         self.meta = there  # slabs and entries keep the sizes they were made with
-        return self._find_slabs()
-
-    def _find_slabs(self) -> int:
-        """Open the slabs that are there and not open yet. Returns the number of slots that have an
-        entry. OSError."""
-        meta = self.meta
-        while (state := self._state(f"slab-{len(self.slabs):04}")) is not None:
-            if self.read_only and state.st_size < meta.slots_per_slab * meta.stride:
-                break  # the process that writes is making it
+        while self._state(f"slab-{len(self.slabs):04}") is not None:
             self._add_slab(self._open_slab(len(self.slabs)))
-        size = os.fstat(self._table).st_size - PAGE
-        return max(0, min(size // meta.entry_bytes, len(self.slabs) * meta.slots_per_slab))
 
-    def follow(self) -> int:
-        """Of a view: open the slabs that the process that writes has made since, and take over the
-        generation. Returns the number of slots that have an entry. OSError, StoreError."""
-        self.meta = meta_of(os.pread(self._table, PAGE, 0), str(self.folder / "table"))
-        return self._find_slabs()
-
-    def version(self) -> tuple[int, int]:
-        """Differs from an earlier one if the table was written since, to within the clock of the
-        file system. OSError."""
-        state = os.fstat(self._table)
-        return state.st_mtime_ns, state.st_size
+    def scan(self) -> Scan:
+        """The objects in the table. OSError."""
+        meta, found, torn, stale = self.meta, list[StoredSlot](), 0, 0
+        slots = len(self.slabs) * meta.slots_per_slab
+        for first in range(0, slots, CHUNK_ENTRIES):
+            raw = self.entries(first, min(CHUNK_ENTRIES, slots - first))
+            part = scan(raw, meta, first)
+            found += part.found
+            torn += part.torn
+            stale += part.stale
+        return Scan(sorted(found), torn, stale)
 
     def _make_table(self) -> None:
         self._write_page(self.meta)
@@ -225,7 +210,7 @@ class SlabFiles:
 
     def _open_slab(self, number: int, *, create: bool = True) -> int:
         name = f"slab-{number:04}"
-        flags = os.O_RDONLY if self.read_only else os.O_RDWR | (os.O_CREAT if create else 0)
+        flags = os.O_RDWR | (os.O_CREAT if create else 0)
         if self.direct:
             try:
                 return self._open(name, flags | os.O_DIRECT)
@@ -306,18 +291,6 @@ class SlabFiles:
                 str(self.folder / "table"),
             )
 
-    def current(self) -> Outcome:
-        """Of a view: OK, or MISS if the files were deleted, which frees them with this process, or
-        the store is not of the generation that was read last, or UNAVAILABLE."""
-        try:
-            page = os.pread(self._table, PAGE, 0) if self.in_place() else b""
-            current = page and meta_of(page, "").generation == self.meta.generation
-        except StoreError:
-            return Outcome.MISS
-        except OSError as error:
-            return self.failed(error)
-        return Outcome.OK if current else Outcome.MISS
-
     # -- slots
 
     @contextmanager
@@ -357,7 +330,7 @@ class SlabFiles:
             self._table,
             os.fsencode(self.folder / "table"),
             os.fstat(self._table).st_ino,
-            os.O_RDONLY if self.read_only else os.O_RDWR,
+            os.O_RDWR,
             meta.block_bytes,
             meta.stride,
             meta.entry_bytes,
@@ -398,12 +371,6 @@ class SlabFiles:
         with suppress(FileNotFoundError):
             os.unlink("table.damaged", dir_fd=self._folder)
 
-    def in_place(self) -> bool:
-        """Whether the table is still in its folder: data written to deleted files is lost.
-        OSError if that cannot be seen now."""
-        there = self._state("table")
-        return there is not None and there.st_ino == os.fstat(self._table).st_ino
-
     def lose(self) -> None:
         """The files were found deleted or moved: further writes to them are lost."""
         self.lost = True
@@ -419,7 +386,7 @@ class SlabFiles:
         self.meta = msgspec.structs.replace(self.meta, generation=generation)
         try:
             self.open()
-            if not self.read_only and os.fstat(self._table).st_size > PAGE:  # of another program
+            if os.fstat(self._table).st_size > PAGE:  # of another program
                 self.advance(max(generation, self.meta.generation) + 1)
         except OSError as error:
             self.close()

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -32,8 +31,6 @@ from kvactors.storage.file.table import (
     Meta,
     SlabPaths,
     StoredSlot,
-    Survey,
-    TableReader,
     blank_entry,
     checksum_of,
     count_used,
@@ -96,7 +93,6 @@ class FileBackend(CatalogStore):
         depth: reads at the same time.
         write_depth: writes at the same time, 0 for as many as reads.
         block_size: tokens of a block, if lineages are kept; 0 if not.
-        scrub_rate: bytes a second that a scrub reads, 0 for none.
     """
 
     wipes = True
@@ -110,16 +106,13 @@ class FileBackend(CatalogStore):
         *,
         floor: int = 0,
         durability: Literal["written", "synced"] = "written",
-        read_only: bool = False,
         depth: int = 16,
         write_depth: int = 0,
         identity: StoreIdentity | None = None,
         block_size: int = 0,
-        scrub_rate: int = 0,
     ) -> None:
-        super().__init__(digest, block_bytes, 0 if read_only else capacity)
-        self.is_complete = not read_only
-        self.keeps_lineages = block_size > 0 and not read_only
+        super().__init__(digest, block_bytes, capacity)
+        self.keeps_lineages = block_size > 0
         names = identity or StoreIdentity("", "", digest)
         stride = object_stride(block_bytes)
         per_slab = max(1, SLAB_BYTES // stride)
@@ -135,15 +128,13 @@ class FileBackend(CatalogStore):
             entry_bytes=entry_bytes_for(block_size),
         )
         place = Path(folder) / digest.hex()[:16]
-        self.files = SlabFiles(place, meta, read_only=read_only, floor=floor)
+        self.files = SlabFiles(place, meta, floor)
         self.io = SlabIo(self.files, depth, write_depth or depth)
         self.supply = SlotSupply(self.files, self.io.workers, self.catalog)
         # Slot and mark of the table entry, by key, of the objects that can be read.
         self.objects: dict[bytes, tuple[int, bytes]] = {}
         self.sequence = 0
         self.arena: Arena | None = None
-        self.view = SlabView(self) if read_only else None
-        self.scrub = Scrub(self, scrub_rate) if scrub_rate and not read_only else None
         self._paths: SlabPaths | None = None
         self._synced = durability == "synced"
         self.calls = 0  # in progress, that use the files
@@ -163,17 +154,16 @@ class FileBackend(CatalogStore):
         """See `Backend.open`. If the capacity has shrunk, the objects written last stay."""
         self.files.loop = asyncio.get_running_loop()
         try:
-            await (self._open_files() if self.view is None else self.view.open())
+            await self._open_files()
         except BaseException as error:
             await self.close()
             if isinstance(error, OSError) and not isinstance(error, StoreError):
                 raise StoreError(f"{self.files.folder}: {error}") from error
             raise
-        if self.scrub is not None:
-            self.scrub.start()
 
     async def _open_files(self) -> None:
-        _, found = await self.io.run(survey, self.files)
+        await self.io.run(self.files.open)
+        found = await self.io.run(self.files.scan)
         self.io.open()
         self.generation = self.files.meta.generation
         space = await self.io.run(self._space.read, len(found.found))
@@ -223,8 +213,6 @@ class FileBackend(CatalogStore):
 
     async def close(self) -> None:
         """See `Backend.close`. Takes about a second at most, then abandons hanging threads."""
-        if self.scrub is not None:
-            await uncancelled(self.scrub.stop(CLOSE_LIMIT_S))
         self.stuck = not await uncancelled(self.io.close(CLOSE_LIMIT_S))
         if self.stuck and self.arena is not None:
             self.arena.keep()
@@ -315,15 +303,6 @@ class FileBackend(CatalogStore):
 
     # -- reading
 
-    def probe(self, keys: Sequence[bytes]) -> int | None:
-        """See `Backend.probe`. A view looks for new objects first, in `ask`."""
-        return super().probe(keys) if self.view is None else None
-
-    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        if self.view is not None:
-            await self.view.refresh()
-        return self.readable_run(keys)
-
     async def read(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
@@ -346,11 +325,7 @@ class FileBackend(CatalogStore):
         slots, marks = zip(*found.values(), strict=True)
         views = [into[i] for i in found]
         with self.supply.reading(slots):
-            state = Outcome.OK if self.view is None else await self.io.run(self.files.current)
-            if state == Outcome.OK:
-                read = await self.io.read(slots, views, marks, expired)
-            else:
-                read = [state] * len(slots)
+            read = await self.io.read(slots, views, marks, expired)
         self._notice_loss()
         for (i, one), outcome in zip(found.items(), read, strict=True):
             if outcome == Outcome.OK and generation == self.generation:
@@ -358,18 +333,6 @@ class FileBackend(CatalogStore):
             else:
                 outcomes[i] = await self._settled(keys[i], one, outcome, generation)
         return outcomes
-
-    async def check(self, keys: Sequence[bytes], into: Sequence[memoryview]) -> None:
-        """Read objects for a scrub: damaged ones are given up, and reported gone with the next
-        batch. None counts as read or used."""
-        outcomes = await self.load_group(keys, into, lambda: False)
-        damaged = [key for key, one in zip(keys, outcomes, strict=True) if one == Outcome.CORRUPT]
-        if damaged:
-            self.counters.outcomes[Outcome.CORRUPT] += len(damaged)
-            pending = self.pending
-            self.catalog.remove(key for key in damaged if key not in pending)
-            self.removed_outside = True
-            log.error("corrupt object", found_by="scrub", objects=len(damaged))
 
     async def _settled(
         self, key: bytes, found: tuple[int, bytes], outcome: Outcome, generation: int
@@ -379,9 +342,7 @@ class FileBackend(CatalogStore):
         slot, _ = found
         if outcome not in (Outcome.CORRUPT, Outcome.MISS):
             return outcome if generation == self.generation else Outcome.MISS
-        if self.files.read_only or self.objects.get(key) != found:
-            # Evicted, cleared or replaced during the read, by this process or by the one that
-            # writes here.
+        if self.objects.get(key) != found:  # evicted, cleared or replaced during the read
             return Outcome.MISS
         del self.objects[key]
         if outcome == Outcome.MISS:
@@ -401,10 +362,9 @@ class FileBackend(CatalogStore):
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
     ) -> WriteReport:
-        if self.view is None:
-            if self.files.lost and not await self._begin_anew(expired):
-                return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
-            await self.follow_space()
+        if self.files.lost and not await self._begin_anew(expired):
+            return WriteReport(bytes([Outcome.UNAVAILABLE]) * len(keys), [])
+        await self.follow_space()
         self.supply.release()
         with self.in_use():
             report = await super().write(keys, views, expired, lineages, salts)
@@ -419,8 +379,6 @@ class FileBackend(CatalogStore):
         lineages: Sequence[Lineage | None] = (),
     ) -> Sequence[Outcome]:
         """See `CatalogStore.save_group`: all payloads, into free slots, and then their entries."""
-        if self.files.read_only:
-            return [Outcome.NO_SPACE] * len(keys)
         batch = SlabBatch(keys, data, lineages, expired, [Outcome.LATE] * len(keys))
         if not keys or expired():
             return batch.outcomes
@@ -530,9 +488,9 @@ class FileBackend(CatalogStore):
 
     async def erase(self, keys: Sequence[bytes]) -> Outcome:
         slots = [self.objects.pop(key)[0] for key in keys if key in self.objects]
+        if not slots:
+            return Outcome.OK
         with self.supply.erasing(slots):
-            if not slots or self.files.read_only:
-                return Outcome.OK
             return await self.io.erase(slots)
 
     async def remove(self, keys: Sequence[bytes]) -> None:
@@ -553,10 +511,6 @@ class FileBackend(CatalogStore):
         """See `Backend.clear`. Removes no file: the store gets another generation, in memory
         immediately, on the device before this returns. Entries of earlier generations are free
         slots from then on."""
-        if self.files.read_only:
-            raise StoreError(
-                f"{self.files.folder} is open read-only: the process that writes there can clear it"
-            )
         self.catalog.clear()
         slots = [slot for slot, _ in self.objects.values()]
         self.objects.clear()
@@ -744,13 +698,6 @@ class SpaceReader:
         return found
 
 
-def survey(files: SlabFiles) -> tuple[TableReader, Survey]:
-    """Open the files and read the table. Blocks. OSError, StoreError."""
-    slots = files.open()
-    table = TableReader(files)
-    return table, table.read(slots)
-
-
 def bytes_held(table: Path) -> int:
     """Bytes of the objects of a store, by its table. StoreError, OSError."""
     found = 0
@@ -759,141 +706,3 @@ def bytes_held(table: Path) -> int:
         while chunk := file.read(CHUNK_ENTRIES * meta.entry_bytes):
             found += count_used(chunk, meta)
     return found * meta.stride
-
-
-# -- a view of a store that another process writes
-
-
-VIEW_REFRESH_S = 0.2
-"""Seconds between two looks at the table. A look that takes long is followed by a pause of nine
-times that."""
-
-VIEW_STEP_OBJECTS = 1024
-"""Objects that are taken in before other tasks may run."""
-
-
-class SlabView:
-    """Objects of a read-only store, as its table has them."""
-
-    def __init__(self, store: FileBackend) -> None:
-        self._store = store
-        self._table: TableReader | None = None
-        self._version: tuple[int, int] | None = None  # of the table as it was read
-        self._read_twice = False  # the clock of the file system has ticked since that version
-        self._keys: dict[int, bytes] = {}  # by slot
-        self._due = 0.0
-
-    async def open(self) -> None:
-        """Open the files and take in their objects. StoreError, also if there is no store yet."""
-        self._table, found = await self._store.io.run(survey, self._store.files)
-        self._store.io.open()
-        await self._take_in(found)
-        self._due = now() + VIEW_REFRESH_S
-        log.info(
-            "file store view open", folder=str(self._store.files.folder), objects=len(self._keys)
-        )
-
-    async def refresh(self) -> None:
-        """Take in what has changed, unless that was done a moment ago. The objects stay as they
-        are if the table cannot be read now."""
-        began = now()
-        if began < self._due:
-            return
-        self._due = float("inf")  # one look at a time
-        try:
-            # Changes that were read are taken in even if the caller is cancelled.
-            await wait_uncancelled(asyncio.ensure_future(self._follow()))
-        finally:
-            self._due = now() + max(VIEW_REFRESH_S, 9 * (now() - began))
-
-    async def _follow(self) -> None:
-        store = self._store
-        try:
-            if self._table is None:
-                if not (store.calls or store.io.busy):  # none uses the deleted files any more
-                    await store.io.run(store.files.close)
-                    await self.open()
-            elif await store.io.run(store.files.in_place):
-                await self._take_in(await store.io.run(self._changes, self._table))
-            else:  # they are opened again once the process that writes has made them anew
-                self._table = None
-                await self._take_in(Survey([], list(self._keys), 0))
-                log.warning("the files of a view were deleted", folder=str(store.files.folder))
-        except OSError as error:
-            store.files.failed(error)
-
-    def _changes(self, table: TableReader) -> Survey:
-        version = self._store.files.version()
-        if version == self._version and self._read_twice:
-            return Survey([], [], 0)
-        found = table.read(self._store.files.follow())
-        self._read_twice, self._version = version == self._version, version
-        return found
-
-    async def _take_in(self, found: Survey) -> None:
-        objects, catalog = self._store.objects, self._store.catalog
-        changed, new = iter(found.changed), iter(found.found)
-        while slots := list(islice(changed, VIEW_STEP_OBJECTS)):
-            gone = []
-            for slot in slots:
-                key = self._keys.pop(slot, b"")
-                if objects.get(key, (-1,))[0] == slot:
-                    del objects[key]
-                    gone.append(key)
-            self._store.acknowledge_removed(catalog.remove(gone))
-            await asyncio.sleep(0)
-        while some := list(islice(new, VIEW_STEP_OBJECTS)):
-            for one in some:
-                self._keys[one.slot] = one.key
-                objects[one.key] = (one.slot, one.mark)
-            catalog.admit([one.key for one in some])
-            await asyncio.sleep(0)
-
-
-# -- the scrub
-
-
-SCRUB_STEP_BYTES = 1 << 20
-"""Bytes that are read together, at least one object."""
-
-SCRUB_PAUSE_S = 10.0
-"""Seconds between two passes, so that an empty store is not looked at without end."""
-
-
-class Scrub:
-    """Reads the objects of a store one after another, at `rate` bytes a second. Damaged ones are
-    given up."""
-
-    def __init__(self, store: FileBackend, rate: int) -> None:
-        stride = store.files.meta.stride
-        self._store = store
-        self._seconds = stride / rate  # an object
-        self._views = [
-            memoryview(bytearray(store.block_bytes))
-            for _ in range(max(1, SCRUB_STEP_BYTES // stride))
-        ]
-        self._task: asyncio.Task[None] | None = None
-
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def stop(self, limit: float) -> None:
-        """Read no more. Waits for a read in flight, at most `limit` seconds."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task], timeout=limit)
-
-    async def _run(self) -> None:
-        while True:
-            await self.read_all()
-            await asyncio.sleep(SCRUB_PAUSE_S)
-
-    async def read_all(self) -> None:
-        """One pass. Objects that are written during it may be left out."""
-        store, step = self._store, len(self._views)
-        for part in store.catalog.slices():
-            for start in range(0, len(part), step):
-                keys = part[start : start + step]
-                with store.in_use():
-                    await store.check(keys, self._views[: len(keys)])
-                await asyncio.sleep(len(keys) * self._seconds)

@@ -75,6 +75,9 @@ U64 = np.dtype("<u8")
 MOST_BLOCK = 1 << 40
 MOST_SEQUENCE = 1 << 63
 """Sequence numbers are below it: an entry without a successor would end all writes."""
+CHUNK_ENTRIES = 16_384
+"""Entries that are read at once."""
+
 SLOTS = "slots"
 """How a slab is laid out: payload i at i * stride. The only arrangement of this version."""
 
@@ -460,54 +463,3 @@ def _part(blocks: list[tuple[bytes, Lineage]]) -> PathPart:
     return PathPart(
         first.parent, keys, b"".join(one.tokens for _, one in blocks), first.scope, extra_keys
     )
-
-
-# -- reading the table
-
-
-CHUNK_ENTRIES = 16_384
-"""Entries that are read at once."""
-
-
-class Survey(NamedTuple):
-    """Changes in the table since it was read before."""
-
-    found: list[StoredSlot]
-    changed: list[int]  # slots whose objects of before are gone
-    torn: int
-
-
-class TableReader:
-    """Reads the objects in the table of an open store: all of them at first, then those whose
-    entries have changed. Every call blocks and belongs in a thread, one call at a time."""
-
-    def __init__(self, files: SlabFiles) -> None:
-        self._files = files
-        self._seen = np.empty(0, U64)  # the last word of each entry: its checksum
-        self._generation = files.meta.generation
-
-    def read(self, slots: int) -> Survey:
-        files, found, changed, torn = self._files, list[StoredSlot](), list[int](), 0
-        meta = files.meta
-        if meta.generation != self._generation:  # entries that were too new may be objects now
-            self._generation = meta.generation
-            changed = np.flatnonzero(self._seen).tolist()
-            self._seen[:] = 0
-        if slots > len(self._seen):
-            self._seen = np.pad(self._seen, (0, slots - len(self._seen)))
-        for first in range(0, slots, CHUNK_ENTRIES):
-            raw = files.entries(first, min(CHUNK_ENTRIES, slots - first))
-            words = words_of(raw, meta.entry_bytes)
-            seen, last = self._seen[first : first + len(words)], words[:, -1]
-            different = seen != last
-            if not seen.any():  # read for the first time: entries may be torn before their end
-                some = scan(raw, meta, first)
-            elif different.any():
-                some = scan((words * different[:, None]).tobytes(), meta, first)
-            else:
-                continue
-            changed += (first + np.flatnonzero(different & (seen != 0))).tolist()
-            found += some.found
-            torn += some.torn
-            seen[:] = last
-        return Survey(sorted(found), changed, torn)
