@@ -459,8 +459,7 @@ FASTDEPLOY_FAMILIES: tuple[Family, ...] = (
 """The metrics that FastDeploy's router and dashboards read, under FastDeploy's names."""
 
 
-# -- of a `TierCache`: under the names of a cache's metrics where the meaning is the same.
-# `tier_cache.metrics` has further ones, under the names of vLLM's tiers.
+# -- of a `TierCache`: under the names of a cache's metrics where the meaning is the same
 
 
 class TierSnapshot(NamedTuple):
@@ -512,3 +511,36 @@ TIER_FAMILIES: tuple[Family, ...] = (
     Family("cache_config_info", "info", ("model", "block_bytes", "host_slots", "store"),
            "Sizes and parts of the cache.", _tier_info),
 )  # fmt: skip
+
+OFFLOAD_FAMILIES: tuple[Family, ...] = (
+    counter("kv_offload_tiering_chunk_hits", "Blocks loaded, by the tier that they came from.",
+            {"host": "host_hits", "storage": "storage_hits"}, "tier"),
+    counter("kv_offload_tiering_read_bytes", "Bytes read from a tier into host slots.",
+            {"storage": "fetched_bytes"}, "tier"),
+    counter("kv_offload_tiering_write_bytes", "Bytes written from host slots to a tier.",
+            {"storage": "saved_bytes"}, "tier"),
+    counter("kv_offload_tiering_promotion_job_failures", "Blocks that a tier did not return.",
+            {"storage": "failed_fetches"}, "tier"),
+    counter("kv_offload_tiering_cascade_job_failures", "Blocks that a tier did not take.",
+            {"storage": "failed_saves"}, "tier"),
+    counter("kv_offload_tiering_promotion_allocation_failures",
+            "Stored blocks that were misses because no host slot was free for too long.",
+            "refused_fetches"),
+    counter("kv_offload_stored_chunks", "Blocks copied from the device to host slots.", "stored"),
+    counter("kv_offload_stores_failed", "Copies from the device that failed.", "failed_stores"),
+    counter("kv_offload_refused_stores",
+            "Blocks of the device that were not stored because no host slot was free for too long.",
+            "refused_stores"),
+    counter("kv_offload_evicted_chunks", "Blocks that left the host tier for others.",
+            {"host": "evicted"}, "tier"),
+    counter("kv_offload_unsaved_chunks", "Evicted blocks that were to be saved, and were not.",
+            "unsaved"),
+    gauge("kv_offload_cpu_cache_usage_perc", "Part of the slots in use.",
+          lambda s: s.statistics.pinned / s.statistics.slots),
+    gauge("kv_offload_cpu_cache_fill_perc", "Part of the slots with blocks.",
+          lambda s: s.statistics.resident / s.statistics.slots),
+    gauge("kv_offload_stored_objects", "Objects in storage.", "stored_objects"),
+    gauge("kv_offload_healthy", "1 while every tier and sink works.",
+          lambda s: s.health.status == "ok"),
+)  # fmt: skip
+"""Further ones, under the names of vLLM's tiers, where they begin with `vllm:`."""

@@ -30,6 +30,7 @@ from kvactors.observe.metrics import (
     FAMILIES,
     FASTDEPLOY,
     FASTDEPLOY_FAMILIES,
+    OFFLOAD_FAMILIES,
     PREFIX,
     TIER_FAMILIES,
     Family,
@@ -38,7 +39,7 @@ from kvactors.observe.metrics import (
     TierSnapshot,
     take_snapshot,
 )
-from kvactors.tier_cache import TierCache, tier_metrics
+from kvactors.tier_cache import TierCache
 
 SCRAPE_LIMIT_S = 5.0  # seconds that a scrape from another thread waits for the loop
 
@@ -133,15 +134,7 @@ class TierMetrics(Collector):
         if not up:
             return
         snapshot = TierSnapshot(self.cache.config, statistics, health)
-        yield from _exposed(PREFIX, TIER_FAMILIES, snapshot)
-        found = dict[str, CounterMetricFamily | GaugeMetricFamily]()
-        for sample in tier_metrics(statistics, health):
-            if sample.name not in found:
-                kind = CounterMetricFamily if sample.kind == "counter" else GaugeMetricFamily
-                labels = [label for label, _ in sample.labels]
-                found[sample.name] = kind(sample.name, sample.text, labels=labels)
-            found[sample.name].add_metric([value for _, value in sample.labels], sample.value)
-        yield from found.values()
+        yield from _exposed(PREFIX, (*TIER_FAMILIES, *OFFLOAD_FAMILIES), snapshot)
 
     def describe(self) -> Iterable[Metric]:
         return []  # nothing is read

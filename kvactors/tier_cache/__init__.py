@@ -11,7 +11,6 @@ from kvactors.tier_cache.answers import (
     TierStatistics,
 )
 from kvactors.tier_cache.cache import TierCache, open_tiers
-from kvactors.tier_cache.metrics import TierMetric, tier_metrics
 from kvactors.tier_cache.settings import TierConfig, TierStorage
 from kvactors.tier_cache.slots import SlotMemory, shared_memory
 from kvactors.tier_cache.storage import StorageResult, StorageTier, open_storage
@@ -32,13 +31,11 @@ __all__ = [
     "TierConfig",
     "TierEvent",
     "TierHealth",
-    "TierMetric",
     "TierStatistics",
     "TierStorage",
     "open_storage",
     "open_tiers",
     "shared_memory",
-    "tier_metrics",
 ]
 
 

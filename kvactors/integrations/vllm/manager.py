@@ -25,8 +25,8 @@ from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics as Cpu
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvactors.integrations.vllm.region import TierRegion
-from kvactors.tier_cache import CopiesInFlight, Lookup, TierCache, TierStatistics
-from kvactors.tier_cache.metrics import COUNTERS
+from kvactors.observe.metrics import OFFLOAD_FAMILIES, TierSnapshot
+from kvactors.tier_cache import CopiesInFlight, Lookup, TierCache
 from kvactors.types import Tier
 
 RESULTS = {
@@ -41,8 +41,9 @@ TELLS_FLUSH = hasattr(OffloadingManager, "on_reset_flushed")  # from 0.33 on
 
 # -- metrics under the names that vLLM's own tiers have
 
-PREFIX = "vllm:kv_offload_"  # `LLM.get_metrics` lists names that begin with `vllm:` only
-HEALTHY = f"{PREFIX}healthy"
+PREFIX = "vllm:"  # `LLM.get_metrics` lists names that begin with it only
+HEALTHY = f"{PREFIX}kv_offload_healthy"
+COUNTERS = tuple(family for family in OFFLOAD_FAMILIES if family.kind == "counter")
 
 PIECES = {
     Cpu.CPU_CACHE_USAGE_PERC: "copies, reads and writes",
@@ -60,8 +61,8 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     ),
     HEALTHY: OffloadingGaugeMetadata("1 while every tier and sink works."),
     **{
-        PREFIX + name: OffloadingCounterMetadata(text, tuple(label for label, _ in labels))
-        for name, labels, _, text in COUNTERS
+        PREFIX + family.name: OffloadingCounterMetadata(family.text, family.labels)
+        for family in COUNTERS
     },
 }
 
@@ -99,7 +100,7 @@ class KVActorsManager(OffloadingManager):
         self._forgotten: CopiesInFlight | None = None  # of before a reset
         self._steps_left = 0
         self._allocations: list[int] = []  # slots of each store since the last metrics
-        self._last: TierStatistics | None = None
+        self._last: dict[tuple[str, ...], float] = {}  # name and labels of each counter
         self.waiting: dict[str, bytes] = {}
 
     # -- requests
@@ -210,21 +211,24 @@ class KVActorsManager(OffloadingManager):
 
     def get_stats(self) -> OffloadingConnectorStats:
         stats = OffloadingConnectorStats()
-        now, writing = self.tiers.statistics(), len(self.tiers.copies_in_flight().stores)
+        now, health = self.tiers.statistics(), self.tiers.health()
+        writing = len(self.tiers.copies_in_flight().stores)
         stats.set_gauge(Cpu.CPU_CACHE_USAGE_PERC, now.pinned / now.slots)
         stats.set_gauge(Cpu.CPU_CACHE_WRITE_USAGE_PERC, writing / now.slots)
         stats.set_gauge(Cpu.CPU_CACHE_READ_USAGE_PERC, max(0, now.pinned - writing) / now.slots)
-        stats.set_gauge(HEALTHY, float(self.tiers.health().status == "ok"))
+        stats.set_gauge(HEALTHY, float(health.status == "ok"))
         for count in self._allocations:
             stats.observe_histogram(Cpu.CPU_ALLOCATION_SIZE, count)
         self._allocations.clear()
-        last = self._last or now._replace(**dict.fromkeys(now._fields, 0))
-        self._last = now
-        for name, labels, field, _ in COUNTERS:
-            grown = getattr(now, field) - getattr(last, field)
-            if grown:
-                tier = tuple(f"kvactors_{value}" for _, value in labels)
-                stats.increase_counter(PREFIX + name, grown, tier)
+        snapshot = TierSnapshot(self.tiers.config, now, health)
+        for family in COUNTERS:
+            for labels, value in family.read(snapshot):
+                counter = (family.name, *labels)
+                grown = value - self._last.get(counter, 0)
+                self._last[counter] = value
+                if grown:
+                    tier = tuple(f"kvactors_{label}" for label in labels)
+                    stats.increase_counter(PREFIX + family.name, grown, tier)
         return stats
 
     def shutdown(self) -> None:

@@ -12,13 +12,14 @@ from kvactors.observe.metrics import (
     FAMILIES,
     FASTDEPLOY,
     FASTDEPLOY_FAMILIES,
+    OFFLOAD_FAMILIES,
     PREFIX,
     TIER_FAMILIES,
     Family,
 )
 from kvactors.observe.statistics import CacheStatistics
 from kvactors.settings.schema import entries_of
-from kvactors.tier_cache import TierHealth, TierStatistics, tier_metrics
+from kvactors.tier_cache import TierStatistics
 
 HEAD = """\
 # Statistics and metrics
@@ -42,8 +43,7 @@ With `fastdeploy_names=True`. Rates are over the whole time since the cache was 
 TIERS_HEAD = """\
 ## Metrics of a TierCache
 
-`kvactors.observe.prometheus.TierMetrics` exposes the metrics of a [TierCache](tier_cache.md). `tier_metrics`
-gives those that follow `kvactors:cache_config_info` as samples, without prometheus_client.
+`kvactors.observe.prometheus.TierMetrics` exposes the metrics of a [TierCache](tier_cache.md).
 """
 
 STATISTICS_HEAD = """\
@@ -71,7 +71,7 @@ def render() -> str:
         *table(FASTDEPLOY, FASTDEPLOY_FAMILIES),
         "",
         TIERS_HEAD,
-        *tier_table(),
+        *table(PREFIX, (*TIER_FAMILIES, *OFFLOAD_FAMILIES)),
         "",
         STATISTICS_HEAD,
         *statistics(CacheStatistics),
@@ -95,19 +95,6 @@ def table(prefix: str, families: Iterable[Family]) -> Iterator[str]:
     for one in families:
         labels = ", ".join(f"`{label}`" for label in one.labels)
         yield f"| `{exposed_name(prefix, one)}` | {one.kind} | {labels} | {one.text} |"
-
-
-def tier_table() -> Iterator[str]:
-    """A table of the metrics of a `TierCache`."""
-    yield from table(PREFIX, TIER_FAMILIES)
-    health = TierHealth("ok", ())
-    ones = TierStatistics._make([1] * len(TierStatistics._fields))
-    rows = {
-        f"| `{one.name}{'_total' if one.kind == 'counter' else ''}` | {one.kind} | "
-        f"{', '.join(f'`{label}`' for label, _ in one.labels)} | {one.text} |": None
-        for one in tier_metrics(ones, health)
-    }
-    yield from rows
 
 
 def statistics(record: type[Any]) -> Iterator[str]:
