@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.tier_cache import Lookup, TierCache, moves, open_storage
+from kvactors.tier_cache import Lookup, TierCache, open_storage
+from kvactors.tier_cache.cache import ABSENT
 from kvactors.tier_cache.storage import make_storage
 from tests.tier_cache.helpers import (
     BLOCK,
@@ -74,7 +75,7 @@ def test_the_keys_of_a_step_are_asked_about_together_and_of_each_path():
     assert [cache.lookup(key) for key in KEYS[:6]] == [Lookup.MISS] * 4 + [Lookup.PENDING] * 2
     assert [answer(cache, key) for key in KEYS[4:6]] == [Lookup.HIT] * 2
     assert len(SharedStore.asked) == 6, "an answer was not used again"
-    clock.now += moves.ABSENT + 0.1
+    clock.now += ABSENT + 0.1
     assert cache.lookup(KEYS[0]) is Lookup.PENDING, "an absent key is never asked about again"
     settle(cache)
     cache.shutdown()

@@ -13,7 +13,8 @@ import pytest
 from kvactors import CacheClosed, ConfigError
 from kvactors.storage import attempts
 from kvactors.storage.local_store import CatalogStore
-from kvactors.tier_cache import Lookup, StorageTier, TierCache, moves, open_storage, storage
+from kvactors.tier_cache import Lookup, StorageTier, TierCache, open_storage, storage
+from kvactors.tier_cache import cache as cache_module
 from kvactors.tier_cache.storage import KnownObjects, make_storage
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, answer, load, make, payload, settle, store
 from tests.tier_cache.stores import FaultyStore
@@ -52,7 +53,7 @@ def test_a_fetch_that_hangs_is_a_miss_and_its_slot_stays_withheld(monkeypatch):
 
 
 def test_a_store_that_fails_costs_misses_only_and_recovers(monkeypatch):
-    monkeypatch.setattr(moves, "RETRY", 1000.0)
+    monkeypatch.setattr(cache_module, "RETRY", 1000.0)
     cache = faulty()
     store(cache, KEYS[:7])
     settle(cache)
@@ -96,7 +97,7 @@ def test_writes_that_fail_degrade_health_while_reads_work(monkeypatch):
 
 def test_no_request_waits_for_an_object_that_cannot_be_read(monkeypatch):
     """The store works for the others, so that its circuit breaker stays closed."""
-    monkeypatch.setattr(moves, "RETRY", 1000.0)
+    monkeypatch.setattr(cache_module, "RETRY", 1000.0)
     cache = faulty()
     store(cache, KEYS[:4])
     settle(cache)
@@ -112,7 +113,7 @@ def test_no_request_waits_for_an_object_that_cannot_be_read(monkeypatch):
 
 
 def test_a_fetched_key_is_spared_until_it_is_asked_for(monkeypatch):
-    monkeypatch.setattr(moves, "AWAITED", 1000.0)
+    monkeypatch.setattr(cache_module, "AWAITED", 1000.0)
     cache = make(1, storage={"backend": "memory"})
     for key in KEYS[:2]:
         store(cache, [key])
@@ -319,7 +320,7 @@ def test_nothing_grows_while_a_store_hangs_or_fails():
     for key in KEYS:
         store(cache, [key])
         cache.end_step()
-    assert len(cache._moves._unsaved) <= 8
+    assert len(cache._unsaved) <= 8
     settle(cache)
     assert len(cache._storage.known._keys) == 0
     assert cache._storage.in_flight == 0
