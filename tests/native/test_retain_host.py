@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvactors.native import BlockTree, LifeTables, Path
+from kvactors.types import split_hashes
 from tests.native.test_retain import requests
 from tests.support import adversaries
-from tests.support.two_tiers import ROOT, TwoTiers, split
+from tests.support.two_tiers import ROOT, TwoTiers
 
 
 @settings(max_examples=20)
@@ -86,7 +87,7 @@ def test_any_reports_of_the_host_tier_keep_the_rules(trace, size, order, device_
             running.append((path, output))
         while running and order.random() < 0.6:
             end_one()
-        chosen = split(tree.host_victims(order.randint(0, 5)))
+        chosen = split_hashes(tree.host_victims(order.randint(0, 5)))
         assert len(set(chosen)) == len(chosen)
         named += chosen
         lost = [one for one in named if order.random() < 0.7]
@@ -113,7 +114,7 @@ def test_any_reports_of_the_host_tier_keep_the_rules(trace, size, order, device_
 def path_hashes(ids):
     path = Path(1, ROOT)
     path.extend(np.array(ids, np.uint32))
-    return split(path.hashes(0, len(ids)))
+    return split_hashes(path.hashes(0, len(ids)))
 
 
 @pytest.mark.parametrize("retain", [(True, True), (False, True)])

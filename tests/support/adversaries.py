@@ -28,23 +28,6 @@ class Prompts:
         return list(islice(self._next, blocks))
 
 
-def cycle() -> Iterator[Request]:
-    """150 prompts asked round and round: 3,000 blocks."""
-    prompts = Prompts()
-    asked = [prompts.new(20) for _ in range(150)]
-    for i in count():
-        yield Request(asked[i % 150], i * 0.3)
-
-
-def back_and_forth() -> Iterator[Request]:
-    """The same prompts forwards and backwards. No policy can beat LRU by much."""
-    prompts = Prompts()
-    asked = [prompts.new(20) for _ in range(150)]
-    order = [*range(150), *range(148, 0, -1)]
-    for i in count():
-        yield Request(asked[order[i % len(order)]], i * 0.3)
-
-
 def floods() -> Iterator[Request]:
     """40 chats that return every 20 s. In one of five minutes one-shot prompts come in between."""
     prompts, now = Prompts(), 0.0
@@ -129,15 +112,6 @@ def sudden_return(half: int) -> Iterator[Request]:
     return chats(back, every=0.5)
 
 
-def phases(every: int) -> Iterator[Request]:
-    """Another set of prompts from time to time, asked in a random order."""
-    prompts, rng = Prompts(), random.Random(2)
-    for i in count():
-        if i % every == 0:
-            asked = [prompts.new(16) for _ in range(40)]
-        yield Request(rng.choice(asked), i * 0.7)
-
-
 def popular() -> Iterator[Request]:
     """Prompts in a random order by Zipf's law, behind one system prompt."""
     prompts, rng = Prompts(), random.Random(3)
@@ -173,14 +147,6 @@ def huge(blocks: int = 5000) -> Iterator[Request]:
             yield Request(rng.choice(asked), i * 0.5)
 
 
-def single_client() -> Iterator[Request]:
-    """One conversation that grows, is cut back to its beginning and grows again."""
-    prompts, ids = Prompts(), Ids()
-    for i in count():
-        ids = (ids[:10] if len(ids) > 400 else ids) + prompts.new(3)
-        yield Request(list(ids), i * 5.0)
-
-
 def branches() -> Iterator[Request]:
     """Paths of a tree that branches at every depth, used at random."""
     rng, names = random.Random(6), count()
@@ -213,61 +179,17 @@ def clock_set_ahead() -> Iterator[Request]:
         yield one._replace(now=one.now + (2_600_000 if i > 1000 else 0))
 
 
-def outputs_that_mislead() -> Iterator[Request]:
-    """The output's length foretells a return at first, and then the opposite."""
-    for i, turn in enumerate(swapped_roles(1500)):
-        flipped = i // 1500 % 2
-        yield turn._replace(output=10 if (len(turn.ids) > 20) ^ flipped else 2000)
-
-
 def pauses(draw: Callable[[random.Random], float], stays: float = 0.8) -> Iterator[Request]:
     """Chats whose pauses come from one distribution, and which continue with this probability."""
     return chats(lambda _, __, rng: draw(rng) if rng.random() < stays else None)
 
 
-def bursts() -> Iterator[Request]:
-    """All requests of 20 s, then none for 10 minutes."""
-    for one in pauses(lambda rng: rng.expovariate(1 / 60)):
-        yield one._replace(now=one.now % 20 + one.now // 20 * 620)
-
-
-def changing_tenants() -> Iterator[Request]:
-    """Every 800 requests other tenants: agents with 60 shared blocks that return at once, readers
-    that return after minutes, and scripts that never do."""
-    prompts, rng, now = Prompts(), random.Random(4), 0.0
-    for turn in count():
-        tenant = [prompts.new(60) for _ in range(3)]
-        open_: list[Ids] = []
-        for number in range(800):
-            now += (0.1, 2.0, 0.02)[turn % 3]
-            if turn % 3 == 2 or not open_ or rng.random() < 0.2:
-                ids = tenant[number % 3] + prompts.new(5)
-                open_.append(ids)
-            else:
-                ids = open_.pop(-1 if turn % 3 == 0 else 0)
-                if rng.random() < 0.9:
-                    open_.append(ids + prompts.new(3))
-            yield Request(ids, now, (20, 800, 300)[turn % 3])
-
-
-def cycle_of(prompts: int, noise: float = 0.0) -> Iterator[Request]:
-    """Prompts of 20 blocks asked round and round, with one-shot prompts in between."""
-    source, rng, now = Prompts(), random.Random(5), 0.0
+def cycle_of(prompts: int) -> Iterator[Request]:
+    """Prompts of 20 blocks asked round and round."""
+    source = Prompts()
     asked = [source.new(20) for _ in range(prompts)]
     for i in count():
-        now += 0.3
-        if rng.random() < noise:
-            yield Request(source.new(20), now)
-        else:
-            yield Request(asked[i % prompts], now)
-
-
-def partial_blocks() -> Iterator[Request]:
-    """The last block of every prompt is a partial one, which no later prompt has."""
-    source = Prompts()
-    for one in pauses(lambda rng: rng.lognormvariate(3.5, 1.0)):
-        tail = [1 << 30 | source.new(1)[0]]
-        yield Request([*one.ids, *tail], one.now, one.output, partial=True)
+        yield Request(asked[i % prompts], (i + 1) * 0.3)
 
 
 def finer(requests: Iterator[Request], by: int) -> Iterator[Request]:
@@ -344,42 +266,25 @@ HOSTILE: dict[str, Adversary] = {
 
 ADVERSARIES: dict[str, Adversary] = {
     "lognormal pauses": lambda: pauses(lambda rng: rng.lognormvariate(3.5, 1.0)),
-    "exponential pauses": lambda: pauses(lambda rng: rng.expovariate(1 / 40)),
-    "uniform pauses": lambda: pauses(lambda rng: rng.uniform(0, 120)),
-    "equal pauses": lambda: pauses(lambda _: 45.0),
-    "two kinds of pauses": lambda: pauses(lambda rng: 2.0 if rng.random() < 0.5 else 200.0),
     "heavy tail of pauses": lambda: pauses(lambda rng: rng.paretovariate(0.7)),
-    "bursts": bursts,
-    "changing tenants": changing_tenants,
-    "cycle just above 300": lambda: cycle_of(16),
-    "cycle just below 300": lambda: cycle_of(14, 0.05),
-    "cycle just above 1,000": lambda: cycle_of(52),
-    "cycle just below 1,000": lambda: cycle_of(48, 0.1),
-    "partial blocks": partial_blocks,
     "blocks of 64": lambda: finer(floods(), 8),
     "blocks of 16": lambda: finer(swapped_roles(300), 32),
-    "cycle": cycle,
-    "back and forth": back_and_forth,
+    "cycle": lambda: cycle_of(150),
     "floods": floods,
     "one-shots": one_shots,
     "swapped roles": lambda: swapped_roles(10_000),
     "swapped roles, often": lambda: swapped_roles(300),
-    "swapped roles, now and then": lambda: swapped_roles(2000),
     "drifting pauses": lambda: drifting_pauses(20_000),
     "drifting pauses, fast": lambda: drifting_pauses(2000),
     "sudden return": lambda: sudden_return(5000),
     "sudden return, often": lambda: sudden_return(700),
-    "phases": lambda: phases(500),
-    "phases, long": lambda: phases(5000),
     "popular": popular,
     "resent": resent,
     "huge": huge,
-    "single client": single_client,
     "branches": branches,
     "at one instant": at_one_instant,
     "jumping clock": jumping_clock,
     "clock set ahead": clock_set_ahead,
-    "outputs that mislead": outputs_that_mislead,
     **HOSTILE,
 }
 

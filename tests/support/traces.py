@@ -18,13 +18,11 @@ class Request(NamedTuple):
         ids: its blocks.
         now: seconds.
         output: tokens that it produces.
-        partial: whether its last block is partial.
     """
 
     ids: Sequence[int]
     now: float
     output: int = 100
-    partial: bool = False
 
 
 def read(path: Path, *, shard: int = 0, shards: int = 1, limit: int = 0) -> Iterator[Request]:
@@ -36,17 +34,15 @@ def read(path: Path, *, shard: int = 0, shards: int = 1, limit: int = 0) -> Iter
             blocks so many times as large, whole ones only.
         limit: requests at most, 0 for all.
     """
-    size, taken = 512, 0
+    taken = 0
     with gzip.open(path, "rb") as file:
         for raw in file:
             line = json.loads(raw)
             if "header" in line:
-                size = line["header"]["block_size"]
                 continue
             ids = [one for first, many in line["hash_runs"] for one in range(first, first + many)]
-            whole = shards > 1 or line["input_length"] >= len(ids) * size
             if ids := ids[shard::shards]:
-                yield Request(ids, line["timestamp"] / 1e3, line["output_length"], not whole)
+                yield Request(ids, line["timestamp"] / 1e3, line["output_length"])
                 taken += 1
                 if taken == limit:
                     return

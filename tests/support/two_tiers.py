@@ -10,13 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.native import BlockTree, LifeTables, Path
+from kvactors.types import split_hashes
 
 ROOT = bytes(32)
-
-
-def split(hashes: bytes) -> list[bytes]:
-    """Hashes of a buffer."""
-    return [hashes[at : at + 32] for at in range(0, len(hashes), 32)]
 
 
 class TwoTiers:
@@ -56,7 +52,7 @@ class TwoTiers:
         path.extend(ids)
         tree.advance(now)
         run, _ = tree.pin(path)
-        hashes = split(path.hashes(0, len(ids)))
+        hashes = split_hashes(path.hashes(0, len(ids)))
         found = run
         while found < len(ids) and hashes[found] in self.resident:
             found += 1
@@ -82,12 +78,12 @@ class TwoTiers:
         """Move blocks from the device to the host."""
         nodes, hashes, parents, blocks, *_ = self.tree.evict(count)
         over = self.tree.host_kept(exclusive=True) + len(blocks) - self.host
-        gone = split(self.tree.host_victims(max(0, over))) if self.by_policy else []
+        gone = split_hashes(self.tree.host_victims(max(0, over))) if self.by_policy else []
         for one in gone:
             if self._followers[one]:
                 raise AssertionError("a block leaves the host before those that follow it")
             self._leave(one)
-        for one, parent in zip(split(hashes), split(parents), strict=True):
+        for one, parent in zip(split_hashes(hashes), split_hashes(parents), strict=True):
             self.resident[one] = parent
             self._followers[parent] += 1
         self.offloaded += len(blocks)
