@@ -8,7 +8,7 @@ import pytest
 
 import kvactors
 from kvactors.actor.loop import MailboxLoop
-from kvactors.errors import NotReady, Paused
+from kvactors.errors import NotReady
 from kvactors.identity import PLAIN
 from kvactors.prefix_index.actor import PrefixIndex
 from kvactors.prefix_index.waiting import TURN_REQUESTS, WaitQueue
@@ -107,14 +107,6 @@ async def end_each(waiting):
             await (await one).finish()
         except kvactors.NoRoom:
             continue
-
-
-async def test_a_pause_ends_a_wait_at_its_deadline_only():
-    async with opened() as cache:
-        await cache.pause()
-        with pytest.raises(Paused):
-            await cache.acquire("a", prompt(1, 1), deadline=0.05)
-        await cache.resume()
 
 
 # -- counters and announcements

@@ -6,16 +6,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Iterator
-from contextlib import suppress
 from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
 import pytest
 import structlog
-from hypothesis import given
-from hypothesis import settings as hypothesis_settings
-from hypothesis import strategies as st
 
 import kvactors
 from kvactors.cache import FromThread, KVCache
@@ -236,38 +232,6 @@ async def test_every_wrong_argument_is_refused(owner, method):
     await refuses([one for one in WRONG if one[:2] == (owner, method)])
 
 
-@given(st.data())
-@hypothesis_settings(max_examples=40, deadline=None, derandomize=True)
-def test_no_arguments_fail_an_actor(data):
-    everything = [value for values in kinds().values() for value in values]
-
-    async def main():
-        async with opened() as cache:
-            for _ in range(data.draw(st.integers(1, 20))):
-                owner, method = data.draw(st.sampled_from(sorted(CALLS, key=str)))
-                if owner in (FromThread, ThreadLease) and method in ("wait_idle", "wait_flushed"):
-                    continue
-                valid, arguments = CALLS[owner, method]
-                chosen = dict(valid)
-                for name in sorted(arguments):
-                    if data.draw(st.booleans()):
-                        chosen[name] = everything[data.draw(st.integers(0, len(everything) - 1))]
-                with suppress(TypeError, ValueError, KVActorsError, RuntimeError):
-                    await call(
-                        cache,
-                        owner,
-                        method,
-                        {"deadline": 0.05, **chosen} if method == "acquire" else chosen,
-                    )
-                if method == "sleep":
-                    await cache.wake()
-                if method == "pause":
-                    await cache.resume()
-            await still_well(cache)
-
-    asyncio.run(main())
-
-
 @pytest.mark.parametrize(
     ("wrong", "named"),
     [
@@ -374,13 +338,3 @@ async def test_a_buffer_is_copied_before_the_call_returns_to_the_loop():
         async with await cache.acquire("b", given_tokens) as again:
             assert again.cached_tokens == 4 * BLOCK
         await still_well(cache)
-
-
-async def test_an_empty_salt_is_a_salt_and_an_empty_extension_is_none():
-    async with opened() as cache:
-        await serve(cache, "none", prompt(1, 2, tail=1))
-        assert (await serve(cache, "empty", prompt(1, 2, tail=1), salt="")).cached_tokens == 0
-        assert (await serve(cache, "none again", prompt(1, 2, tail=1))).cached_tokens == 2 * BLOCK
-        async with await cache.acquire("a", [1]) as lease:
-            assert await lease.extend([]) == ()
-            assert lease.num_tokens == 1

@@ -10,8 +10,6 @@ import pytest
 from kvactors.errors import LeaseBusy, TokensCommitted
 from tests.support.cache import BLOCK, opened, prompt
 
-HOST = {"slots": 8, "transit_slots": 16}
-
 
 async def test_reserved_blocks_are_used_by_the_next_tokens_and_given_back():
     async with opened(device=8) as cache:

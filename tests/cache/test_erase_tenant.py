@@ -14,9 +14,11 @@ from kvactors.quotas import salt_id
 from kvactors.storage.catalog import Catalog
 from kvactors.storage.messages import Outcome
 from tests.cache.test_quotas import BLOCK, settle, tokens_of, use
-from tests.cache.test_storage_quotas import HOST, store
+from tests.cache.test_storage_quotas import store
 from tests.support.cache import opened, serve, settings
 from tests.support.sim_pool import SimPool
+
+HOST = {"slots": 4, "transit_slots": 8}
 
 
 def files(folder, **more):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 
 import pytest
 
@@ -38,32 +37,6 @@ async def test_the_attributes_are_those_of_the_objects():
 @pytest.mark.parametrize(("owner", "mirror"), MIRRORS)
 def test_every_public_name_is_mirrored(owner, mirror):
     assert public(mirror) == public(owner) - OWN
-
-
-def mirrored_methods():
-    return [
-        (owner, mirror, name)
-        for owner, mirror in MIRRORS
-        for name in sorted(public(owner) - OWN)
-        if inspect.isfunction(getattr(owner, name, None))
-    ]
-
-
-@pytest.mark.parametrize(("owner", "mirror", "name"), mirrored_methods())
-def test_the_signatures_are_equal(owner, mirror, name):
-    """A method that does not wait in the loop takes a deadline in a thread."""
-    original, twin = getattr(owner, name), getattr(mirror, name)
-
-    def parameters(method):
-        found = list(inspect.signature(method).parameters.values())
-        return [(one.name, one.kind, one.default, one.annotation) for one in found[1:]]
-
-    expected = parameters(original)
-    waits = "deadline" in {one[0] for one in expected} or name == "abandon"
-    if not waits:
-        expected.append(("deadline", inspect.Parameter.KEYWORD_ONLY, None, "float | None"))
-    assert parameters(twin) == expected
-    assert twin.__doc__
 
 
 async def test_a_step_that_is_late_for_its_thread_ends_the_leases(monkeypatch):

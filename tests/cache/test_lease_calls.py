@@ -15,7 +15,6 @@ import kvactors.from_thread
 from kvactors import Step
 from kvactors.errors import CacheClosed, DeadlineExceeded, LeaseEnded, WrongLoop
 from kvactors.from_thread import LoopCaller, ThreadLease
-from kvactors.prefix_index.messages import Commit
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 8, "transit_slots": 16}
@@ -190,27 +189,6 @@ async def test_every_call_on_an_ended_lease_raises():
             async with lease:
                 pass
         lease.abandon()
-
-
-async def test_a_lease_that_the_cache_lost_raises(monkeypatch):
-    async with opened() as cache:
-        lease, bystander = (
-            await cache.acquire("a", prompt(1, 2)),
-            await cache.acquire("b", prompt(2, 2)),
-        )
-
-        def fails(self, message, envelope):
-            raise RuntimeError("planted")
-
-        actor = cache.system.index_actor
-        monkeypatch.setitem(actor.handlers, Commit, fails.__get__(actor))
-        with pytest.raises(kvactors.ActorFailed):
-            await lease.commit(BLOCK)
-        await cache.wait_idle()
-        for one in (lease, bystander):
-            with pytest.raises(LeaseEnded, match="lost when prefix_index was restarted"):
-                await one.extend([1])
-            one.abandon()
 
 
 async def test_calls_after_the_cache_is_closed_raise():

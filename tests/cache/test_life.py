@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 import kvactors
 from kvactors.errors import WrongLoop
-from kvactors.testing.loop import simulate
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 EXCLUSIVE = {"slots": 8, "transit_slots": 16}
@@ -105,29 +102,3 @@ def test_a_cache_needs_a_running_asyncio_loop():
     """Under trio too there is none."""
     with pytest.raises(WrongLoop, match="asyncio"):
         kvactors.open().__aenter__().send(None)
-
-
-def test_a_cleared_store_is_not_hit_even_before_it_is_empty():
-    """The writer has much to do before it takes the clear. Until then no request reads old
-    objects."""
-
-    async def main():
-        store = {"backend": "memory", "write_policy": "write_through", "writers": 1}
-        async with opened(inline=True, storage=store) as cache:
-            await serve(cache, "a", prompt(1, 4, tail=1))
-            await cache.wait_idle()
-            inner = cache.system.backend.clear
-
-            async def slow(*arguments):
-                await asyncio.sleep(1.0)
-                return await inner(*arguments)
-
-            cache.system.backend.clear = slow
-            await cache.clear(storage=True)
-            lease = await cache.acquire("b", prompt(1, 4, tail=1))
-            await lease.wait_ready()
-            assert lease.cached_tokens == 0
-            await lease.finish()
-            await cache.wait_idle()
-
-    simulate(main)

@@ -11,12 +11,10 @@ from kvactors import ConfigError, DeadlineExceeded, LayoutError, NumBlocksUnset
 from kvactors.data_plane.engine import InlineCopies
 from kvactors.device.host import HostDevice
 from kvactors.errors import CacheClosed, DeviceError, RankError
-from kvactors.flush_notifier.messages import Deliver
-from kvactors.gpu_swapper.messages import DataPlaneStatus
 from kvactors.layout import GQALayout
-from kvactors.prefix_index.messages import Proceed
 from kvactors.settings import DeviceConfig
 from kvactors.testing.loop import simulate
+from tests.cache.test_degraded import fail
 from tests.ranks.simulated import Rank, load
 from tests.ranks.simulated import settings as rank_settings
 from tests.support.cache import BLOCK, opened, prompt, serve, settings
@@ -135,32 +133,13 @@ async def test_watermarks_and_limits_follow_the_number():
         assert cache.system.notifier_actor.ledger.tree.idle_limit == wiring.idle_limit == 1064
 
 
-MESSAGES = {"index": Proceed(), "notifier": Deliver(), "swapper": DataPlaneStatus(True, False, 0)}
-
-
-@pytest.mark.parametrize("when", ["before", "during", "after"])
-@pytest.mark.parametrize("name", MESSAGES)
-async def test_a_restart_keeps_the_number(monkeypatch, name, when):
+@pytest.mark.parametrize("name", ["index", "notifier", "swapper"])
+async def test_a_restart_keeps_the_number(name):
     """An incarnation is made with the number, or is sent it."""
-
-    def fails(*_):
-        raise RuntimeError("planted")
-
-    async def restart(cache) -> None:
-        supervisor, ref = cache.system.supervisor, getattr(cache.system, name)
-        actor, failures = supervisor.actor(ref.name), supervisor.statistics().failures
-        monkeypatch.setitem(actor.handlers, type(MESSAGES[name]), fails)
-        ref.try_tell(MESSAGES[name])
-        if when != "during":
-            await cache.wait_idle()
-            assert supervisor.statistics().failures == failures + 1
-
     async with later(host=HOST) as cache:
-        if when != "after":
-            await restart(cache)
+        await fail(cache, name, 1)
         await cache.set_num_blocks(6)
-        if when == "after":
-            await restart(cache)
+        await fail(cache, name, 1)
         await cache.wait_idle()
         await uses(cache, 6)
         ledger = cache.system.notifier_actor.ledger

@@ -58,8 +58,14 @@ class Direct(DeviceStore):
         pass
 
 
-def opened(part, late):
+def opened(part, late, monkeypatch):
     """A cache of which one part opens late."""
+    if part == "copy engine":
+        monkeypatch.setattr("kvactors.data_plane.engine.InlineCopies.open", late, raising=False)
+    if part == "device store":
+        direct = Direct(1)
+        direct.open = late
+        monkeypatch.setattr("kvactors.data_plane.local.make_device_store", lambda *_: direct)
     store = MemoryBackend(b"f" * 32, 2 * BLOCK * 16)
     sink = MemorySink(MemorySinkConfig(name="late"), BLOCK)
     where, call = {
@@ -93,16 +99,10 @@ NAMES = {
 def test_a_part_that_does_not_open_is_a_named_error_in_time(part, how, monkeypatch):
     async def main():
         late, before = Late(how), asyncio.all_tasks()
-        if part == "copy engine":
-            monkeypatch.setattr("kvactors.data_plane.engine.InlineCopies.open", late, raising=False)
-        if part == "device store":
-            direct = Direct(1)
-            direct.open = late
-            monkeypatch.setattr("kvactors.data_plane.local.make_device_store", lambda *_: direct)
         began = now()
         kind, name = NAMES[part]
         with pytest.raises(kind, match=f"^{name}did not open in 3 s \\(actors.open_timeout_s\\)"):
-            async with opened(part, late):
+            async with opened(part, late, monkeypatch):
                 raise AssertionError("opened")
         assert now() - began < START + DRAIN + 2.0
         assert late.calls == 1
@@ -120,12 +120,12 @@ def test_a_part_that_does_not_open_is_a_named_error_in_time(part, how, monkeypat
 
 
 @pytest.mark.parametrize("part", ["store", "attach", "sink"])
-def test_a_cancelled_open_ends_in_time_although_a_part_ignores_its_cancellation(part):
+def test_a_cancelled_open_ends_in_time_although_a_part_ignores_its_cancellation(part, monkeypatch):
     async def main():
         late = Late("ignores its cancellation")
 
         async def entered():
-            async with opened(part, late):
+            async with opened(part, late, monkeypatch):
                 raise AssertionError("opened")
 
         task = asyncio.ensure_future(entered())
@@ -148,14 +148,8 @@ def test_a_cancelled_open_ends_in_time_although_a_part_ignores_its_cancellation(
 def test_a_part_that_cancels_itself_is_an_error_and_no_cancellation(part, monkeypatch):
     async def main():
         late = Late("cancels itself")
-        if part == "copy engine":
-            monkeypatch.setattr("kvactors.data_plane.engine.InlineCopies.open", late, raising=False)
-        else:
-            direct = Direct(1)
-            direct.open = late
-            monkeypatch.setattr("kvactors.data_plane.local.make_device_store", lambda *_: direct)
         with pytest.raises(NAMES[part][0], match="raised CancelledError"):
-            async with opened(part, late):
+            async with opened(part, late, monkeypatch):
                 raise AssertionError("opened")
 
     simulate(main)

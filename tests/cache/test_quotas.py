@@ -195,24 +195,6 @@ def test_blocks_leave_before_others_once_their_time_is_over(later):
     in_virtual_time(main)
 
 
-def test_a_pin_ends_with_its_time():
-    async def main(cache):
-        lease = await use(cache, 1, hints=Hints(pin=True, ttl=10.0))
-        assert lease.pinned_blocks == 2
-        for number in range(2, 6):
-            await use(cache, number, blocks=4)
-        assert held(cache, 1) == 2
-        await asyncio.sleep(10.5)
-        prefix = cache.statistics().prefix
-        assert (prefix.pinned, prefix.pins_expired) == (0, 1)
-        await use(cache, 6, blocks=7)
-        assert held(cache, 1) == 0
-        assert await cache.unpin(tokens_of(1)) == 0
-        await settle(cache)
-
-    in_virtual_time(main)
-
-
 @pytest.mark.parametrize("start", [0.0, 1e9])
 def test_a_pin_ends_when_its_time_is_over_on_the_clocks_of_cache_and_loop(start):
     """A replay of past requests has a clock that stands still, or leaps, between requests."""

@@ -11,8 +11,6 @@ from kvactors.decode_batch import Step, Stepped
 from kvactors.prefix_index.messages import StepLeases
 from tests.support.cache import BLOCK, opened, prompt, serve
 
-HOST = {"slots": 8, "transit_slots": 16}
-
 
 async def acquired(cache, count, blocks=1):
     return [await cache.acquire(f"{n}", prompt(100 + n, blocks)) for n in range(count)]

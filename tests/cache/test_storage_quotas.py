@@ -13,8 +13,6 @@ from kvactors.settings.tables import QuotaConfig, StorageConfig
 from tests.cache.test_quotas import BLOCK, settle, tokens_of, use
 from tests.support.cache import opened
 
-HOST = {"slots": 4, "transit_slots": 8}
-
 
 def store(capacity=8, kind="memory", **more):
     return {"backend": kind, "capacity_blocks": capacity, "write_policy": "write_through", **more}

@@ -98,31 +98,3 @@ async def test_a_request_that_pins_keep_out_is_refused_at_once(tokens):
         assert cache.statistics().prefix.refused_size == 1
         assert await cache.unpin(prompt(1, 4)) == 4
         await (await cache.acquire("large", large)).finish()
-
-
-async def test_a_pin_refuses_the_requests_that_wait_and_can_get_no_blocks_any_more():
-    async with opened(device=16) as cache:
-        runs = await cache.acquire("runs", prompt(1, 4))
-        other = await cache.acquire("other", prompt(4, 8))
-        large = await queued(cache, 1, 1, 13)
-        small = await queued(cache, 2, 2, 12)
-        await runs.finish(4 * BLOCK, hints=kvactors.Hints(pin=True))
-        with pytest.raises(kvactors.NoRoom, match=r"13 device blocks needed, .* 4 pinned"):
-            await large
-        assert not small.done()
-        await other.finish()
-        await (await small).finish()
-
-
-async def test_another_namespace_refuses_a_request_that_would_share_pinned_blocks():
-    async with opened(device=16) as cache:
-        await serve(cache, "system", prompt(1, 4), hints=kvactors.Hints(pin=True))
-        other = await cache.acquire("other", prompt(4, 8))
-        shared = cache.acquire("shared", prompt(1, 16), wait_for_room=True, deadline=20.0)
-        shares = asyncio.ensure_future(shared)
-        while not waiting(cache):
-            await asyncio.sleep(0)
-        await cache.set_namespace("other weights")
-        with pytest.raises(kvactors.NoRoom, match="only the end of a pin"):
-            await shares
-        await other.finish()
