@@ -1079,6 +1079,9 @@ def open_cache(
     )
 
 
+open = open_cache  # noqa: A001  (the public name is kvactors.open)
+
+
 @asynccontextmanager
 async def _opened(
     config: Config | Mapping[str, Any] | str | PathLike[str] | None,

@@ -1,53 +1,34 @@
 """Actor runtime: channels, mailboxes, supervision. Independent of the cache."""
 
-from kvactors.actor.actor import Actor, ActorStatistics, Count, Seconds, counters_of, on
-from kvactors.actor.channel import Channel, ChannelStatistics
-from kvactors.actor.context import Context, State, Timer
-from kvactors.actor.instrument import InjectedFailure, Instrument, Instruments, Turn
-from kvactors.actor.message import Ask, Control, Envelope, Later, Message, PeerRestarted, Stop
-from kvactors.actor.ref import ActorRef, InFlight
-from kvactors.actor.supervisor import (
-    ActorSpec,
-    Edge,
-    Group,
-    RestartBudget,
-    Supervisor,
-    SupervisorStatistics,
-    check_graph,
-    edges,
-)
-
-__all__ = [
-    "Actor",
-    "ActorRef",
-    "ActorSpec",
-    "ActorStatistics",
-    "Ask",
-    "Channel",
-    "ChannelStatistics",
-    "Context",
-    "Control",
-    "Count",
-    "Edge",
-    "Envelope",
-    "Group",
-    "InFlight",
-    "InjectedFailure",
-    "Instrument",
-    "Instruments",
-    "Later",
-    "Message",
-    "PeerRestarted",
-    "RestartBudget",
-    "Seconds",
-    "State",
-    "Stop",
-    "Supervisor",
-    "SupervisorStatistics",
-    "Timer",
-    "Turn",
-    "check_graph",
-    "counters_of",
-    "edges",
-    "on",
-]
+from kvactors.actor.actor import Actor as Actor
+from kvactors.actor.actor import ActorStatistics as ActorStatistics
+from kvactors.actor.actor import Count as Count
+from kvactors.actor.actor import Seconds as Seconds
+from kvactors.actor.actor import counters_of as counters_of
+from kvactors.actor.actor import on as on
+from kvactors.actor.channel import Channel as Channel
+from kvactors.actor.channel import ChannelStatistics as ChannelStatistics
+from kvactors.actor.context import Context as Context
+from kvactors.actor.context import State as State
+from kvactors.actor.context import Timer as Timer
+from kvactors.actor.instrument import InjectedFailure as InjectedFailure
+from kvactors.actor.instrument import Instrument as Instrument
+from kvactors.actor.instrument import Instruments as Instruments
+from kvactors.actor.instrument import Turn as Turn
+from kvactors.actor.message import Ask as Ask
+from kvactors.actor.message import Control as Control
+from kvactors.actor.message import Envelope as Envelope
+from kvactors.actor.message import Later as Later
+from kvactors.actor.message import Message as Message
+from kvactors.actor.message import PeerRestarted as PeerRestarted
+from kvactors.actor.message import Stop as Stop
+from kvactors.actor.ref import ActorRef as ActorRef
+from kvactors.actor.ref import InFlight as InFlight
+from kvactors.actor.supervisor import ActorSpec as ActorSpec
+from kvactors.actor.supervisor import Edge as Edge
+from kvactors.actor.supervisor import Group as Group
+from kvactors.actor.supervisor import RestartBudget as RestartBudget
+from kvactors.actor.supervisor import Supervisor as Supervisor
+from kvactors.actor.supervisor import SupervisorStatistics as SupervisorStatistics
+from kvactors.actor.supervisor import check_graph as check_graph
+from kvactors.actor.supervisor import edges as edges
