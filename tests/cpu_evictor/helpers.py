@@ -18,8 +18,7 @@ from kvactors.gpu_swapper.messages import Copied, Copy
 from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import Outcome, Probed, ProbeStore, Read, ReadDone, Write, Written
 from kvactors.types import split_hashes
-from tests.support.effects import RecordedEffects, Started
-from tests.support.probe import Probe as ProbeRef
+from tests.support.effects import RecordedEffects, Started, receiver
 
 ROOT = bytes(32)
 
@@ -84,16 +83,16 @@ class Host:
             **storage,
         )
         self.peers = Peers(
-            index=ProbeRef("prefix_index"),
-            swapper=ProbeRef("gpu_swapper"),
+            index=receiver("prefix_index"),
+            swapper=receiver("gpu_swapper"),
             readers=[
-                ProbeRef(f"storage_reader-{i}", "storage_reader") for i in range(readers * stored)
+                receiver(f"storage_reader-{i}", "storage_reader") for i in range(readers * stored)
             ],
             writers=[
-                ProbeRef(f"storage_writer-{i}", "storage_writer") for i in range(writers * stored)
+                receiver(f"storage_writer-{i}", "storage_writer") for i in range(writers * stored)
             ],
-            notifier=ProbeRef("flush_notifier"),
-            device_store=ProbeRef("storage_direct") if device_store else None,
+            notifier=receiver("flush_notifier"),
+            device_store=receiver("storage_direct") if device_store else None,
         )
         self.tier = HostTier(slots, slots + transit)
         self.out = Out()

@@ -17,7 +17,7 @@ from kvactors.settings import HostConfig, StorageConfig
 from kvactors.storage.messages import ReportLost
 from kvactors.types import Reason, join_hashes
 from tests.cpu_evictor.helpers import ROOT, path
-from tests.support.probe import Probe as ProbeRef
+from tests.support.effects import receiver
 from tests.support.stepper import Effects, Stepper
 
 
@@ -29,11 +29,11 @@ def stepped(slots: int = 4, incarnation: int = 0) -> Stepper[CpuEvictor]:
             storage=StorageConfig(backend="memory"),
             arena=HostSlots(slots + 4, 1),
             peers=Peers(
-                ProbeRef("prefix_index"),
-                ProbeRef("gpu_swapper"),
-                [ProbeRef("reader", "storage_reader")],
-                [ProbeRef("writer", "storage_writer")],
-                ProbeRef("flush_notifier"),
+                receiver("prefix_index"),
+                receiver("gpu_swapper"),
+                [receiver("reader", "storage_reader")],
+                [receiver("writer", "storage_writer")],
+                receiver("flush_notifier"),
             ),
             layerwise=False,
             memory_generation=0,

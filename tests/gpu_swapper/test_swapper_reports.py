@@ -10,7 +10,7 @@ import pytest
 from kvactors.data_plane.base import Direction
 from kvactors.gpu_swapper.actor import GpuSwapper
 from kvactors.gpu_swapper.messages import Copy
-from tests.support.probe import Probe
+from tests.support.effects import receiver
 from tests.support.stepper import Stepper
 
 
@@ -41,7 +41,7 @@ class Plane:
     ],
 )
 async def test_the_reports_of_an_executor_are_checked(report, failed):
-    evictor, index = Probe("cpu_evictor"), Probe("prefix_index")
+    evictor, index = receiver("cpu_evictor"), receiver("prefix_index")
     make = partial(GpuSwapper, plane=Plane(), evictor=evictor, index=index)
     with Stepper(make) as stepper:
         (job,) = stepper.turn(Copy(1, Direction.TO_HOST, (4, 5), (0, 1))).jobs
@@ -50,7 +50,7 @@ async def test_the_reports_of_an_executor_are_checked(report, failed):
 
 
 async def test_a_copy_that_raises_has_failed_as_a_whole():
-    evictor, index = Probe("cpu_evictor"), Probe("prefix_index")
+    evictor, index = receiver("cpu_evictor"), receiver("prefix_index")
     make = partial(GpuSwapper, plane=Plane(), evictor=evictor, index=index)
     with Stepper(make) as stepper:
         (job,) = stepper.turn(Copy(1, Direction.TO_HOST, (4, 5), (0, 1))).jobs

@@ -61,7 +61,7 @@ from kvactors.prefix_index.settings import IndexSettings, Roots
 from kvactors.prefix_index.tree import BlockIndex
 from kvactors.prefix_index.work import NextSlice
 from kvactors.types import split_hashes
-from tests.support.probe import Probe
+from tests.support.effects import receiver
 from tests.support.stepper import Stepper
 
 BLOCK = 2
@@ -100,9 +100,9 @@ class IndexMachine:
             return PrefixIndex(
                 ref,
                 index=self.index,
-                evictor=Probe("cpu_evictor"),
-                swapper=Probe("gpu_swapper"),
-                notifier=Probe("flush_notifier"),
+                evictor=receiver("cpu_evictor"),
+                swapper=receiver("gpu_swapper"),
+                notifier=receiver("flush_notifier"),
                 roots=self.roots,
                 settings=IndexSettings(
                     exclusive=exclusive or not host,

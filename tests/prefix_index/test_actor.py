@@ -51,7 +51,7 @@ from kvactors.prefix_index.messages import (
 )
 from kvactors.prefix_index.settings import IndexSettings, Roots
 from tests.prefix_index.objects import BLOCK, acquire, block_index, path
-from tests.support.probe import Probe
+from tests.support.effects import receiver
 from tests.support.stepper import Stepper
 
 
@@ -64,9 +64,9 @@ def index(
         lambda ref: PrefixIndex(
             ref,
             index=block_index(blocks, part=part),
-            evictor=Probe("cpu_evictor"),
-            swapper=Probe("gpu_swapper"),
-            notifier=Probe("flush_notifier"),
+            evictor=receiver("cpu_evictor"),
+            swapper=receiver("gpu_swapper"),
+            notifier=receiver("flush_notifier"),
             roots=Roots("model", "a", bytes(32)),
             settings=IndexSettings(**chosen),
         ),

@@ -29,7 +29,7 @@ from kvactors.storage.messages import (
 )
 from kvactors.substitutes import NoWriter
 from kvactors.types import Reason, split_hashes
-from tests.support import probe
+from tests.support.effects import receiver
 from tests.support.stepper import Stepper
 
 # -- StorageReader, turn by turn.
@@ -53,8 +53,8 @@ def stepped(inner, kind=StorageWriter, name="storage_writer-0", incarnation=0) -
             ref,
             backend=plane.store,
             plane=plane,
-            evictor=probe.Probe("cpu_evictor"),
-            notifier=probe.Probe("flush_notifier"),
+            evictor=receiver("cpu_evictor"),
+            notifier=receiver("flush_notifier"),
         ),
         name,
         incarnation=incarnation,

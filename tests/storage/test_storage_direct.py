@@ -17,7 +17,7 @@ from kvactors.storage.messages import (
     TransferDone,
 )
 from tests.data_plane.planes import StubPlane
-from tests.support.probe import Probe
+from tests.support.effects import receiver
 from tests.support.stepper import Stepper
 
 TOKENS = bytes(4 * 4 * 4)
@@ -47,7 +47,7 @@ class Recorder(DeviceStore):
 
 def stepped(backend: Recorder, plane: StubPlane | None = None) -> Stepper[DeviceStoreActor]:
     plane = StubPlane(device_store=backend) if plane is None else plane
-    make = partial(DeviceStoreActor, backend=backend, plane=plane, evictor=Probe("cpu_evictor"))
+    make = partial(DeviceStoreActor, backend=backend, plane=plane, evictor=receiver("cpu_evictor"))
     return Stepper(make)
 
 

@@ -8,9 +8,9 @@ from kvactors.actor import ActorRef, Channel, Control, Envelope, InFlight, Messa
 from kvactors.actor.context import Effects
 
 
-def receiver(role: str) -> ActorRef[Any]:
-    """A receiver that no message reaches."""
-    return ActorRef(role, role, Channel(role, 1), InFlight())
+def receiver(name: str, role: str | None = None) -> ActorRef[Any]:
+    """A receiver that no message reaches. role: None if it is the name."""
+    return ActorRef(name, role or name, Channel(name, 1), InFlight())
 
 
 class Reply(NamedTuple):

@@ -4,11 +4,10 @@ too: message in, effects out."""
 from __future__ import annotations
 
 import asyncio
-import inspect
 from asyncio.events import _get_running_loop, _set_running_loop
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
-from types import TracebackType
+from functools import partial
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 from kvactors.actor import (
@@ -24,7 +23,6 @@ from kvactors.actor import (
     State,
 )
 from kvactors.testing.loop import SimLoop
-from kvactors.testing.trace import describe
 
 A = TypeVar("A", bound=Actor)
 T = TypeVar("T")
@@ -48,14 +46,8 @@ class Answered(NamedTuple):
 
 class Job(NamedTuple):
     """A child job that a turn started. It does not run: `Stepper.finish` and `Stepper.fail` set
-    its result.
+    its result."""
 
-    name: of its coroutine function. arguments: what that was called with.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    counted: bool
     coroutine: Coroutine[Any, Any, Any]
     done: Callable[[Any], Control]
     failed: Callable[[Exception], Control]
@@ -71,13 +63,12 @@ class Timer(NamedTuple):
 
 
 class Effects(NamedTuple):
-    """All that came of a turn, each in order. stopped: whether the actor has left."""
+    """All that came of a turn, each in order."""
 
     told: tuple[Told, ...] = ()
     answered: tuple[Answered, ...] = ()
     jobs: tuple[Job, ...] = ()
     timers: tuple[Timer, ...] = ()
-    stopped: bool = False
 
     def to(self, receiver: ActorRef | str) -> list[Message]:
         """The messages sent to one receiver."""
@@ -91,78 +82,62 @@ class Effects(NamedTuple):
             self.answered + later.answered,
             self.jobs + later.jobs,
             self.timers + later.timers,
-            self.stopped or later.stopped,
         )
 
 
 class SteppedContext(Context):
     """Keeps the effects of a turn for the stepper in place of carrying them out."""
 
-    __slots__ = ("_stepper",)
-
-    def __init__(
-        self,
-        ref: ActorRef,
-        role: str,
-        sends: Mapping[str, tuple[type[Message], ...]],
-        stepper: Stepper[Any],
-    ) -> None:
-        super().__init__(ref, role, sends)
-        self._stepper = stepper
+    def __init__(self, clock: SimLoop, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._clock = clock
+        self.told: list[Told] = []
+        self.started: list[Job] = []
+        self.set_timers: list[Timer] = []
 
     def tell(self, to: ActorRef[M], message: M) -> None:
         """See `Context.tell`."""
         if type(message) not in self._allowed.get(to.role, ()):
             raise self.undeclared(to, message)
-        self._stepper.note_message(Told(to.name, message))
+        self.told.append(Told(to.name, message))
 
     def start_job(
         self,
         job: Coroutine[Any, Any, T],
         done: Callable[[T], Control],
         failed: Callable[[Exception], Control],
-        *,
-        counted: bool = True,
-        slots: Sequence[int] = (),
-        keys: bytes = b"",
+        **_: Any,
     ) -> None:
         """See `Context.start_job`."""
-        name, arguments = getattr(job, "__qualname__", type(job).__name__), {}
-        if inspect.iscoroutine(job):
-            arguments = {
-                key: value
-                for key, value in inspect.getcoroutinelocals(job).items()
-                if key != "self"
-            }
-        self._stepper.note_job(Job(name, arguments, counted, job, done, failed))
+        self.started.append(Job(job, done, failed))
 
     def after(self, delay: float, message: Control) -> Any:
         """See `Context.after`. Returns a handle of the stepper's clock, which is cancelled like
         one."""
-        return self._stepper.note_timer(delay, message)
+        when = self._clock.time() + delay
+        handle = asyncio.TimerHandle(when, lambda: None, [], self._clock)
+        self.set_timers.append(Timer(when, message, handle))
+        return handle
 
 
 class Stepper(Generic[A]):
     """Makes an actor with `factory(ref)` and holds its clock. Its state is in `actor`, what
     `started` did in `started`.
 
-    Refs that the actor needs of others are `Probe`s, whose channels stay empty here. It works with
-    and without a running loop. Jobs that were never run are disposed of when it is closed, or goes.
+    Refs that the actor needs of others are `effects.receiver`s. It works with and without a running
+    loop. Jobs that were never run are disposed of when it is closed, or goes.
     """
 
     def __init__(
         self, factory: Callable[[ActorRef], A], name: str = "stepped", *, incarnation: int = 0
     ) -> None:
         self._loop = SimLoop()
-        self._told: list[Told] = []
-        self._jobs: list[Job] = []
-        self._timers: list[Timer] = []
         self._open: list[Envelope[Any]] = []
         self._pending: list[Timer] = []
         self._running: list[Job] = []
         self._ref = ActorRef(name, name, Channel(name, 1), InFlight())
         self._ref.incarnation = incarnation
-        self._ref.make_context = self._make_context
+        self._ref.make_context = partial(SteppedContext, self._loop)
         with self._inside():
             self.actor = factory(self._ref)
             self._ref.role = self.actor.ROLE
@@ -193,18 +168,18 @@ class Stepper(Generic[A]):
         return self._effects()
 
     def withdraw(self, message: Message) -> None:
-        """The asker of an open ask gives up. LookupError if it is not open."""
-        self._open_ask(message).cancel()
+        """The asker of an open ask gives up."""
+        (reply,) = [one.reply for one in self._open if one.message is message]
+        assert reply is not None
+        reply.cancel()
 
     def finish(self, job: Job, value: Any = None) -> Effects:
         """A job returned a value: the turn with the message that becomes of it."""
-        self._end_job(job)
-        return self.turn(job.done(value))
+        return self._end_job(job, job.done(value))
 
     def fail(self, job: Job, error: Exception) -> Effects:
         """A job raised: the turn with the message that becomes of it."""
-        self._end_job(job)
-        return self.turn(job.failed(error))
+        return self._end_job(job, job.failed(error))
 
     def elapse(self, seconds: float) -> Effects:
         """Advance the clock and take the turns of the timers that come due, in order. Returns their
@@ -240,12 +215,7 @@ class Stepper(Generic[A]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- inner parts
@@ -261,39 +231,10 @@ class Stepper(Generic[A]):
         finally:
             _set_running_loop(outer)
 
-    def _make_context(
-        self, ref: ActorRef, role: str, sends: Mapping[str, tuple[type[Message], ...]]
-    ) -> SteppedContext:
-        return SteppedContext(ref, role, sends, self)
-
-    def note_message(self, message: Told) -> None:
-        """The turn sends a message."""
-        self._told.append(message)
-
-    def note_job(self, job: Job) -> None:
-        """The turn starts a job."""
-        self._jobs.append(job)
-        self._running.append(job)
-
-    def note_timer(self, delay: float, message: Control) -> asyncio.TimerHandle:
-        """The turn sets a timer."""
-        handle = asyncio.TimerHandle(self.now + delay, lambda: None, [], self._loop)
-        timer = Timer(self.now + delay, message, handle)
-        self._timers.append(timer)
-        self._pending.append(timer)
-        return handle
-
-    def _end_job(self, job: Job) -> None:
-        if job not in self._running:
-            raise LookupError(f"job {job.name} is over")
+    def _end_job(self, job: Job, message: Control) -> Effects:
         self._running.remove(job)
         job.coroutine.close()
-
-    def _open_ask(self, message: Message) -> asyncio.Future[Any]:
-        for envelope in self._open:
-            if envelope.message is message and envelope.reply is not None:
-                return envelope.reply
-        raise LookupError(f"{describe(message)} is not open")
+        return self.turn(message)
 
     def _effects(self) -> Effects:
         own = [Told(self._ref.name, envelope.message) for envelope in self._ref.channel.purge()]
@@ -306,12 +247,14 @@ class Stepper(Generic[A]):
                 answered.append(
                     Answered(envelope.message, None if error else reply.result(), error)
                 )
+        context: Any = self.actor.context
         found = Effects(
-            (*self._told, *own),
+            (*context.told, *own),
             tuple(answered),
-            tuple(self._jobs),
-            tuple(self._timers),
-            self.actor.state > State.RUNNING,
+            tuple(context.started),
+            tuple(context.set_timers),
         )
-        self._told, self._jobs, self._timers = [], [], []
+        self._running += context.started
+        self._pending += context.set_timers
+        context.told, context.started, context.set_timers = [], [], []
         return found
