@@ -15,7 +15,6 @@ from typing import Any
 from rich.console import Console
 
 from kvactors.scenario.output import print_rows, write_json
-from tests.support.console import wide_console
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "kvactors"
@@ -93,7 +92,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="PATH", help="where to write the figures")
     chosen = parser.parse_args(arguments)
     rows, groups = measure(), sorted(sorted(group) for group in cycles(imports()))
-    print_shape(rows, groups, wide_console())
+    console = Console()
+    # In a file or a pipe the table is whole.
+    print_shape(rows, groups, console if console.is_terminal else Console(width=160))
     if chosen.json is not None:
         report = {"packages": rows, "cycles": groups}
         write_json(report, chosen.json)

@@ -61,6 +61,23 @@ def test_no_locks_and_no_native_timeouts():
     assert found == []
 
 
+TOOLS = {"testing", "scenario", "top.py"}
+
+
+def test_shields_and_thread_hand_offs_are_in_one_module():
+    """Shields and threads of anyio do not hold against `task.cancel()`."""
+    found = [
+        str(file.relative_to(PACKAGE))
+        for file in SOURCES
+        if file.relative_to(PACKAGE).parts[0] not in TOOLS
+        and re.search(
+            r"shield=True\)|to_thread\.run_sync|asyncio\.to_thread|run_in_executor",
+            file.read_text("utf-8"),
+        )
+    ]
+    assert found == ["actor/uncancelled.py"]
+
+
 def test_actors_import_only_messages_and_only_downstream():
     wrong = []
     for (part, other), where in imports().items():

@@ -26,7 +26,6 @@ EXTRAS = ("kv-events", "metrics")
 COPIED = ("tests", "scenarios", "docs", "pyproject.toml", "README.md", "SECURITY.md")
 
 OF_THE_SOURCES = (
-    "tests/actor/test_no_bare_shields.py",
     "tests/actor/test_channels.py",
     "tests/observe/test_log_lines.py",
     "tests/config/test_environment.py",
