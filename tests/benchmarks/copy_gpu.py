@@ -17,7 +17,6 @@ from kvactors.data_plane.cuda.engine import CudaCopyEngine
 from kvactors.device.arena import Arena
 from kvactors.errors import DeviceError
 from kvactors.layout import GQALayout, Layout
-from tests.benchmarks.copy_product import product_rows
 from tests.benchmarks.frame import Row, rate_row
 
 KIB = 1024
@@ -43,7 +42,7 @@ async def gpu_rows(
     *, quick: bool, driver: CudaDriver | None = None, total: int | None = None
 ) -> list[Row]:
     """Measure both directions with blocks in another order than their slots and in the same order,
-    both directions at once, and beside a matrix product. Returns no rows without a driver or a GPU.
+    and both directions at once. Returns no rows without a driver or a GPU.
 
     Args:
         quick: small sizes, for tests.
@@ -89,7 +88,6 @@ async def gpu_rows(
                     "one large pinned copy one way, same run",
                 )
             )
-            rows += await product_rows(name, executor, quick=quick)
     return rows
 
 

@@ -6,18 +6,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvactors import ConfigError
-from kvactors.signals import run_terminable
-from kvactors.storage.mooncake_client import MooncakeClient
-from tests.benchmarks import decode, engine, flush, frame, index, service, store, store_pool
-from tests.benchmarks.__main__ import main
+from tests.benchmarks import decode, engine, flush, frame, index, service, store
 from tests.benchmarks.frame import Report, Row
-from tests.benchmarks.index_child import LENGTH, some_stored, stored_prompt
-from tests.storage.mooncake_standin import StandIn
+from tests.benchmarks.index_child import LENGTH
 
 MakePython = Callable[[str], str]
 
@@ -76,19 +71,6 @@ def test_a_tree_that_finds_other_tokens_is_no_peer(python: MakePython) -> None:
         index.run(quick=True, sglang_python=python(OUR_TREE.replace("MORE", "1")))
 
 
-def test_turns_of_the_index_count_what_was_there() -> None:
-    ours = index.OurTree()
-    ours.new(64, hashes=False, blocks=0)
-    ours.fill(3)
-    assert ours.look_up(0, 5).hits == 5 * LENGTH
-    assert ours.insert(1, 16, 1024).hits == 14 * 768
-    assert ours.insert(1, 16, 1024).hits == 16 * 1024
-    assert all(
-        any((prompt == stored_prompt(number)).all() for number in range(3))
-        for prompt in some_stored(0, 5, 3)
-    )
-
-
 def test_a_decode_step_is_beside_the_bar_and_each_peer(
     python: MakePython, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,53 +113,6 @@ class Answers:
     assert (tmp_path / "log").read_text().splitlines() == ["open 32 65536", *moved, "close"]
     with pytest.raises(RuntimeError, match="3 jobs of vLLM's fs tier failed"):
         store.run(quick=True, vllm_python=python(source.replace("FAILED", "3")))
-
-
-def test_rounds_end_behind_their_seconds_but_for_the_least() -> None:
-    assert list(store.rounds_within(9, 3600.0)) == list(range(9))
-    assert list(store.rounds_within(9, -1.0)) == list(range(store.LEAST_ROUNDS))
-    assert list(store.rounds_within(2, -1.0)) == [0, 1]
-
-
-def pool_of(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """A pool in the place of Mooncake's."""
-    pool = StandIn()
-    monkeypatch.setattr(MooncakeClient, "_make", staticmethod(lambda: pool))
-
-    async def answers(*_: Any) -> bool:
-        return True
-
-    monkeypatch.setattr("kvactors.storage.mooncake_client.any_answers", answers)
-    return pool
-
-
-def test_every_runner_of_a_pool_moves_its_own_kind_of_objects(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each runner writes and reads all objects in each round, with a header or without, and leaves
-    none."""
-    pool, sizes = pool_of(monkeypatch), []
-    put = pool.batch_put_from_multi_buffers
-
-    def watched(keys: Any, pointers: Any, lengths: Any) -> Any:
-        codes = put(keys, pointers, lengths)
-        sizes.append({(len(pool.objects[one]), pool.objects[one][4096 + 12 :][:1]) for one in keys})
-        return codes
-
-    monkeypatch.setattr(pool, "batch_put_from_multi_buffers", watched)
-    found = run_terminable(store_pool.in_pool("127.0.0.1:1", 4096, 8 * 4096, 1))
-    assert {len(of) for of in found.values()} == {1}
-    bare, checked, raw = {(4192, b"\1")}, {(4192, b"\0")}, {(4096, b"")}
-    assert sizes == [bare, checked, raw, checked, raw, bare]
-    assert pool.objects == {}
-
-
-@pytest.mark.parametrize("lost", ["batch_put_from_multi_buffers", "batch_get_into_multi_buffers"])
-def test_lost_objects_give_no_figures(monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
-    pool = pool_of(monkeypatch)
-    monkeypatch.setattr(pool, lost, lambda keys, *_: [-800] * len(keys))
-    with pytest.raises(RuntimeError, match="an object was lost"):
-        run_terminable(store_pool.in_pool("127.0.0.1:1", 4096, 8 * 4096, 1))
 
 
 def test_whole_prompts_come_back_and_are_stored_and_a_peer_does_the_same_work(
@@ -263,16 +198,6 @@ def test_an_engine_that_does_not_run_is_named(
         engine.run(quick=True, vllm_python=str(path))
 
 
-def test_a_missing_peer_is_an_error_of_the_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match=r"no-python.*tests\.interop\.setup DIR engines"):
-        engine.run(vllm_python=str(tmp_path / "no-python"))
-    monkeypatch.setattr(engine, "find_spec", lambda name: None)
-    assert main(["engine"]) == 2
-    assert "needs a Python that has vLLM and kvactors" in capsys.readouterr().err
-
-
 VLLM = """
 import threading
 from queue import Queue
@@ -336,10 +261,3 @@ async def test_vllms_publisher_is_measured_in_a_process_of_its_python(
     python, load = with_vllm(tmp_path, VLLM), flush.Load(2, 16, events, 500)
     found = await flush.beside_vllm(python, load, os.fspath(tmp_path), rounds=2)
     assert min(found) > 0
-
-
-@pytest.mark.full
-async def test_a_python_without_vllm_is_an_error(tmp_path: Path) -> None:
-    python = with_vllm(tmp_path, "raise ImportError('another vLLM')")
-    with pytest.raises(ConfigError, match=r"cannot run vllm_publisher\.py"):
-        await flush.publish_as_vllm(python, flush.Load(1, 16, 1, 10), os.fspath(tmp_path))

@@ -131,9 +131,8 @@ def test_every_benchmark_row_runs_on_the_stand_in(fake, monkeypatch):
     monkeypatch.setattr(copy_gpu, "layouts", lambda **_: small)
     rows = asyncio.run(gpu_rows(quick=True, driver=CudaDriver(fake.path), total=40_000))
     cases = [row.case for row in rows]
-    assert len(set(cases)) == len(cases) == 18
-    for text in ("to_host, beside a matrix product", "the product beside it", "both ways at once"):
-        assert any(text in case for case in cases), text
+    assert len(set(cases)) == len(cases) == 10
+    assert any("both ways at once" in case for case in cases)
     assert all(row.ours > 0 for row in rows)
     fake.set("devices", 0)
     assert asyncio.run(gpu_rows(quick=True, driver=CudaDriver(fake.path))) == []

@@ -26,7 +26,6 @@ def build(kernels: Path, folder: Path | None = None) -> Path:
         HERE / "fake_cuda.cpp",
         HERE / "symbols.inc",
         kernels / "block_copy.cu",
-        kernels / "product.cu",
         kernels / "emulation.hpp",
     ]
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]

@@ -3,7 +3,6 @@
 // as fake_*; see __init__.py.
 #define KVACTORS_EMULATED
 #include "block_copy.cu"
-#include "product.cu"
 
 #include <algorithm>
 #include <atomic>
@@ -403,27 +402,6 @@ Result launch_now(const Launch& l, Access& access) {
     kvactors_cuda::play(l.gather ? kvactors_gather : kvactors_scatter, l.grid, l.threads, l.table, l.pieces, l.blocks, l.ids,
                         l.pairs, l.slots, l.stride);
     return kvactors_cuda::misaligned ? MISALIGNED_ADDRESS : OK;
-}
-
-struct Product {
-    const float *a, *b;
-    float* c;
-    long long n;
-    unsigned grid, threads;
-};
-
-Result product_now(const Product& p, Access& access) {
-    const u64 bytes = u64(p.n) * u64(p.n) * sizeof(float);
-    {
-        Guard guard(world().mutex);
-        for (const float* one : {p.a, p.b, static_cast<const float*>(p.c)}) {
-            const u64 address = reinterpret_cast<u64>(one);
-            if (!inside(world().device, address, bytes)) return ILLEGAL_ADDRESS;
-            (one == p.c ? access.writes : access.reads).push_back({address, address + bytes});
-        }
-    }
-    kvactors_cuda::play(kvactors_cuda::kvactors_product, p.grid, p.threads, p.a, p.b, p.c, p.n);
-    return OK;
 }
 
 }  // namespace
@@ -838,15 +816,6 @@ API Result cuLaunchKernel(std::string* function, unsigned grid, unsigned grid_y,
     if (world().functions.count(function) == 0 || !known(stream)) return INVALID_HANDLE;
     if (grid == 0 || threads == 0 || threads > 256 || grid_y != 1 || grid_z != 1 || y != 1 || z != 1 || shared || extra)
         return INVALID_VALUE;
-    if (*function == "kvactors_product") {
-        Product p;
-        p.grid = grid;
-        p.threads = threads;
-        std::memcpy(&p.a, parameters[0], 8), std::memcpy(&p.b, parameters[1], 8);
-        std::memcpy(&p.c, parameters[2], 8), std::memcpy(&p.n, parameters[3], 8);
-        enqueue(stream, true, [p](Access& access) { return product_now(p, access); }, "a product");
-        return OK;
-    }
     Launch l;
     const auto read = [&](int i, auto& field) { std::memcpy(&field, parameters[i], 8); };
     read(0, l.table), read(1, l.pieces), read(2, l.blocks), read(3, l.ids), read(4, l.pairs), read(5, l.slots), read(6, l.stride);
