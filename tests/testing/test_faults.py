@@ -16,7 +16,6 @@ from kvactors.storage.backend import SlotViews
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.faults import Fault, FaultyBackend, FaultySink
-from kvactors.types import Tier
 
 
 def members(contract: type) -> set[str]:
@@ -91,40 +90,8 @@ async def test_a_fault_keeps_calls_from_the_store(faulty, kind, read, written):
         await store.ask([kept], lambda: False)
 
 
-async def test_a_recovered_store_serves_again_and_a_new_fault_replaces_the_last(faulty):
-    store, arena = faulty
-    key = bytes([1]) * 32
-    await store.inject(Fault("store_down"))
-    await store.inject(Fault("disk_full"))
-    assert not store.down
-    (full,) = (await store.write([key], SlotViews(arena, [0]), lambda: False)).outcomes
-    await store.recover(Fault("disk_full"))
-    (written,) = (await store.write([key], SlotViews(arena, [0]), lambda: False)).outcomes
-    assert (full, written) == (Outcome.NO_SPACE, Outcome.OK)
-
-
 async def test_a_store_refuses_faults_of_other_seams(faulty):
     store, _ = faulty
     for kind in ("object_lost", "sink_down", "rank_cut"):
         with pytest.raises(ValueError, match=f"{kind} is no fault of this store"):
             await store.inject(Fault(kind))
-
-
-@pytest.mark.parametrize(
-    "kind", ["sink_down", "sink_fail_every", "sink_hang", "sink_lose_answers", "sink_slow"]
-)
-async def test_a_sink_fails_as_injected_and_recovers(kind):
-    sink = FaultySink(MemorySink(MemorySinkConfig(), 4))
-    await sink.inject(Fault(kind, every=1, delay=0.0))
-    assert sink.fault_mode == kind.removeprefix("sink_")
-    await sink.recover(Fault(kind))
-    assert sink.fault_mode == ""
-    await sink.begin_epoch(1)
-    assert sink.inner.epochs == [1]
-
-
-async def test_an_index_that_loses_its_state_is_empty_at_once():
-    sink = FaultySink(MemorySink(MemorySinkConfig(), 4))
-    sink.inner._held[Tier.DEVICE].add(bytes(32))
-    await sink.inject(Fault("sink_lose_state"))
-    assert not any(sink.view().values())

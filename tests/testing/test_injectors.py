@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import signal
-from pathlib import Path
-
-import anyio
 import pytest
 
-from kvactors.errors import KVActorsError
 from kvactors.testing.faults import Fault
 from kvactors.testing.plan import carry_out
 from tests.chaos.proxy import Proxy
@@ -18,32 +13,6 @@ from tests.support.injectors import FaultyMaster, ProcessFaults
 from tests.support.rank_process import RankProcess
 
 ECHO = "import sys\nfor line in sys.stdin: print(line, end='', flush=True)"
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-async def test_a_process_is_stopped_for_a_while():
-    async with child("-c", ECHO) as echo:
-        await echo.send("a")
-        assert await echo.receive() == "a"
-        stop = Fault("process_stop")
-        await ProcessFaults(echo).inject(stop)
-        with anyio.fail_after(60):
-            while state_of(echo.process.pid) != "T":
-                await anyio.sleep(0.001)
-        await echo.send("b")
-        await ProcessFaults(echo).recover(stop)
-        assert await echo.receive() == "b"
-
-
-async def test_a_process_is_killed():
-    async with child("-c", ECHO) as echo:
-        await carry_out(ProcessFaults(echo), Fault("process_kill"))
-        assert echo.process.returncode == -signal.SIGKILL
-        with pytest.raises(KVActorsError):
-            await echo.receive()
 
 
 @pytest.fixture

@@ -246,14 +246,6 @@ def test_a_livelock_names_the_spinning_task():
     assert [line.split(" (")[0] for line in caught.value.running] == ["busy#2 is ready"]
 
 
-def test_a_limit_is_no_obstacle_while_the_clock_moves():
-    async def main():
-        for _ in range(500):
-            await asyncio.sleep(0.001)
-
-    simulate(main, loop=SimLoop(limit=20))
-
-
 def test_tasks_left_over_are_cancelled_and_may_clean_up():
     cleaned = []
 

@@ -107,15 +107,6 @@ def test_another_process_with_other_hashes_and_addresses_sends_the_same():
     )
 
 
-def test_listening_changes_nothing():
-    sim = Sim(5)
-    deaf = Sim(5)
-    deaf.trace.attach = lambda system: None
-    assert sim.run(traffic, sim) == deaf.run(traffic, deaf)
-    assert sim.trace.count
-    assert not deaf.trace.count
-
-
 def test_a_trace_of_one_request_has_all_its_messages_and_few_others():
     async def main(sim):
         async with sim.open(device={"num_blocks": 6}, host={"slots": 0}) as cache:
