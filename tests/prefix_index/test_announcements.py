@@ -64,16 +64,6 @@ def test_the_number_of_an_adapter_stays_until_another_is_given(index):
         news.remember(OTHER, PLAIN)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_a_finish_announces_blocks_not_announced_before(index, whole):
-    news = made(index, whole=whole)
-    news.remember(ROOT, PLAIN)
-    one = cached(index, 2)
-    assert len(effects_of(news.finished, index.tree, one, 0, 2)) == 1
-    again = effects_of(news.finished, index.tree, one, 0, 2)
-    assert len(again) == (1 if whole else 0), "a finish announces whole paths if a sink asks for it"
-
-
 def test_a_walk_does_not_announce_blocks_of_a_forgotten_root_as_others(index):
     news = made(index)
     news.remember(ROOT, RequestScope(salt="a"))

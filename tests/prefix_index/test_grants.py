@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.cpu_evictor.messages import Cancel, Load, Offload, Offloaded, SetTargets
+from kvactors.cpu_evictor.messages import Cancel, Load, Offload, Offloaded
 from kvactors.errors import LeaseEnded, NoRoom
 from kvactors.identity import PLAIN
 from kvactors.prefix_index.actor import PrefixIndex
@@ -96,16 +96,6 @@ def waiting_with_a_load(state: PrefixIndex) -> tuple[Request, Load, Offload]:
     assert answers(actions) == []
     assert load.blocks == ()
     return envelope, load, offload
-
-
-def test_a_load_sent_ahead_is_placed_when_the_request_has_its_blocks():
-    state = core(4)
-    _, load, offload = waiting_with_a_load(state)
-    actions = effects_of(state.offloaded, Offloaded(offload.op, bytes(4)))
-    [place] = [one for one in messages(actions) if isinstance(one, SetTargets)]
-    [granted] = answers(actions)
-    assert (place.op, place.blocks) == (load.op, tuple(granted.blocks[:2]))
-    assert granted.pending
 
 
 def test_a_request_that_waited_is_matched_again_under_the_present_namespace():

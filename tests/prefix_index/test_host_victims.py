@@ -83,12 +83,6 @@ def victims(sent: list[Any]) -> list[bytes]:
     ]
 
 
-def test_a_host_tier_that_evicts_ahead_of_need_gets_victims_down_to_its_low_mark():
-    state = with_host(2, (4, 2))
-    sent = [victims(serve(state, number, 2, first=100 * number)) for number in range(5)]
-    assert [len(one) for one in sent] == [0, 0, 0, 4, 0]
-
-
 def test_a_save_comes_with_victims_for_what_the_host_lacks():
     state = with_host(8, (4, 4), exclusive=False)
     first = serve(state, 0, 4, first=0)
@@ -108,10 +102,3 @@ def test_a_prefetch_comes_with_victims():
     sent = host_messages(state, effects_of(state.prefetch, message, Request(message)))
     assert [type(one) for one in sent] == [EvictFirst, PrefetchToHost]
     assert victims(sent) == offloaded(first[1])[:3]
-
-
-def test_lru_names_no_victims():
-    state = core(2, host_blocks=(2, 2))
-    for number in range(4):
-        assert not victims(serve(state, number, 2, first=100 * number))
-    assert state.index.tree.statistics()["host"] == 6

@@ -172,8 +172,3 @@ def test_a_clear_keeps_what_was_learned():
     assert policy.tables is not None
     assert policy.tables.requests == 2
     assert state.index.tree.retention()["requests"] == 1
-
-
-def test_lru_has_no_statistics():
-    assert TierPolicies("lru").tables is None
-    assert core().index.tree.retention() is None

@@ -16,19 +16,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvactors.cpu_evictor.messages import Offload, Offloaded
 from kvactors.errors import DeadlineExceeded, NeverFits, NoRoom
 from kvactors.native import Path
 from kvactors.prefix_index import waiting as queues
-from kvactors.prefix_index.messages import (
-    Abandon,
-    Acquire,
-    Commit,
-    Extend,
-    Finish,
-    Preempt,
-    Proceed,
-)
+from kvactors.prefix_index.messages import Abandon, Acquire, Extend, Finish, Preempt, Proceed
 from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
     BLOCK,
@@ -36,10 +27,8 @@ from tests.prefix_index.objects import (
     StartTimer,
     acquire,
     answers,
-    cache,
     core,
     effects_of,
-    messages,
     work_of,
 )
 from tests.support.effects import Refusal, Reply
@@ -261,22 +250,6 @@ def test_not_now_and_never_are_different_errors() -> None:
     assert str(NoRoom(1, 0)) == "1 device block needed, 0 available"
 
 
-def test_shared_blocks_that_others_use_count_for_a_request_that_waits() -> None:
-    """Eight blocks: three are used by a lease that shares them with the waiting request."""
-    state = core(8, host_tier=False)
-    [granted] = answers(ask(state, acquire(1, 3)))
-    assert len(granted.blocks) == 3
-    state.commit(Commit(1, 6), Request())
-    ask(state, acquire(2, 3, first=100))
-    ask(state, acquire(3, 2, first=200))
-    [timer] = ask(state, acquire(4, 5, wait_for_room=True))
-    assert isinstance(timer, StartTimer)
-    actions = effects_of(state.finish, Finish(3, None), Request())
-    assert [type(one) for one in messages(actions)] == [Proceed]
-    [reply] = answers(proceed(state))
-    assert reply.device_hits == 3
-
-
 def test_a_deadline_names_the_sizes() -> None:
     state = core(4)
     ask(state, acquire(1, 3))
@@ -285,35 +258,3 @@ def test_a_deadline_names_the_sizes() -> None:
     assert isinstance(error, DeadlineExceeded)
     assert "2 needed, 1 available" in str(error)
     assert timer.operation.timer is None  # type: ignore[union-attr]
-
-
-def test_own_cached_blocks_are_not_free() -> None:
-    """Three of its six blocks are cached and unused, five are in use: three more are needed."""
-    state = core(8, host_tier=False)
-    cache(state, 3)
-    ask(state, acquire(1, 5, first=100))
-    [timer] = ask(state, acquire(2, 6, wait_for_room=True))
-    assert isinstance(timer, StartTimer)
-    held = state.queue.acquires.first
-    assert held is not None
-    assert not state.index.fits(held.message.path, 6, ())
-    state.finish(Finish(1, None), Request())
-    assert state.index.fits(held.message.path, 6, ())
-
-
-def test_evictions_that_come_short_are_no_refusal() -> None:
-    """A request waits for the copies of evicted blocks. One of those is matched again: the request
-    waits for space then, as the first in the queue."""
-    state = core(4)
-    cache(state, 4)
-    actions = ask(state, acquire(1, 4, first=100, wait_for_room=True))
-    [offload] = [one for one in messages(actions) if isinstance(one, Offload)]
-    assert answers(ask(state, acquire(2, 1))) == []
-    [granted] = answers(effects_of(state.offloaded, Offloaded(offload.op, b"\1\1\1\1")))
-    assert granted.device_hits == 1
-    assert list(state.queue.acquires.waits) == [1]
-    assert not state.queue.waiting
-    state.finish(Finish(2, None), Request())
-    [offload] = [one for one in messages(proceed(state)) if isinstance(one, Offload)]
-    [reply] = answers(effects_of(state.offloaded, Offloaded(offload.op, b"\1")))
-    assert len(reply.blocks) == 4
