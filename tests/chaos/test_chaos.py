@@ -9,7 +9,6 @@ import pytest
 
 from kvactors.errors import ConfigError
 from tests.chaos import run
-from tests.chaos.proxy import Proxy
 from tests.chaos.record import Setting, Tally
 from tests.chaos.run import MODULES, one_round, run_chaos, situations
 
@@ -85,29 +84,3 @@ def test_the_command(how, status, monkeypatch, tmp_path, capsys):
     repeat = "repeat: python -m tests.chaos --only some --seed 5 --minutes 0"
     assert (repeat in said.err) is bool(status)
     assert ("not available: there is no such machine" in said.out) is (how is lacks)
-
-
-async def test_a_proxy_cuts_and_parts():
-    async def echo(stream):
-        async with stream:
-            async for data in stream:
-                await stream.send(data)
-
-    listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
-    port = listener.extra(anyio.abc.SocketAttribute.local_port)
-    async with listener, anyio.create_task_group() as tasks, Proxy(port).running() as proxy:
-        tasks.start_soon(listener.serve, echo)
-        async with await anyio.connect_tcp("127.0.0.1", proxy.port) as stream:
-            await stream.send(b"a")
-            assert await stream.receive() == b"a"
-            proxy.parted = True
-            await stream.send(b"b")
-            with anyio.move_on_after(0.1) as scope:
-                await stream.receive()
-            assert scope.cancelled_caught
-            proxy.parted = False
-            assert await stream.receive() == b"b"
-            assert proxy.cut() == 2
-            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
-                await stream.receive()
-        tasks.cancel_scope.cancel()

@@ -5,20 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvactors.errors import ConfigError, KVActorsError
-from kvactors.lease import Hits
-from kvactors.scenario.spec import Workload
-from kvactors.scenario.workload import Conversation
 from kvactors.settings import read_toml
-from tests.fleet.driver import NodeFigures, choose
-from tests.fleet.node import NodeAnswer
+from tests.fleet.driver import choose
 from tests.fleet.run import FLEET, run_fleet
 from tests.fleet.spec import FleetScenario
-
-WORK = Workload(system_tokens=40, user_tokens=30, output_tokens=20)
 
 
 @pytest.mark.parametrize("missing", ["zmq", "mooncake"])
@@ -29,21 +22,6 @@ async def test_a_fleet_without_a_package_names_what_to_install(missing, monkeypa
     monkeypatch.setattr("tests.fleet.run.find_spec", found)
     with pytest.raises(ConfigError, match=rf"{missing} not found.*mooncake,kv-events"):
         await run_fleet({}, 0, lambda _: None)
-
-
-def test_texts_depend_on_the_seed_and_the_session_alone():
-    ahead, step = Conversation(WORK, 5, 2), Conversation(WORK, 5, 2)
-    for turn in (3, 0, 2):
-        for one, other in zip(ahead.turn(turn), step.turn(turn), strict=True):
-            assert np.array_equal(one, other)
-    prompt, answer = ahead.turn(1)
-    following, _ = ahead.turn(2)
-    whole = np.concatenate([prompt, answer])
-    assert np.array_equal(following[: len(whole)], whole)
-    other, _ = Conversation(WORK, 5, 3).turn(0)
-    first, _ = ahead.turn(0)
-    assert np.array_equal(other[:40], first[:40])
-    assert not np.array_equal(other[40:60], first[40:60])
 
 
 class Node:
@@ -90,23 +68,6 @@ def test_a_prompt_goes_to_a_node_that_runs():
             chosen(stopped, aware=aware)
 
 
-def test_figures_count_what_was_computed_again():
-    figures = NodeFigures()
-    first, second = [block(name) for name in "abc"], [block(name) for name in "abde"]
-    for prompt, whole, hits in (
-        (first[:2], first, Hits(0, 0, 0)),
-        (second[:3], second, Hits(1, 0, 0)),
-        (second[:3], second, Hits(1, 1, 1)),
-    ):
-        figures.dispatched(prompt, whole)
-        figures.ended(NodeAnswer(0, hits), whole)
-    found = figures.as_dict()
-    assert found["hit_rate"] == 0.5
-    assert found["ideal_hit_rate"] == round((0 + 2 + 3) / 8, 4)
-    assert (found["blocks_computed"], found["blocks_distinct"]) == (3 + 3 + 1, 5)
-    assert found["computed_once"] == round(5 / 7, 4)
-
-
 def fleet(**changes: Any) -> dict[str, Any]:
     data = read_toml(FLEET)
     data["fleet"] = {"nodes": 3} | changes
@@ -129,8 +90,3 @@ def fleet(**changes: Any) -> dict[str, Any]:
 def test_a_fleet_that_cannot_be_is_named(changes, complaint):
     with pytest.raises(ConfigError, match=complaint):
         FleetScenario.from_mapping(fleet(**changes))
-
-
-def test_a_fleet_needs_a_pool_and_a_chat():
-    with pytest.raises(ConfigError, match="fleet needs"):
-        FleetScenario.from_mapping(fleet() | {"storage": {"backend": "memory"}})

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from typing import ClassVar
 
 import numpy as np
-import pytest
 
 import kvactors
-from kvactors.actor import (
-    Actor,
-    ActorSpec,
-    Control,
-    Group,
-    InFlight,
-    Message,
-    PeerRestarted,
-    Supervisor,
-    on,
-)
-from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.data_plane.ranks.plane import RankStore
 from kvactors.data_plane.ranks.protocol import RankAnswer
 from kvactors.flush_notifier.ledger import Ledger
@@ -114,41 +100,6 @@ def test_blocks_being_written_when_the_ranks_were_cleared_are_not_held():
     simulate(main)
 
 
-def test_two_shared_loads_that_come_short_release_no_block_twice():
-    """A lease joins two loads of others, both come short, and there are no blocks to put in their
-    place."""
-    config = Config(
-        cache=CacheConfig(block_size=4),
-        device=DeviceConfig(num_blocks=11),
-        storage=StorageConfig(backend="memory"),
-    )
-
-    layout = make_layout(config.layout, 4)
-
-    async def main() -> None:
-        slow = SimPool(layout.fingerprint, layout.block_bytes, latency=lambda: 1.0)
-        async with kvactors.open(config, backend=slow, inline_copies=True) as cache:
-            short, long = list(range(9)), list(range(17))
-            owner, second, third = [
-                await cache.acquire(name, tokens)
-                for name, tokens in (("a", short), ("b", long), ("c", long))
-            ]
-            rest = await cache.acquire("d", list(range(100, 115)))
-            await owner.wait_ready()
-            for lease in (second, third):
-                with pytest.raises(kvactors.NoRoom):
-                    await lease.wait_ready()
-                lease.abandon()
-            await owner.finish()
-            await rest.finish()
-            await cache.wait_idle()
-            assert cache.check() == []
-            assert cache.statistics().supervisor.failures == 0
-            assert cache.statistics().prefix.blocks_free == 11
-
-    simulate(main)
-
-
 def test_blocks_that_others_load_are_not_needed_again():
     """Three blocks free, two on their way: enough for a request of five that shares these two."""
     config = Config(
@@ -220,105 +171,3 @@ def test_writes_that_wait_when_a_rank_loses_its_memory_are_refused():
             await rank.close()
 
     simulate(main)
-
-
-class Note(Message, frozen=True, eq=False):
-    value: int
-
-
-class Push(Control, frozen=True, eq=False):
-    values: tuple[int, ...]
-
-
-class Die(Control, frozen=True, eq=False):
-    pass
-
-
-class Frail(Actor):
-    ROLE = "frail"
-
-    def __init__(self, ref):
-        super().__init__(ref)
-        self.notes = []
-
-    @on(Note)
-    def note(self, message):
-        self.notes.append(message.value)
-
-    @on(Die)
-    def die(self, message):
-        raise RuntimeError("planted")
-
-
-class Busy(Actor):
-    """Its job runs to its end in every case, as a copy does, so its group is away for a while."""
-
-    ROLE = "busy"
-
-    def __init__(self, ref, release):
-        super().__init__(ref)
-        self.release = release
-
-    def started(self):
-        self.start_job(wait_uncancelled(self.release), lambda _: Push(()), lambda _: Push(()))
-
-    @on(Push)
-    def pushed(self, message):
-        """The job is over."""
-
-
-class Sender(Actor):
-    ROLE = "sender"
-    SENDS: ClassVar = {"frail": (Note,)}
-
-    def __init__(self, ref, frail):
-        super().__init__(ref)
-        self.frail, self.heard = frail, 0
-
-    @on(Push)
-    def push(self, message):
-        for value in message.values:
-            self.tell(self.frail, Note(value))
-
-    @on(PeerRestarted)
-    def restarted(self, message):
-        self.heard += 1
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_messages_sent_before_a_failure_was_reported_do_not_reach_the_next_incarnation(seed):
-    """Seed 20228: a load that the index had written off was carried out by the host tier's next
-    incarnation, which was not notified of the cancellation."""
-
-    async def main() -> None:
-        supervisor, release = Supervisor(InFlight()), asyncio.get_running_loop().create_future()
-        frail, sender, busy = (
-            supervisor.make_ref(Frail, 1),
-            supervisor.make_ref(Sender, 8),
-            supervisor.make_ref(Busy, 8),
-        )
-        members = (
-            Group("one", (ActorSpec(Sender, lambda ref: Sender(ref, frail), sender),)),
-            Group(
-                "both",
-                (
-                    ActorSpec(Frail, Frail, frail),
-                    ActorSpec(Busy, lambda ref: Busy(ref, release), busy),
-                ),
-            ),
-        )
-        async with supervisor.running(*members):
-            frail.try_tell(Die())
-            await asyncio.sleep(1.0)
-            assert frail.incarnation == 1
-            sender.try_tell(Push((1, 2, 3)))
-            await asyncio.sleep(1.0)
-            release.set_result(None)
-            await supervisor.in_flight.wait_idle()
-            assert supervisor.actor("sender").heard == 2
-            assert supervisor.actor("frail").notes == []
-            sender.try_tell(Push((4, 5)))
-            await supervisor.in_flight.wait_idle()
-            assert supervisor.actor("frail").notes == [4, 5]
-
-    simulate(main, seed)
