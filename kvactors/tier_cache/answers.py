@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from kvactors.types import Reason, Tier
 
 if TYPE_CHECKING:
-    from kvactors.tier_cache.paths import SinkFeed
+    from kvactors.tier_cache.sinks import SinkFeed
 
 
 class Lookup(IntEnum):

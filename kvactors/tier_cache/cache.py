@@ -26,13 +26,13 @@ from kvactors.tier_cache.answers import (
 from kvactors.tier_cache.checks import checked_flag, checked_key, checked_keys, checked_parents
 from kvactors.tier_cache.owner import CLOSED, Owner, RoomWaits, StepPace, trim
 from kvactors.tier_cache.settings import TierConfig, checked_config
-from kvactors.tier_cache.sinks import CacheSinks, make_sinks
 from kvactors.tier_cache.slots import SlotMemory
 from kvactors.tier_cache.storage import StorageResult, StorageTier, make_storage
 from kvactors.types import Reason, Tier
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.sinks.base import Sink
+    from kvactors.tier_cache.sinks import CacheSinks
 
 MISS, PENDING, HIT = Lookup
 OK = TierHealth("ok", ())
@@ -92,18 +92,14 @@ class TierCache:
         self.config = config = checked_config(config)
         _check_parts(config, memory, storage)
         self.memory = memory
-        service = self._service = make_sinks(config, sinks)
         if storage is None:
             storage = make_storage(config, memory=memory, clock=clock)
         self._storage, self._results, self._clock = storage, storage.results, storage.clock
         self._stores_on = storage.make is not None  # whether there is storage
-        if service is not None:
-            storage.beside.append(service)
-            service.feed.wake = partial(storage.call, service.take)
         self._owner = Owner(self._open)
         self._pace = StepPace()
-        self.sinks = None if service is None else CacheSinks(service, storage.call, self._call)
-        self._feed = None if service is None else service.feed
+        self.sinks = self._make_sinks(sinks)
+        self._feed = None if self.sinks is None else self.sinks.service.feed
         self._events = EventLog([Tier[name.upper()] for name in config.events], self._feed)
         self._reports_storage = self._events.wants(Tier.STORAGE)
         self._counts = dict.fromkeys(TierStatistics._fields, 0)
@@ -157,6 +153,15 @@ class TierCache:
         self._announced: set[bytes] = set()  # stored keys that an event named
         self._job = self._saving = 0  # the last job of storage, and blocks of saves in flight
         self._jobs: dict[Hashable, list[HostBlock]] = {}  # of storage, and their blocks
+
+    def _make_sinks(self, given: Sequence[Sink]) -> CacheSinks | None:
+        if not self.config.sinks and isinstance(given, list | tuple) and not given:
+            return None
+        from kvactors.tier_cache.sinks import CacheSinks, make_sinks  # imports an event loop
+
+        service = make_sinks(self.config, given)
+        self._storage.beside.append(service)
+        return CacheSinks(service, self._storage.call, self._call)
 
     # -- threads
 
@@ -810,7 +815,7 @@ class TierCache:
             return TierHealth("closed", ())
         tier = self._storage
         stored = dict.fromkeys((tier.trouble, *tier.failing, tier.condition))
-        sinks = () if self._service is None else self._service.troubles
+        sinks = () if self.sinks is None else self.sinks.service.troubles
         troubles = (*(f"storage: {one}" for one in stored if one), *sinks)
         return TierHealth("degraded", troubles) if troubles else OK
 

@@ -29,8 +29,8 @@ from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import SimLoop
 from kvactors.tier_cache import Lookup, SlotMemory, StorageTier, TierCache, TierConfig
-from kvactors.tier_cache.paths import block_name
 from kvactors.tier_cache.settings import checked_config
+from kvactors.tier_cache.sinks import block_name
 from tests.support.tree_reader import TreeReader
 
 BLOCK, TOKENS, STEPS = 64, 4, 400

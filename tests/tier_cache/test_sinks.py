@@ -16,9 +16,10 @@ from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.settings.sinks import MemorySinkConfig
-from kvactors.tier_cache import SlotMemory, paths
-from kvactors.tier_cache.paths import block_name
+from kvactors.tier_cache import SlotMemory
+from kvactors.tier_cache import sinks as sinks_module
 from kvactors.tier_cache.settings import checked_config
+from kvactors.tier_cache.sinks import block_name
 from tests.support.tree_reader import TreeReader
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, settle, store
 
@@ -109,7 +110,7 @@ def test_a_wait_ends_only_when_the_state_was_sent_after_a_restart(
     assert sink.view()[Tier.HOST] == named([0])
     fail_once(monkeypatch, *((SinkSet, "wait") if where == "wait" else (Ledger, "apply")))
     if limit == "overflow":
-        monkeypatch.setattr(paths, "OUTBOX", 1)
+        monkeypatch.setattr(sinks_module, "OUTBOX", 1)
     describe(cache, 1)
     store(cache, [TREE[1]], [TREE[0]])
     if waiter == "owner":
@@ -168,7 +169,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
 @pytest.mark.parametrize("trouble", ["none", "overflow", "restarts"])
 def test_what_sinks_are_sent_is_a_tree_and_exact(monkeypatch, num_slots, capacity, trouble):
     if trouble == "overflow":
-        monkeypatch.setattr(paths, "OUTBOX", 2)
+        monkeypatch.setattr(sinks_module, "OUTBOX", 2)
     noise = random.Random(num_slots * 100 + capacity)
     if trouble == "restarts":
         whole, left = Ledger.apply, [3]

@@ -20,8 +20,7 @@ from kvactors.integrations.fastdeploy.requests import EngineBlocks, RequestRecor
 from kvactors.native import BlockTree
 from kvactors.storage.device_store import DeviceStore
 from kvactors.tier_cache.copies import LoopThread
-from kvactors.tier_cache.paths import DescribedPath, SinkFeed
-from kvactors.tier_cache.sink_service import SinkService
+from kvactors.tier_cache.sinks import SinkFeed, SinkService
 from kvactors.types import Reason, Tier, split_hashes
 
 log = get_logger()
@@ -51,16 +50,9 @@ class IndexReports:
         path, start, stop = record.path, record.num_cached - count, record.num_cached
         self._announce(record, start, Reason.COMMIT)  # before they are described: not finished yet
         keys = split_hashes(path.hashes(start, stop))
-        self.feed.describe(
-            DescribedPath(
-                keys,
-                path.tokens(start, stop),
-                path.hashes(start - 1, start) if start else None,
-                None,
-                None,
-                {i - start: extra for i, extra in path.extra_keys(start, stop)},
-            )
-        )
+        parent = path.hashes(start - 1, start) if start else None
+        extra_keys = {i - start: extra for i, extra in path.extra_keys(start, stop)}
+        self.feed.describe(keys, path.tokens(start, stop), parent, PLAIN, extra_keys)
         self.feed.record(Tier.DEVICE, True, keys, Reason.COMMIT)
 
     def finished(self, record: RequestRecord) -> None:

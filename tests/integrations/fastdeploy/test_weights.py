@@ -9,7 +9,7 @@ import pytest
 from kvactors.errors import ConfigError, SinkError
 from kvactors.integrations.fastdeploy import settings as fastdeploy_settings
 from kvactors.integrations.fastdeploy.settings import WeightsVersion
-from kvactors.tier_cache.sink_service import SinkService
+from kvactors.tier_cache.sinks import SinkService
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Request
 from tests.integrations.fastdeploy.invariants import check
 
