@@ -1,5 +1,5 @@
-"""Indexes that a `TierCache` informs: changes of the tiers and paths of blocks on their way from
-the thread that owns the cache to FlushNotifier and its sinks, on the event loop in another thread."""
+"""Indexes that a `TierCache` informs: changes of the tiers and paths of blocks, on their way from
+the owner's thread to FlushNotifier and its sinks on the event loop of another thread."""
 
 from __future__ import annotations
 

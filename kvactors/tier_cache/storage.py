@@ -154,7 +154,6 @@ class StorageTier:
 
     Attributes:
         beside: other services that run on the same event loop, before `open`.
-        fd: file descriptor for `select`, None without `event_fd`. Read its 8 bytes before `poll`.
         stuck: whether a call still ran when `close` returned. Its memory must then stay mapped.
     """
 
@@ -165,7 +164,6 @@ class StorageTier:
         block_bytes: int,
         timeout: float = 10.0,
         *,
-        event_fd: bool = False,
         memory: Any = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -175,12 +173,10 @@ class StorageTier:
         self.timeout = timeout
         self.clock = clock
         self.results: deque[StorageResult] = deque()
-        self.fd: int | None = None
         self.stuck = False
         self.beside: list[Service] = []
         self.known = KnownObjects()
         self._digest = digest
-        self._event_fd = event_fd
         self._jobs: dict[StorageJob, Any] = {}  # in flight
         self._closed = False
         self._thread: LoopThread | None = None
@@ -212,8 +208,6 @@ class StorageTier:
             raise
         if loop is not None:
             self.known = loop.known
-        if self._event_fd:
-            self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         atexit_close(self)
 
     def _make_thread(self, services: Sequence[Service]) -> LoopThread:
@@ -230,9 +224,6 @@ class StorageTier:
         thread.close(limit)
         self._fail_unseen([] if thread.alive else list(self._jobs))
         self.stuck = thread.alive or (self._store is not None and self._store.stuck)
-        fd, self.fd = self.fd, None
-        if fd is not None and not thread.alive:
-            os.close(fd)
 
     def end(self, limit: float) -> None:
         self.close(max(0.0, limit - CLOSING))
@@ -417,14 +408,11 @@ class StorageTier:
         self.results.append(result)
         self._jobs.pop(job, None)
         job.done.set_result(result)
-        if self.fd is not None:
-            os.eventfd_write(self.fd, 1)
 
 
 def make_storage(
     config: TierConfig,
     *,
-    event_fd: bool = False,
     memory: SlotMemory | None = None,
     clock: Callable[[], float] = time.monotonic,
     environ: Mapping[str, str] | None = None,
@@ -457,20 +445,16 @@ def make_storage(
         identity.digest,
         config.block_bytes,
         storage.timeout_s,
-        event_fd=event_fd,
         memory=memory if pool else None,
         clock=clock,
     )
 
 
-def open_storage(
-    config: TierConfig | Mapping[str, Any], *, event_fd: bool = False, memory: Any = None
-) -> StorageTier:
+def open_storage(config: TierConfig | Mapping[str, Any], *, memory: Any = None) -> StorageTier:
     """Open storage for an engine that has host memory and its bookkeeping already.
 
     Args:
         config: settings. `num_slots`, `policy`, `events` and `storage.write_policy` are not used.
-        event_fd: whether `StorageTier.fd` becomes readable when there are results.
         memory: the engine's memory with the views of all jobs. A pool over RDMA registers it.
 
     Raises:
@@ -484,6 +468,6 @@ def open_storage(
         from kvactors.tier_cache.slots import SlotMemory
 
         memory = SlotMemory(1, memoryview(memory).nbytes, memory)  # all of it as one slot
-    tier = make_storage(checked, event_fd=event_fd, memory=memory)
+    tier = make_storage(checked, memory=memory)
     tier.open(checked.storage.open_timeout_s)
     return tier

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import select
 import threading
 import time
 from collections import deque
@@ -131,11 +129,12 @@ def test_a_fetched_key_is_spared_until_it_is_asked_for(monkeypatch):
     cache.shutdown()
 
 
-def open_file(folder: object, **more: object) -> StorageTier:
-    table = {"backend": "file", "directory": str(folder), "capacity_blocks": 8}
-    return open_storage(
-        {"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table}, **more
-    )
+def open_alone(**table: object) -> StorageTier:
+    return open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
+
+
+def open_file(folder: object) -> StorageTier:
+    return open_alone(backend="file", directory=str(folder), capacity_blocks=8)
 
 
 def test_jobs_of_several_threads_with_scatter_lists(tmp_path):
@@ -284,16 +283,10 @@ def test_removed_objects_are_gone_at_once_and_after_a_restart(tmp_path):
     again.close()
 
 
-def test_the_event_descriptor_becomes_readable(tmp_path):
-    tier = open_file(tmp_path, event_fd=True)
-    assert tier.fd is not None
-    tier.submit_store("job", KEYS[:1], [memoryview(payload(KEYS[0]))])
-    assert select.select([tier.fd], [], [], LIMIT)[0] == [tier.fd]
-    assert os.eventfd_read(tier.fd) == 1
-    assert [result.job for result in tier.poll()] == ["job"]
+def test_a_closed_tier_takes_no_job(tmp_path):
+    tier = open_file(tmp_path)
     tier.close()
     tier.close()
-    assert tier.fd is None
     with pytest.raises(CacheClosed):
         tier.submit_store("job", KEYS[:1], [memoryview(payload(KEYS[0]))])
 
