@@ -32,7 +32,7 @@ from kvactors.storage.messages import (
     Written,
 )
 from kvactors.types import join_hashes
-from tests.cpu_evictor.helpers import ROOT, Host, Movements, is_resident, names, path, sent
+from tests.cpu_evictor.helpers import ROOT, Host, Movements, names, path, sent
 from tests.cpu_evictor.test_offload import offload
 from tests.support.effects import Started
 
@@ -66,29 +66,6 @@ def test_blocks_of_an_inclusive_host_stay():
     assert loaded.num_loaded == 2
     assert host.tier.resident == 3
     assert host.run(host.memory.drop_host_copies, join_hashes(keys)) == []
-    host.idle()
-
-
-def test_only_the_run_that_arrived_is_loaded_and_the_rest_stays():
-    host, keys = Host(), path(3)
-    host.fill(keys)
-    (copy,) = sent(host.run(host.load(keys).begin))
-    (loaded,) = sent(host.end(Copied(copy.op, (1,))))
-    assert (loaded.num_loaded, loaded.from_host) == (1, 1)
-    assert [is_resident(host.tier, key) for key in keys] == [False, True, True]
-    host.run(host.memory.drop_host_copies, keys[0])
-    host.idle()
-
-
-def test_blocks_evicted_for_lack_of_capacity_are_reported_gone():
-    host, keys = Host(slots=2), path(2)
-    host.fill(keys)
-    (copy,) = sent(host.run(host.load(keys).begin))
-    host.fill(path(1, family=1))
-    actions = host.end(Copied(copy.op, (0, 1)))
-    assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved", "Loaded"]
-    assert host.tier.resident == 2
-    assert host.tier.readable(keys[1]) is not None
     host.idle()
 
 
@@ -193,42 +170,6 @@ def test_blocks_that_come_after_the_deadline_are_misses():
     host.run(host.memory.drop_host_copies, keys[0])
     host.idle()
     assert host.tier.free == 8
-
-
-def test_a_probe_after_the_deadline_reads_nothing():
-    host = Host()
-    job = host.load(path(2))
-    _, probe = host.run(job.begin)
-    assert names(host.run(job.stop, "late")) == ["Loaded"]
-    assert host.end(Probed(probe.op, 2)) == []
-    host.idle()
-
-
-def test_a_load_without_blocks_waits_for_them():
-    host, keys = Host(), path(3)
-    host.fill(keys[:2])
-    job = host.load(keys, blocks=())
-    (probe,) = sent(host.run(job.begin))
-    (read,) = sent(host.end(Probed(probe.op, 1)))
-    (first,) = sent(host.run(job.set_targets, (4, 5, 6)))
-    assert first.blocks == (4, 5), "the third is not here yet"
-    (second,) = sent(host.end(ReadDone(read.op, bytes(1))))
-    assert second.blocks == (6,)
-    assert sent(host.end(Copied(second.op, ()))) == []
-    (loaded,) = sent(host.end(Copied(first.op, ())))
-    assert loaded.num_loaded == 3
-
-
-def test_a_cancelled_load_gives_its_slots_back():
-    host, keys = Host(), path(3)
-    host.fill(keys[:2])
-    job = host.load(keys, blocks=())
-    (probe,) = sent(host.run(job.begin))
-    (read,) = sent(host.end(Probed(probe.op, 1)))
-    assert names(host.run(job.cancel)) == []
-    assert host.tier.resident == 2
-    assert host.end(ReadDone(read.op, bytes(1))) == []
-    host.idle()
 
 
 def test_a_load_without_blocks_leaves_slots_to_the_eviction_for_it():

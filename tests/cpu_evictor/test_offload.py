@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.cpu_evictor.messages import HostBlocksRemoved, Offload, Offloaded
+from kvactors.cpu_evictor.messages import Offload, Offloaded
 from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.cpu_evictor.slots import SlotState
 from kvactors.data_plane.base import Direction
@@ -40,16 +40,6 @@ def test_evicted_blocks_are_copied_and_announced():
     host.idle()
 
 
-def test_a_copy_that_fails_is_not_kept():
-    host, keys = Host(), path(2)
-    (copy,) = sent(host.run(offload(host, keys).begin))
-    gained, answer = sent(host.end(Copied(copy.op, (0,))))
-    assert gained.hashes == keys[0]
-    assert answer.kept_mask == bytes([0, 1])
-    assert host.tier.free == 7
-    host.idle()
-
-
 def test_blocks_that_the_host_has_are_not_copied_again():
     host, keys = Host(mode="inclusive"), path(2)
     host.fill(keys)
@@ -62,14 +52,6 @@ def test_blocks_of_another_memory_generation_are_not_kept():
     (answer,) = sent(host.run(offload(host, path(2), memory_generation=1).begin))
     assert answer.kept_mask == bytes(2)
     host.idle()
-
-
-def test_without_capacity_the_least_recently_used_are_evicted():
-    host, old, new = Host(slots=2, policy="none"), path(2, family=1), path(2)
-    host.fill(old)
-    actions = host.run(offload(host, new).begin)
-    assert names(actions) == ["HostBlocksRemoved", "BlocksRemoved", "Copy"]
-    assert sent(actions, HostBlocksRemoved)[0].hashes == old[1] + old[0]
 
 
 def test_of_more_blocks_than_fit_the_last_used_are_kept():

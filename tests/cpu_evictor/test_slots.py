@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvactors.cpu_evictor import slots
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
 from tests.cpu_evictor.helpers import hash_of, is_resident
 
@@ -231,16 +227,3 @@ def test_a_parent_is_a_victim_only_after_its_children():
     tier.touch([HASHES[2], HASHES[1], HASHES[0]])
     assert tier.victims(3) == [grandchild, child, parent]
     assert tier.victims(3, [HASHES[2]]) == []
-
-
-def test_slots_need_no_loop():
-    """An engine's thread without a loop owns a host tier as well."""
-    tree = ast.parse(Path(slots.__file__).read_text("utf-8"))
-    found = {
-        alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for alias in node.names
-    } | {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert not {one for one in found if one.split(".")[0] in {"asyncio", "anyio"}}
-    assert not {one for one in found if one.startswith("kvactors.actor")}

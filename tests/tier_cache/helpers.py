@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from kvactors import TierCache, open_tiers
-from kvactors.tier_cache import Lookup, SlotMemory
+from kvactors.tier_cache import Lookup, SlotMemory, StorageTier, open_storage
 from kvactors.tier_cache.settings import checked_config
 
 BLOCK = 96
@@ -47,6 +50,32 @@ def on_disk(folder: Any, num_slots: int = 4, **storage: Any) -> TierCache:
     return make(
         num_slots, events=["host", "storage"], storage={**table, "capacity_blocks": 64, **storage}
     )
+
+
+def alone(**storage: Any) -> StorageTier:
+    """A storage tier by itself, of blocks like those of the caches."""
+    return open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": storage})
+
+
+def elsewhere(call: Callable[..., object], *arguments: Any) -> object:
+    """What a call in another thread returns or raises."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call, *arguments).result(LIMIT)
+
+
+def in_child(call: Callable[[], object]) -> bool:
+    """Whether a call in a forked child returns, and the child ends."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            call()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def store(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import mmap
 import threading
@@ -17,9 +16,9 @@ from kvactors import CacheClosed, ConfigError, LayoutError, TierCache, open_tier
 from kvactors.tier_cache import CopyWorker, Lookup, SlotMemory, open_storage, shared_memory
 from kvactors.tier_cache.copies import LoopThread
 from kvactors.tier_cache.settings import TierConfig, TierStorage
-from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, make, payload, store
+from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, alone, make, payload, store
 
-MEMORY = {"backend": "memory", "capacity_blocks": 64}
+MEMORY: dict[str, Any] = {"backend": "memory", "capacity_blocks": 64}
 
 BAD_KEYS: list[Any] = [
     None,
@@ -286,7 +285,7 @@ def test_limits_that_are_no_times(worker: CopyWorker, limit: Any) -> None:
     worker.submit_store("job", [0], [0])
     with pytest.raises(ValueError, match="limit must be a number of seconds"):
         worker.wait(["job"], limit)
-    tier = open_storage({"model": "m", "block_bytes": 8, "num_slots": 1, "storage": MEMORY})
+    tier = alone(**MEMORY)
     for call in (tier.drain, tier.close):
         with pytest.raises(ValueError, match="limit must be a number of seconds"):
             call(limit)
@@ -377,7 +376,7 @@ def test_settings_that_are_no_settings(config: Any) -> None:
 
 
 def test_storage_refuses_keys_and_views_that_are_none() -> None:
-    tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": MEMORY})
+    tier = alone(**MEMORY)
     views = [memoryview(bytearray(BLOCK)) for _ in range(2)]
     for keys in BAD_LISTS:
         for submit in (tier.submit_store, tier.submit_load):
@@ -399,7 +398,7 @@ def test_storage_refuses_keys_and_views_that_are_none() -> None:
 
 
 def test_lists_of_a_job_may_be_changed_after_the_call() -> None:
-    tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": MEMORY})
+    tier = alone(**MEMORY)
     keys, views = KEYS[:4], [memoryview(bytearray(payload(key))) for key in KEYS[:4]]
     done = tier.submit_store("job", keys, views)
     keys.clear()
@@ -410,34 +409,9 @@ def test_lists_of_a_job_may_be_changed_after_the_call() -> None:
     tier.close()
 
 
-def test_every_job_ends_when_other_threads_submit_during_the_close() -> None:
-    for turn in range(20):
-        tier = open_storage({"model": "m", "block_bytes": 8, "num_slots": 1, "storage": MEMORY})
-        jobs: list[Any] = []
-
-        def submit(tier: Any = tier, jobs: Any = jobs) -> None:
-            for number in itertools.count():
-                try:
-                    jobs.append(tier.submit_lookup(number, KEYS[:1]))
-                except CacheClosed:
-                    return
-
-        threads = [threading.Thread(target=submit) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        threading.Event().wait(0.0005 * turn)
-        tier.close(1.0)
-        for thread in threads:
-            thread.join(LIMIT)
-            assert not thread.is_alive()
-        for job in jobs:
-            job.result(LIMIT)
-        assert tier.in_flight == 0
-
-
 def test_a_job_that_the_closing_loop_does_not_see_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop accepts calls between its last iteration and its end, and drops them."""
-    tier = open_storage({"model": "m", "block_bytes": 8, "num_slots": 1, "storage": MEMORY})
+    tier = alone(**MEMORY)
     with monkeypatch.context() as lost:
         lost.setattr(LoopThread, "call", lambda *_: True)
         job = tier.submit_lookup(1, KEYS[:1])

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
-import traceback
 
 import numpy as np
 import pytest
 
 from kvactors import CacheClosed, DeviceError, LayoutError
 from kvactors.tier_cache import CopyWorker, SlotMemory
+from tests.tier_cache.helpers import in_child
 
 LIMIT = 60.0
 
@@ -144,17 +143,11 @@ def test_a_child_of_a_worker_in_use_gets_an_error():
     worker = CopyWorker(make_tensors(4, 64), SlotMemory(2, 64), inline_bytes=0)
     worker.submit_store("job", [0], [0])
     assert worker.wait(["job"], LIMIT)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
+
+    def use() -> None:
+        with pytest.raises(CacheClosed):
             worker.submit_store("other", [0], [0])
-        except CacheClosed:
-            worker.shutdown()
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        worker.shutdown()
+
+    assert in_child(use)
     worker.shutdown()

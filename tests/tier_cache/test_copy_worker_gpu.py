@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from kvactors.data_plane.cuda import copies, copy_queue
 from kvactors.data_plane.cuda.driver import ABANDONED, CudaDriver, CudaError
 from kvactors.tier_cache import CopyWorker, SlotMemory
 from tests.support.cuda import EVERYTHING, Gpu, GpuTensor, PointerTensor, opened_gpu
+from tests.tier_cache.helpers import in_child
 
 LIMIT = 60.0
 SHORT = 0.05
@@ -187,55 +186,6 @@ def test_tensors_of_other_memory_are_refused(gpu):
     worker.shutdown()
 
 
-class Method:
-    """A tensor without DLPack. `place` is Paddle's, `device` torch's."""
-
-    def __init__(self, tensor: Any, style: str) -> None:
-        self._tensor = tensor
-        self.shape = list(tensor.shape)
-        self.dtype = f"{style}.uint8"
-        if style == "paddle":
-            self.place = SimpleNamespace(
-                is_gpu_place=lambda: True, gpu_device_id=lambda: 0, is_cpu_place=lambda: False
-            )
-            self.strides = [self.shape[1], 1]
-        else:
-            self.device = SimpleNamespace(type="cuda", index=0)
-            self.stride = lambda: (self.shape[1], 1)
-
-    def data_ptr(self) -> int:
-        return int(self._tensor.address)
-
-    def element_size(self) -> int:
-        return 1
-
-
-class Cupy:
-    """A tensor with the CUDA array interface alone."""
-
-    def __init__(self, tensor: Any, _style: str) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": tensor.shape,
-            "typestr": "|u1",
-            "data": (tensor.address, False),
-            "version": 3,
-            "strides": None,
-        }
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "style"), [(Method, "paddle"), (Method, "torch"), (Cupy, "cupy")]
-)
-def test_tensors_are_taken_by_every_interface(gpu, wrapper, style):
-    tensors = gpu.tensors(4, 64, 32)
-    memory = SlotMemory(2, 96)
-    worker = CopyWorker([wrapper(one, style) for one in tensors], memory, driver=gpu.driver)
-    worker.submit_store("job", [3], [1], stream=gpu.stream)
-    assert ended(worker, "job") == {"job": ""}
-    assert bytes(memory.view(1)) == block(tensors, 3)
-    worker.shutdown()
-
-
 @pytest.mark.parametrize("function", ["cuMemcpyBatchAsync", "cuEventRecord", "cuLaunchKernel"])
 def test_a_copy_that_could_not_be_begun_whole_fails_when_nothing_of_it_runs(
     gpu, function, monkeypatch
@@ -309,20 +259,6 @@ def forget_what_a_dead_context_kept(gpu: Gpu) -> None:
     assert found["running"] == 0
 
 
-def test_an_illegal_address_while_copying_fails_the_copy(gpu):
-    tensors = gpu.tensors(2, 64)
-    worker = CopyWorker(tensors, SlotMemory(2, 64), driver=gpu.driver)
-    gpu.fake.gate(0)
-    worker.submit_store("store", [0], [0], stream=gpu.stream)
-    with gpu.driver.current(gpu.context):
-        gpu.driver.call("cuMemFree", gpu._memory.pop())
-    gpu.fake.gate(-1)
-    assert str(ILLEGAL) in ended(worker, "store")["store"]
-    worker.shutdown()
-    gpu.fake.reset()
-    forget_what_a_dead_context_kept(gpu)
-
-
 def test_a_worker_that_cannot_be_made_leaves_nothing(gpu):
     tensors = gpu.tensors(2, 64)
     for function in (
@@ -389,65 +325,15 @@ def test_copies_that_do_not_end_keep_their_memory(gpu, monkeypatch):
 
 def test_a_child_of_a_process_with_a_worker_gets_an_error_and_leaves_the_gpu_alone(gpu):
     worker = CopyWorker(gpu.tensors(4, 64), SlotMemory(2, 64), driver=gpu.driver)
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
+
+    def use() -> None:
+        with pytest.raises(CacheClosed):
             worker.submit_store("other", [0], [0], stream=0)
-        except CacheClosed:
-            worker.shutdown()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        worker.shutdown()
+
+    assert in_child(use)
     worker.submit_store("job", [0], [0], stream=0)
     assert ended(worker, "job") == {"job": ""}
-    worker.shutdown()
-
-
-@pytest.mark.parametrize("batch_from", [64, 1 << 20])
-def test_copies_in_the_order_of_their_submission(gpu, monkeypatch, batch_from):
-    """Stores to the same slots one after another."""
-    tensors = gpu.tensors(32, 100, 7, 48)
-    memory = SlotMemory(32, 256)
-    monkeypatch.setattr(copies, "BATCH_FROM", batch_from)
-    worker = CopyWorker(tensors, memory, driver=gpu.driver)
-    gpu.fake.set("delay_us", 100)
-    stores = [
-        (list(range(k, k + count)), list(range(count))) for k, count in ((0, 12), (3, 2), (9, 8))
-    ]
-    for job, (blocks, slots) in enumerate(stores):
-        worker.submit_store(job, blocks, slots, stream=gpu.stream)
-    assert worker.wait([2], 60.0)
-    assert {one.error for one in worker.get_finished()} == {""}
-    for slot in range(12):
-        number = next(b[slot] for b, s in reversed(stores) if slot in s)
-        assert bytes(memory.view(slot)[:155]) == block(tensors, number)
-    for job, slots in ((3, [0, 1, 2]), (4, [5, 6, 7, 8, 9, 10])):
-        worker.submit_load(job, list(range(20, 20 + len(slots))), slots, stream=gpu.stream)
-    assert worker.wait([4], 60.0)
-    assert {one.error for one in worker.get_finished()} == {""}
-    assert [block(tensors, 20 + i) for i in range(6)] == [
-        bytes(memory.view(s)[:155]) for s in range(5, 11)
-    ]
-    worker.shutdown()
-
-
-def test_whole_blocks_in_one_tensor_are_one_copy(gpu, monkeypatch):
-    """Layers that follow one another in each block, as engines have them that offload."""
-    (packed,) = gpu.tensors(16, 512)
-    layers = [
-        GpuTensor(packed.address + 128 * i, (16, 128), "uint8", strides=(512, 1)) for i in range(4)
-    ]
-    memory = SlotMemory(4, 4 * 512)
-    monkeypatch.setattr(copies, "BATCH_FROM", 0)
-    worker = CopyWorker(layers, memory, blocks_per_slot=4, driver=gpu.driver)
-    before = gpu.fake.calls("pieces")
-    worker.submit_store("store", [3, 4, 5, 6, 9], [4, 5, 6, 7, 2], stream=gpu.stream)
-    assert worker.wait(["store"], 60.0)
-    assert gpu.fake.calls("pieces") - before == 2, "a run of four blocks, and one"
-    assert bytes(memory.view(1)) == b"".join(block([packed], i) for i in (3, 4, 5, 6))
-    assert bytes(memory.view(0))[1024:1536] == block([packed], 9)
     worker.shutdown()
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 
 import pytest
 
-from kvactors import CacheClosed, LayoutError, Tier, WrongThread, open_tiers
+from kvactors import LayoutError, Tier, WrongThread, open_tiers
 from kvactors.tier_cache import Lookup, TierCache, TierEvent, shared_memory
 from kvactors.types import Reason
-from tests.tier_cache.helpers import KEYS, make, store
+from tests.tier_cache.helpers import KEYS, elsewhere, make, store
 
 
 def test_a_key_is_missing_then_pending_then_a_hit():
@@ -26,24 +25,6 @@ def test_a_key_is_missing_then_pending_then_a_hit():
     assert cache.lookup(KEYS[0]) is Lookup.HIT
     assert cache.prepare_load(KEYS[:2]) == list(found.slots)
     cache.check()
-
-
-def test_a_failed_store_leaves_nothing():
-    cache = make()
-    cache.prepare_store(KEYS[:4])
-    cache.complete_store(KEYS[:4], success=False)
-    assert cache.lookup(KEYS[0]) is Lookup.MISS
-    assert cache.prepare_store(KEYS[4:8]).keys == tuple(KEYS[4:8])
-    cache.check()
-
-
-def test_keys_that_have_a_slot_are_not_stored_again():
-    cache = make()
-    store(cache, KEYS[:2])
-    found = cache.prepare_store([*KEYS[:3], KEYS[2]])
-    assert found.keys == (KEYS[2],)
-    again = cache.prepare_store(KEYS[:3])
-    assert again.keys == ()
 
 
 def test_a_hit_is_not_evicted_before_the_end_of_the_step():
@@ -161,47 +142,19 @@ def test_events_name_parents_before_children_and_removals_the_other_way_round():
     assert cache.take_events() == []
 
 
-def in_thread(call: object) -> list[BaseException]:
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            call()  # type: ignore[operator]
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    return errors
-
-
 def test_calls_of_other_threads_take_effect_at_the_owners_next_call():
     cache = make()
     cache.prepare_store(KEYS[:2])
-    assert in_thread(lambda: cache.complete_store(KEYS[:2])) == []
+    elsewhere(cache.complete_store, KEYS[:2])
     assert cache.has_pending_work()
     assert cache.lookup(KEYS[0]) is Lookup.HIT
-    (error,) = in_thread(lambda: cache.lookup(KEYS[0]))
-    assert isinstance(error, WrongThread)
-    assert in_thread(cache.reset) == []
+    with pytest.raises(WrongThread):
+        elsewhere(cache.lookup, KEYS[0])
+    elsewhere(cache.reset)
     assert cache.lookup(KEYS[0]) is Lookup.MISS
-    assert in_thread(cache.adopt) == []
+    elsewhere(cache.adopt)
     with pytest.raises(WrongThread):
         cache.lookup(KEYS[0])
-
-
-def test_shutdown_twice_and_from_another_thread():
-    cache = make()
-    cache.prepare_store(KEYS[:2])
-    assert in_thread(cache.shutdown) == []
-    cache.shutdown()
-    for call in (lambda: cache.lookup(KEYS[0]), lambda: cache.prepare_store(KEYS[:1]), cache.adopt):
-        with pytest.raises(CacheClosed):
-            call()
-    cache.complete_store(KEYS[:2])
-    cache.end_step()
-    cache.reset()
 
 
 def test_given_memory_is_used_in_rows():

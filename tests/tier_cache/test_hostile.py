@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 import time
 
@@ -12,9 +11,9 @@ import pytest
 from kvactors import CacheClosed
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.settings.sinks import MemorySinkConfig
-from kvactors.tier_cache import Lookup, SlotMemory, TierCache, open_storage
+from kvactors.tier_cache import Lookup, SlotMemory, TierCache
 from kvactors.tier_cache.settings import checked_config
-from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, on_disk, payload, store
+from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, alone, in_child, on_disk, payload, store
 
 
 class HangingSink(MemorySink):
@@ -61,24 +60,19 @@ def test_a_shutdown_with_a_sink_that_hangs_is_bounded(backend):
 def test_a_child_of_a_cache_with_sinks_is_refused_and_ends(backend):
     cache = with_sink(MemorySink(MemorySinkConfig(tiers=("host",)), 2), backend=backend)
     store(cache, KEYS[:1])
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
+
+    def use() -> None:
+        with pytest.raises(CacheClosed):
             cache.lookup(KEYS[0])
-        except CacheClosed:
-            cache.shutdown()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        cache.shutdown()
+
+    assert in_child(use)
     assert cache.lookup(KEYS[0]) is Lookup.HIT
     cache.shutdown()
 
 
 def test_a_caller_that_reuses_its_buffer_after_the_result_changes_no_object(tmp_path):
-    table = {"backend": "file", "directory": str(tmp_path), "capacity_blocks": 64}
-    tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
+    tier = alone(backend="file", directory=str(tmp_path), capacity_blocks=64)
     buffer = bytearray(BLOCK)
     for key in KEYS[:20]:
         buffer[:] = payload(key)

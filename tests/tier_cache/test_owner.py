@@ -71,22 +71,6 @@ def test_of_two_first_calls_one_opens_and_the_other_does_not_go_on():
     owner.check()
 
 
-def test_thousands_of_copies_may_end_between_two_steps():
-    cache = make(2)
-    cache.prepare_store(KEYS[:1])
-    cache.complete_store(KEYS[:1])
-    assert cache.lookup(KEYS[0]) is Lookup.HIT
-    for _ in range(MANY):
-        cache.prepare_load(KEYS[:1])
-    thread = threading.Thread(target=lambda: [cache.complete_load(KEYS[:1]) for _ in range(MANY)])
-    thread.start()
-    thread.join(60)
-    cache.end_step()
-    assert cache.statistics().pinned == 0
-    cache.check()
-    cache.shutdown()
-
-
 def test_threads_complete_copies_while_the_owner_works():
     cache = make(16, storage={"backend": "memory", "capacity_blocks": 8})
     noise = random.Random(3)

@@ -87,14 +87,6 @@ def test_every_block_is_saved_however_few_slots_there_are(tmp_path, num_slots):
     cache.shutdown()
 
 
-def test_a_path_longer_than_the_host_tier_is_saved_whole(tmp_path):
-    cache = on_disk(tmp_path, 8, capacity_blocks=1000, on_full_wait_s=LIMIT)
-    store_paths(cache, [path(0, 100)])
-    settle(cache)
-    assert cache.statistics().stored_objects == 100
-    cache.shutdown()
-
-
 def test_a_path_longer_than_the_host_tier_keeps_its_first_blocks_without_storage():
     cache = make(4)
     keys = path(0, 10)

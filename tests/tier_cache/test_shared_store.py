@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.tier_cache import Lookup, TierCache, open_storage
+from kvactors.tier_cache import Lookup, TierCache
 from kvactors.tier_cache.cache import ABSENT
 from kvactors.tier_cache.storage import make_storage
 from tests.tier_cache.helpers import (
-    BLOCK,
     KEYS,
     LIMIT,
     Clock,
+    alone,
     answer,
     load,
     make,
@@ -112,28 +112,13 @@ def test_an_object_that_the_pool_has_evicted_is_a_miss_and_is_stored_again():
     cache.shutdown()
 
 
-@pytest.mark.parametrize("answer_of", [-3, 10**12, "many", None, 2.5])
-def test_a_wrong_answer_of_a_store_is_a_miss_and_ends(monkeypatch, answer_of):
-    async def ask(self, keys, expired):
-        return answer_of
-
-    cache = shared()
-    cache.start()
-    monkeypatch.setattr(SharedStore, "ask", ask)
-    assert cache.lookup(KEYS[0]) is Lookup.PENDING
-    assert answer(cache, KEYS[0]) is Lookup.MISS
-    monkeypatch.undo()
-    cache.shutdown()
-
-
 def test_a_storage_tier_looks_keys_up():
-    table = {"backend": BACKEND}
-    tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
+    tier = alone(backend=BACKEND)
     assert not tier.lists
     view = memoryview(payload(KEYS[1]))
     assert tier.submit_store("s", [KEYS[1]], [view]).result(LIMIT).ok == (True,)
     tier.close()
-    tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
+    tier = alone(backend=BACKEND)
     assert not tier.contains(KEYS[1])
     looking = tier.submit_lookup("l", KEYS[:3])
     looking.cancel()

@@ -21,7 +21,7 @@ from kvactors.tier_cache import sinks as sinks_module
 from kvactors.tier_cache.settings import checked_config
 from kvactors.tier_cache.sinks import block_name
 from tests.support.tree_reader import TreeReader
-from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, settle, store
+from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, elsewhere, settle, store
 
 SIZE = 4  # tokens of a block
 TREE = KEYS[:24]
@@ -141,11 +141,7 @@ def test_a_wait_of_another_thread_ends_unflushed_while_the_owner_does_nothing(mo
     store(cache, [TREE[0]], [None])
     flushed(cache)
     fail_once(monkeypatch, SinkSet, "wait")
-    answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(cache.sinks.wait_flushed(0.3)))
-    thread.start()
-    thread.join(LIMIT)
-    assert answers == [False]
+    assert elsewhere(cache.sinks.wait_flushed, 0.3) is False
     flushed(cache)
     assert sink.view()[Tier.HOST] == named([0])
     cache.shutdown()
@@ -227,19 +223,13 @@ def test_what_sinks_are_sent_is_a_tree_and_exact(monkeypatch, num_slots, capacit
 
 def test_no_state_goes_into_the_channel_of_a_failed_notifier_before_it_is_emptied(monkeypatch):
     """The owner may flush at any moment, and what it sends before that moment is dropped."""
-    whole, purge, left, offered = Ledger.apply, ActorRef.purge, [1], []
-
-    def failing(self, fact):
-        if left:
-            left.pop()
-            raise RuntimeError("a planted fault of the ledger")
-        return whole(self, fact)
+    purge, offered = ActorRef.purge, []
 
     def recording(ref, error):
         offered.append(cache._feed.incarnation())
         purge(ref, error)
 
-    monkeypatch.setattr(Ledger, "apply", failing)
+    fail_once(monkeypatch, Ledger, "apply")
     monkeypatch.setattr(ActorRef, "purge", recording)
     sink = TreeSink()
     cache = open_with(sink)
@@ -316,23 +306,21 @@ def test_sinks_of_the_config_write_the_events(tmp_path):
 def test_wrong_paths_are_refused_in_the_thread_that_calls(arguments):
     cache = open_with(TreeSink())
     cache.start()
-    for _ in range(2):
-        with pytest.raises(ValueError):
-            cache.sinks.describe(*arguments)
-    for more in ({"lora": 3}, {"salt": b"x"}, {"extra_keys": [(9, b"x")]}, {"extra_keys": 4}):
-        errors: list[BaseException] = []
-
-        def call(more: Any = more, errors: Any = errors) -> None:
-            try:
-                cache.sinks.describe(TREE[:1], tokens_of(0), **more)
-            except ValueError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join(LIMIT)
-        assert len(errors) == 1
+    with pytest.raises(ValueError):
+        cache.sinks.describe(*arguments)
+    with pytest.raises(ValueError):
+        elsewhere(cache.sinks.describe, *arguments)
     cache.end_step()
+    cache.shutdown()
+
+
+@pytest.mark.parametrize(
+    "more", [{"lora": 3}, {"salt": b"x"}, {"extra_keys": [(9, b"x")]}, {"extra_keys": 4}], ids=repr
+)
+def test_a_wrong_scope_or_extra_key_of_a_path_is_refused(more):
+    cache = open_with(TreeSink())
+    with pytest.raises(ValueError):
+        cache.sinks.describe(TREE[:1], tokens_of(0), **more)
     cache.shutdown()
 
 

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from tests.tier_cache.helpers import (
     KEYS,
     Clock,
     answer,
+    in_child,
     load,
     make,
     on_disk,
@@ -112,22 +112,6 @@ def test_blocks_of_another_identity_are_not_found(tmp_path):
         other = make(storage=table, **settings)
         assert other.lookup(KEYS[0]) is Lookup.MISS
         other.shutdown()
-
-
-def test_a_stored_key_waits_for_a_free_slot_and_the_hit_is_kept(tmp_path):
-    cache = on_disk(tmp_path, num_slots=2, slot_timeout_s=1000.0)
-    store(cache, KEYS[:2])
-    settle(cache)
-    store(cache, KEYS[2:4])
-    settle(cache)
-    assert [cache.lookup(key) for key in KEYS[2:4]] == [Lookup.HIT] * 2
-    assert cache.lookup(KEYS[0]) is Lookup.PENDING
-    assert cache.statistics().refused_fetches == 0
-    assert [cache.lookup(key) for key in KEYS[2:4]] == [Lookup.HIT] * 2, "a HIT was evicted"
-    cache.end_step()
-    assert answer(cache, KEYS[0]) is Lookup.HIT
-    assert load(cache, KEYS[0]) == payload(KEYS[0])
-    cache.shutdown()
 
 
 @pytest.mark.parametrize("held_by", ["hits", "loads", "stores"])
@@ -267,22 +251,6 @@ def test_a_folder_in_use_is_named_once(tmp_path):
     one.shutdown()
 
 
-def test_shutdown_from_another_thread_with_jobs_in_flight(tmp_path):
-    cache = on_disk(tmp_path, num_slots=64)
-    store(cache, KEYS[:32])
-    cache.end_step()
-    threads = [threading.Thread(target=cache.shutdown) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    cache.shutdown()
-    assert cache.health().status == "closed"
-    with pytest.raises(CacheClosed):
-        cache.lookup(KEYS[0])
-
-
 def test_given_memory_has_no_views_left_after_the_shutdown(tmp_path):
     memory = bytearray(4 * 96)
     cache = make(memory=memory, storage={"backend": "file", "directory": str(tmp_path)})
@@ -295,21 +263,16 @@ def test_given_memory_has_no_views_left_after_the_shutdown(tmp_path):
 def test_a_cache_made_before_a_fork_works_in_the_child_and_one_used_before_it_does_not(tmp_path):
     fresh, used = on_disk(tmp_path / "fresh"), on_disk(tmp_path / "used")
     store(used, KEYS[:1])
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            store(fresh, KEYS[:1])
-            settle(fresh)
-            fresh.shutdown()
-            try:
-                used.lookup(KEYS[0])
-            except CacheClosed:
-                used.shutdown()
-                code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def use() -> None:
+        store(fresh, KEYS[:1])
+        settle(fresh)
+        fresh.shutdown()
+        with pytest.raises(CacheClosed):
+            used.lookup(KEYS[0])
+        used.shutdown()
+
+    assert in_child(use)
     assert used.lookup(KEYS[0]) is Lookup.HIT
     assert answer(fresh, KEYS[0]) is Lookup.HIT
     used.shutdown()

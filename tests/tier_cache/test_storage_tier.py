@@ -4,24 +4,35 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 
 import pytest
 
 from kvactors import CacheClosed, ConfigError
 from kvactors.storage import attempts
 from kvactors.storage.local_store import CatalogStore
-from kvactors.tier_cache import Lookup, StorageTier, TierCache, open_storage, storage
+from kvactors.tier_cache import Lookup, StorageTier, TierCache, storage
 from kvactors.tier_cache import cache as cache_module
-from kvactors.tier_cache.storage import KnownObjects, make_storage
-from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, answer, load, make, payload, settle, store
+from kvactors.tier_cache.storage import make_storage
+from tests.tier_cache.helpers import (
+    BLOCK,
+    KEYS,
+    LIMIT,
+    alone,
+    answer,
+    load,
+    make,
+    payload,
+    settle,
+    store,
+)
 from tests.tier_cache.stores import FaultyStore
+
+BACKEND = f"{FaultyStore.__module__}:{FaultyStore.__name__}"
 
 
 def faulty(**storage: object) -> TierCache:
     FaultyStore.mode = "ok"
-    backend = f"{FaultyStore.__module__}:{FaultyStore.__name__}"
-    return make(8, storage={"backend": backend, **storage})
+    return make(8, storage={"backend": BACKEND, **storage})
 
 
 @pytest.fixture(autouse=True)
@@ -129,12 +140,8 @@ def test_a_fetched_key_is_spared_until_it_is_asked_for(monkeypatch):
     cache.shutdown()
 
 
-def open_alone(**table: object) -> StorageTier:
-    return open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
-
-
 def open_file(folder: object) -> StorageTier:
-    return open_alone(backend="file", directory=str(folder), capacity_blocks=8)
+    return alone(backend="file", directory=str(folder), capacity_blocks=8)
 
 
 def test_jobs_of_several_threads_with_scatter_lists(tmp_path):
@@ -204,8 +211,7 @@ def test_evicted_keys_are_reported_and_cleared_ones_stay_away(tmp_path):
 def test_a_job_of_before_a_clear_makes_no_key_known(lists, monkeypatch):
     monkeypatch.setattr(CatalogStore, "is_complete", lists)
     FaultyStore.mode = "hold"
-    table = {"backend": f"{FaultyStore.__module__}:{FaultyStore.__name__}", "timeout_s": LIMIT}
-    tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
+    tier = alone(backend=BACKEND, timeout_s=LIMIT)
     assert tier.lists is lists
     tier.submit_store("before", KEYS[:2], [memoryview(payload(key)) for key in KEYS[:2]])
     assert tier.clear() == []
@@ -225,8 +231,7 @@ def test_a_job_of_before_a_clear_makes_no_key_known(lists, monkeypatch):
 def test_of_a_store_that_lists_none_the_oldest_objects_are_forgotten(monkeypatch):
     monkeypatch.setattr(storage, "KNOWN", 4)
     monkeypatch.setattr(CatalogStore, "is_complete", False)
-    table = {"backend": "memory"}
-    tier = open_storage({"model": "m", "block_bytes": BLOCK, "num_slots": 1, "storage": table})
+    tier = alone(backend="memory")
     views = [memoryview(payload(key)) for key in KEYS[:6]]
     for number in range(6):
         tier.submit_store(number, KEYS[number : number + 1], views[number : number + 1])
@@ -234,29 +239,6 @@ def test_of_a_store_that_lists_none_the_oldest_objects_are_forgotten(monkeypatch
     assert [tier.contains(key) for key in KEYS[:6]] == [False] * 2 + [True] * 4
     tier.remove(KEYS[2:6])
     assert tier.objects == 0
-    tier.close()
-
-
-def test_a_job_whose_names_fail_ends(tmp_path, monkeypatch):
-    """Otherwise its slots stay pinned until the end of the cache."""
-    tier = open_file(tmp_path)
-    monkeypatch.setattr(KnownObjects, "ended", lambda *_: 1 / 0)
-    done = tier.submit_store("job", KEYS[:1], [memoryview(payload(KEYS[0]))])
-    assert done.result(LIMIT).ok == (True,)
-    assert tier.in_flight == 0
-    tier.close()
-
-
-def test_threads_may_poll_at_once(tmp_path):
-    class Taken(deque):
-        """Another thread takes the last result after its length was read."""
-
-        def __len__(self) -> int:
-            return super().__len__() + 1
-
-    tier = open_file(tmp_path)
-    tier.results = Taken()
-    assert tier.poll() == []
     tier.close()
 
 
@@ -317,15 +299,6 @@ def test_nothing_grows_while_a_store_hangs_or_fails():
     settle(cache)
     assert len(cache._storage.known._keys) == 0
     assert cache._storage.in_flight == 0
-    cache.shutdown()
-
-
-def test_an_owner_in_a_call_during_a_shutdown_of_another_thread():
-    cache = make(8, storage={"backend": "memory"})
-    store(cache, KEYS[:4])
-    cache._storage.close()
-    cache.end_step()
-    cache.reset()
     cache.shutdown()
 
 
