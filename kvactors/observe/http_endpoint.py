@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ import msgspec
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
-from kvactors.errors import ConfigError, KVActorsError
+from kvactors.errors import ConfigError
 from kvactors.observe import OpenCache
 from kvactors.observe.health import health
 from kvactors.observe.invariants import in_slices
@@ -56,65 +56,35 @@ class HttpAnswer(NamedTuple):
 
 
 class HttpEndpoint:
-    """Answers for the cache that was opened last, of those that are open."""
+    """The endpoint of a cache (see `serve_metrics`). port: that it listens on."""
 
-    def __init__(self, *, fastdeploy_names: bool = False) -> None:
+    def __init__(self, metrics: CacheMetrics) -> None:
         self.port = 0
-        self._fastdeploy = fastdeploy_names
-        self._observed: list[CacheMetrics] = []
-        self._server: asyncio.Server | None = None
+        self._metrics_of = metrics
         self._connections = Unclaimed[asyncio.Task[None]](MAX_CONNECTIONS, asyncio.Task.cancel)
         # by path: the rendering that was begun last, and when
         self._rendered: dict[bytes, tuple[asyncio.Task[HttpAnswer], float]] = {}
 
-    @asynccontextmanager
-    async def observing(self, cache: OpenCache) -> AsyncIterator[None]:
-        from kvactors.observe.prometheus import CacheMetrics
-
-        metrics = CacheMetrics(cache, fastdeploy_names=self._fastdeploy)
-        self._observed.append(metrics)
-        self._rendered.clear()
-        try:
-            yield
-        finally:
-            self._observed.remove(metrics)
-            self._rendered.clear()
-            metrics.close()
-
-    @asynccontextmanager
-    async def attached(self, host: str, port: int, cache: OpenCache) -> AsyncIterator[None]:
-        """Answer for a cache, and listen while the first of the caches is open."""
-        async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self.observing(cache))
-            if self._server is None:
-                await stack.enter_async_context(self.serving(host, port))
-            yield
-
     # -- the server
 
     @asynccontextmanager
-    async def serving(self, host: str, port: int) -> AsyncIterator[HttpEndpoint]:
-        if not host:  # asyncio would listen on every interface
-            raise ConfigError(f"the metrics endpoint needs a host, for instance {LOOPBACK}")
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"the port of the metrics endpoint is 0 to 65535, not {port}")
+    async def serving(self, host: str, port: int) -> AsyncIterator[None]:
         try:
-            self._server = await asyncio.start_server(
+            server = await asyncio.start_server(
                 self._connected, host, port, limit=MAX_HEAD_BYTES, backlog=MAX_CONNECTIONS
             )
         except OSError as error:
             raise ConfigError(f"the metrics endpoint cannot bind {host}:{port}: {error}") from error
-        self.port = self._server.sockets[0].getsockname()[1]
+        self.port = server.sockets[0].getsockname()[1]
         log.info("metrics endpoint open", host=host, port=self.port)
         try:
-            yield self
+            yield
         finally:
-            self._server.close()
+            server.close()
             tasks = [*self._connections]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._server = None
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task: Any = asyncio.current_task()
@@ -150,6 +120,8 @@ class HttpEndpoint:
         if target == b"/metrics":
             return await self._shared(target, self._metrics)
         if target == b"/statistics":
+            if not self._metrics_of.is_open():
+                return HttpAnswer(503, b"no cache is open\n")
             return await self._shared(target, self._statistics)
         return HttpAnswer(404, b"/metrics, /health or /statistics\n")
 
@@ -162,33 +134,26 @@ class HttpEndpoint:
         return await asyncio.shield(task)
 
     async def _metrics(self) -> HttpAnswer:
-        from kvactors.observe.prometheus import CONTENT_TYPE, NO_CACHE
+        from kvactors.observe.prometheus import CONTENT_TYPE
 
-        if not self._observed:
-            return HttpAnswer(200, NO_CACHE, CONTENT_TYPE)
-        render = self._observed[-1].render
-        body = await asyncio.wrap_future(DaemonExecutor("kvactors-metrics").submit(render))
+        executor = DaemonExecutor("kvactors-metrics")
+        body = await asyncio.wrap_future(executor.submit(self._metrics_of.render))
         return HttpAnswer(200, body, CONTENT_TYPE)
 
     def _health(self) -> HttpAnswer:
         """200 while requests are served, also without some parts; 503 otherwise."""
-        status = 503
         found: dict[str, object] = {"status": "closed", "reasons": []}
-        if self._observed:
-            with suppress(KVActorsError):
-                state = health(self._observed[-1].cache.system)
-                found, status = state.as_dict(), 503 if state.status == "failed" else 200
+        if self._metrics_of.is_open():
+            found = health(self._metrics_of.cache.system).as_dict()
+        status = 503 if found["status"] in ("failed", "closed") else 200
         return HttpAnswer(status, json.dumps(found).encode() + b"\n", "application/json")
 
     async def _statistics(self) -> HttpAnswer:
         """`KVCache.statistics` as JSON, with `tenants` that have a named quota."""
-        with suppress(KVActorsError):
-            if self._observed:
-                system = self._observed[-1].cache.system
-                tenants: dict[str, TenantStatistics] = await in_slices(named_tenants(system))
-                found = collect(system).as_dict() | {"tenants": tenants}
-                return HttpAnswer(200, msgspec.json.encode(found) + b"\n", "application/json")
-        return HttpAnswer(503, b"no cache is open\n")
+        system = self._metrics_of.cache.system
+        tenants: dict[str, TenantStatistics] = await in_slices(named_tenants(system))
+        found = collect(system).as_dict() | {"tenants": tenants}
+        return HttpAnswer(200, msgspec.json.encode(found) + b"\n", "application/json")
 
 
 @asynccontextmanager
@@ -203,6 +168,16 @@ async def serve_metrics(
         host: the address to listen on. There is no authentication: give another address than the
             loopback's only on a network that you trust.
     """
-    endpoint = HttpEndpoint(fastdeploy_names=fastdeploy_names)
-    async with endpoint.observing(cache), endpoint.serving(host, port):
-        yield endpoint
+    from kvactors.observe.prometheus import CacheMetrics
+
+    if not host:  # asyncio would listen on every interface
+        raise ConfigError(f"the metrics endpoint needs a host, for instance {LOOPBACK}")
+    if not 0 <= port <= 65535:
+        raise ConfigError(f"the port of the metrics endpoint is 0 to 65535, not {port}")
+    metrics = CacheMetrics(cache, fastdeploy_names=fastdeploy_names)
+    endpoint = HttpEndpoint(metrics)
+    try:
+        async with endpoint.serving(host, port):
+            yield endpoint
+    finally:
+        metrics.close()

@@ -43,13 +43,6 @@ from kvactors.tier_cache import TierCache
 
 SCRAPE_LIMIT_S = 5.0  # seconds that a scrape from another thread waits for the loop
 
-NO_CACHE = (
-    b"# HELP kvactors:up 1 while the cache serves requests.\n"
-    b"# TYPE kvactors:up gauge\n"
-    b"kvactors:up 0.0\n"
-)
-"""The metrics while no cache is open."""
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -68,7 +61,7 @@ class CacheMetrics(Collector):
         self._thread = threading.get_ident()
         self._watch = MetricsWatch(cache.system)
         self._watch.attach()
-        self._lag = LagTimer(self._watch.histograms.loop_lag, self._is_open)
+        self._lag = LagTimer(self._watch.histograms.loop_lag, self.is_open)
 
     def close(self) -> None:
         self._lag.stop()
@@ -107,11 +100,11 @@ class CacheMetrics(Collector):
             answer.cancel()
             return None
 
-    def _is_open(self) -> bool:
+    def is_open(self) -> bool:
         return self.cache.system.is_open and not self.cache.system.forked
 
     def _read(self) -> Sliced[Snapshot | None]:
-        if not self._is_open():
+        if not self.is_open():
             return None
         return (yield from take_snapshot(self.cache.system, self._watch))
 

@@ -51,8 +51,7 @@ async def test_metrics_and_health():
 
 
 async def test_statistics_as_json_have_the_names_of_the_records():
-    endpoint = HttpEndpoint()
-    async with opened(host=HOST, storage=STORE) as cache, endpoint.attached("127.0.0.1", 0, cache):
+    async with opened(host=HOST, storage=STORE) as cache, serve_metrics(cache, 0) as endpoint:
         await requests(cache, 1, 2)
         await cache.wait_idle()
         status, headers, body = await call(endpoint.port, get("/statistics"))
@@ -81,12 +80,10 @@ async def test_requests_that_are_refused():
 async def test_health_is_503_when_the_cache_has_failed_and_when_it_is_closed():
     import kvactors
 
-    endpoint = HttpEndpoint()
     with pytest.raises(kvactors.CacheFailed):  # noqa: PT012
         async with (
-            endpoint.serving("127.0.0.1", 0),
             kvactors.open(settings(actors={"max_restarts_per_minute": 0})) as cache,
-            endpoint.observing(cache),
+            serve_metrics(cache, 0) as endpoint,
         ):
             await fail(cache, "index", 1)
             while cache.system.supervisor.failed is None:
@@ -94,6 +91,7 @@ async def test_health_is_503_when_the_cache_has_failed_and_when_it_is_closed():
             status, _, body = await call(endpoint.port, get("/health"))
             assert (status, json.loads(body)["status"]) == (503, "failed")
             assert b"kvactors:up 0.0" in (await call(endpoint.port, get("/metrics")))[2]
+            assert (await call(endpoint.port, get("/statistics")))[0] == 200
     answer = await endpoint.answer(get("/health"))
     assert (answer.status, json.loads(answer.body)["status"]) == (503, "closed")
     assert b"kvactors:up 0.0" in (await endpoint.answer(get("/metrics"))).body
@@ -101,7 +99,9 @@ async def test_health_is_503_when_the_cache_has_failed_and_when_it_is_closed():
 
 async def test_it_listens_on_the_loopback_by_default_and_names_an_address_that_it_cannot_bind():
     async with opened() as cache, serve_metrics(cache, 0) as endpoint:
-        assert endpoint._server.sockets[0].getsockname()[0] == "127.0.0.1"
+        assert (await call(endpoint.port, get("/health")))[0] == 200
+        with pytest.raises(OSError):
+            socket.create_connection(("127.0.0.2", endpoint.port))
         with pytest.raises(ConfigError, match=f"cannot bind 127.0.0.1:{endpoint.port}"):
             async with serve_metrics(cache, endpoint.port):
                 pass
@@ -205,16 +205,3 @@ async def test_many_requests_render_once(path, name, monkeypatch):
         one = await call(endpoint.port, get(path))
     assert [answer[0] for answer in (*together, one)] == [200] * 4
     assert len(rendered) == 1
-
-
-async def test_one_endpoint_answers_for_caches_that_are_opened_one_after_another_or_at_once():
-    endpoint = HttpEndpoint()
-    for number in range(2):
-        async with opened() as cache, endpoint.attached("127.0.0.1", 0, cache):
-            await requests(cache, number)
-            body = (await call(endpoint.port, get("/metrics")))[2]
-            assert b"kvactors:requests_total 1.0" in body
-            async with opened() as other, endpoint.attached("127.0.0.1", 0, other):
-                body = (await call(endpoint.port, get("/metrics")))[2]
-                assert b"kvactors:requests_total 0.0" in body
-        assert not cache.system.supervisor.instruments.active
