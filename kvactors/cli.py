@@ -209,7 +209,6 @@ def sweep_command(
     retain: bool = True,
     json: JsonFile | None = None,
     html: Output | None = None,
-    png: Output | None = None,
 ) -> int:
     """Compute the hit rates of caches of every size on a trace, to choose sizes and the eviction
     policy. Least-recently-used tiers of all sizes and the offline optimum follow from one pass over
@@ -235,15 +234,13 @@ def sweep_command(
         Run RETAIN. --no-retain leaves it out, which saves most of the time.
     html
         Where to write a page with a chart. Needs the extra [report].
-    png
-        Where to write the chart. Needs the extra [report].
     """
     from kvactors.layout import make_layout
-    from kvactors.scenario.pages import sweep_chart, sweep_page, write_png
+    from kvactors.scenario.pages import sweep_page
     from kvactors.scenario.sweep import print_sweep, sweep
 
-    check_distinct((trace, config), json=json, html=html, png=png)
-    if html is not None or png is not None:
+    check_distinct((trace, config), json=json, html=html)
+    if html is not None:
         check_charts()
     trace = find_file(trace, "trace")
     nbytes = None if block_bytes is None else check.in_bytes(block_bytes, "--block-bytes")
@@ -267,13 +264,11 @@ def sweep_command(
             retain=retain,
             progress=show,
         )
-    print_sweep(report, Console(stderr=any(map(to_stdout, (json, html, png)))))
+    print_sweep(report, Console(stderr=any(map(to_stdout, (json, html)))))
     if json is not None:
         write_json(report, json)
     if html is not None:
         write_page(sweep_page(report), html)
-    if png is not None:
-        write_png(sweep_chart(report), png)
     return 0
 
 

@@ -58,7 +58,7 @@ class MetricsWatch:
         self.operations = OperationWatch(self.operation, self.index_started)
         self.histograms = Histograms(system.sinks)
         self.hit = 0
-        self._system = system
+        self.system = system
         self._index: PrefixIndex | None = None
 
     def index_started(self, index: PrefixIndex) -> None:
@@ -68,11 +68,11 @@ class MetricsWatch:
         self._index = index
 
     def attach(self) -> None:
-        self.operations.attach(self._system)
+        self.operations.attach(self.system)
 
     def detach(self) -> None:
         """Observe no longer, and keep no more ages of blocks."""
-        self.operations.detach(self._system)
+        self.operations.detach(self.system)
         if self._index is not None:
             self._index.index.ages = None
 
@@ -88,7 +88,7 @@ class MetricsWatch:
             case "copy" | "read" | "write" if done.blocks:
                 route = ROUTE_OF.get(done.kind) or ROUTE_OF[done.tier]
                 found.transfer_seconds[route].observe(seconds)
-                found.transfer_bytes[route].observe(done.blocks * self._system.layout.block_bytes)
+                found.transfer_bytes[route].observe(done.blocks * self.system.layout.block_bytes)
             case "flush" if done.ok and done.where in found.flush:
                 found.flush[done.where].observe(seconds)
 

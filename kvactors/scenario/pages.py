@@ -11,20 +11,20 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike
 from rich.console import Console
 
+from kvactors.actor.sliced import finish
 from kvactors.cache import KVCache
-from kvactors.cpu_evictor.memory import NOT_FETCHED, NOT_STORED
 from kvactors.errors import ConfigError
 from kvactors.histogram import Histogram
 from kvactors.observe.chrome_trace import ChromeTrace
-from kvactors.observe.lag import LagMonitor, Tick
-from kvactors.observe.metrics import Histograms, MetricsWatch
-from kvactors.observe.statistics import CacheStatistics
+from kvactors.observe.lag import LagMonitor
+from kvactors.observe.metrics import FAMILIES, MetricsWatch, Snapshot, take_snapshot
 from kvactors.scenario.engine import Observe, beside
 from kvactors.scenario.output import need, print_details, to_stdout, write_json, write_output
 from kvactors.scenario.report import Report, print_report
@@ -32,56 +32,65 @@ from kvactors.scenario.sweep import SweepReport, print_sweep
 from kvactors.settings import Config
 from kvactors.settings.check import human, in_bytes
 
-# -- time series of a run
+# -- the course of a run: metrics, sampled
 
 
 POINTS = 400
 """Samples kept at most: when there are as many, every second one is dropped and the interval
 doubles."""
 
-WINDOWS = 60
-"""Windows of time for which rates are computed, at most. Shorter ones show mostly noise."""
+WINDOWS = 40
+"""Windows for which rates and shares are computed, at most. Shorter ones show mostly noise."""
 
 INTERVAL = 0.05
 """Seconds between samples at the start."""
 
-WORST = ("lag_ms", "own_lag_ms")
-"""Series of the worst value since the sample before: the loop's lag, and the lag without waits for
-a core."""
+Key: TypeAlias = tuple[str, ...]
+"""The name of a metric, and the values of its labels."""
+
+LAG, OWN_LAG = ("lag",), ("lag", "without waits for a core")
+"""The worst lag of the loop since the sample before."""
+
+LOOKED_UP = "kv_block_queries"
 
 
-class Recording(msgspec.Struct):
-    """Samples of a run. series: a value of each name at each of `seconds`."""
+class Panel(NamedTuple):
+    """A chart of metrics over time: of their values, or of their increase in proportion to the time
+    or to the blocks that were looked up."""
 
-    seconds: list[float]
-    series: dict[str, list[float]]
-    histograms: Histograms | None = None
+    title: str
+    unit: str
+    metrics: tuple[str, ...]
+    shown: Literal["value", "per second", "share"] = "value"
+    scale: float = 1.0
+    top: float | None = None
 
-    def rates(self, name: str, scale: float = 1.0) -> tuple[list[float], list[float]]:
-        """Increase of a counter a second, divided by `scale`, in windows of about equal length."""
-        count = len(self.seconds)
-        ends = np.unique(np.linspace(0, count - 1, min(count, WINDOWS + 1)).astype(np.int64))
-        seconds = np.asarray(self.seconds)[ends]
-        rates = np.diff(np.asarray(self.series[name])[ends]) / np.diff(seconds)
-        return seconds[1:].tolist(), (rates / scale).tolist()
 
-    def shares(self, name: str, of: str) -> tuple[list[float], list[float]]:
-        """Increase of a counter divided by that of another, in windows of about equal increase of
-        the other.
-        """
-        whole = np.asarray(self.series[of])
-        steps = np.linspace(whole[0], whole[-1], min(len(whole), WINDOWS // 2 + 1))
-        ends = np.unique(np.searchsorted(whole, steps))
-        below = np.diff(whole[ends])
-        shares = np.diff(np.asarray(self.series[name])[ends]) / np.maximum(below, 1)
-        return np.asarray(self.seconds)[ends[1:]].tolist(), shares.tolist()
+COURSE = (
+    Panel("Hit rate by tier", "share of blocks", ("kv_block_hits",), "share", top=1.0),
+    Panel("Occupancy", "share of the tier", ("kv_cache_usage_perc",), top=1.05),
+    Panel("Blocks by tier", "blocks", ("tier_blocks",)),
+    Panel("Blocks not fetched", "blocks", ("blocks_not_fetched",)),
+    Panel("Blocks not stored", "blocks", ("blocks_not_stored",)),
+    Panel("Requests", "requests", ("num_requests_running", "num_requests_waiting")),
+    Panel("Bandwidth", "MB/s", ("kv_offload_total_bytes",), "per second", 1e6),
+    Panel("Changes not yet taken by sinks", "blocks", ("flush_pending",)),
+    Panel("Age of the oldest such change", "seconds", ("flush_lag_seconds",)),
+    Panel("Flush tasks delivered", "tasks/s", ("flush_tasks",), "per second"),
+    Panel("Messages of actors", "messages/s", ("actor_turns",), "per second"),
+    Panel("Worst lag of the event loop", "ms", ("lag",), scale=1e-3),
+)
+SAMPLED = {LOOKED_UP, *(name for panel in COURSE for name in panel.metrics)}
 
 
 class Recorder:
-    """Samples a cache while `observing`. interval: seconds between samples at the start."""
+    """Samples the metrics of a cache while `observing`. interval: seconds between samples at the
+    start."""
 
     def __init__(self, interval: float = INTERVAL) -> None:
-        self.recording = Recording([], {})
+        self.seconds: list[float] = []
+        self.samples: list[dict[Key, float]] = []
+        self.last: Snapshot
         self._interval = interval
         self._lag = LagMonitor()
         self._begin = 0.0
@@ -90,68 +99,78 @@ class Recorder:
     async def observing(self, cache: KVCache) -> AsyncIterator[Recorder]:
         """Sample a cache until the block ends, and once more then."""
         self._begin = asyncio.get_running_loop().time()
-        self._sample(cache)
         watch = MetricsWatch(cache.system)
-        self.recording.histograms = watch.histograms
+        self._sample(watch)
         watch.attach()
         async with self._lag.running():
             try:
-                async with beside(self._run(cache)):
+                async with beside(self._run(watch)):
                     yield self
             finally:
                 watch.detach()
                 self._lag.take()  # what came last is the lag of making the report
-                self._sample(cache)
+                self._sample(watch)
 
-    async def _run(self, cache: KVCache) -> None:
+    async def _run(self, watch: MetricsWatch) -> None:
         while True:
             await asyncio.sleep(self._interval)
-            self._sample(cache)
+            self._sample(watch)
 
-    def _sample(self, cache: KVCache) -> None:
-        statistics, recording = cache.statistics(), self.recording
-        recording.seconds.append(asyncio.get_running_loop().time() - self._begin)
-        for name, value in values_of(statistics, self._lag.take()).items():
-            recording.series.setdefault(name, []).append(value)
-        if len(recording.seconds) >= POINTS:
+    def _sample(self, watch: MetricsWatch) -> None:
+        self.last = finish(take_snapshot(watch.system, watch))
+        ticks = self._lag.take()
+        sample = {
+            LAG: max((tick.lag for tick in ticks), default=0.0),
+            OWN_LAG: max((tick.own for tick in ticks), default=0.0),
+        }
+        for family in FAMILIES:
+            if family.name in SAMPLED:
+                for labels, value in family.read(self.last):
+                    sample[family.name, *labels] = float(value)
+        self.seconds.append(asyncio.get_running_loop().time() - self._begin)
+        self.samples.append(sample)
+        if len(self.samples) >= POINTS:
             self._thin_out()
 
     def _thin_out(self) -> None:
-        recording = self.recording
-        recording.seconds = recording.seconds[::2]
-        for name, values in recording.series.items():
-            pairs = (values[i : i + 2] for i in range(0, len(values), 2))
-            recording.series[name] = list(map(max, pairs)) if name in WORST else values[::2]
+        for kept, dropped in zip(self.samples[::2], self.samples[1::2], strict=False):
+            for lag in (LAG, OWN_LAG):
+                kept[lag] = max(kept[lag], dropped[lag])
+        self.samples, self.seconds = self.samples[::2], self.seconds[::2]
         self._interval *= 2
 
+    def course(self) -> list[Chart]:
+        """The charts over time, without lines that are 0 throughout and charts without lines."""
+        charts = []
+        for panel in COURSE:
+            lines = {}
+            for key in sorted({key for one in self.samples for key in one}):
+                if key[0] in panel.metrics and any(one.get(key) for one in self.samples):
+                    name = " ".join(key[1:]) or key[0].replace("_", " ")
+                    lines[name] = self._line(key, panel)
+            if lines:
+                charts.append(Chart(panel.title, "seconds", panel.unit, lines, top=panel.top))
+        return charts
 
-def values_of(statistics: CacheStatistics, ticks: list[Tick]) -> dict[str, float]:
-    """The values of a sample: counters, which only rise, and the present state. ticks: since the
-    sample before."""
-    prefix, host = statistics.prefix, statistics.host
-    swapper, store = statistics.swapper, statistics.store
-    return {
-        "looked_up": statistics.blocks_looked_up,
-        "device_hits": statistics.device_hits,
-        "host_hits": statistics.host_hits,
-        "storage_hits": statistics.storage_hits,
-        "bytes_to_host": swapper.bytes_to_host,
-        "bytes_to_device": swapper.bytes_to_device,
-        "bytes_written": store.writes * store.object_bytes if store is not None else 0,
-        "bytes_read": store.reads * store.object_bytes if store is not None else 0,
-        "messages": statistics.messages,
-        "tasks": sum(sink.delivered for sink in statistics.flush),
-        **{name: getattr(host, name) for name in (*NOT_FETCHED, *NOT_STORED)},
-        "device_full": (prefix.blocks_total - prefix.blocks_free) / prefix.blocks_total,
-        "host_full": host.resident / max(1, host.capacity),  # without slots for blocks in transit
-        "stored": store.objects if store is not None else 0,
-        "leases": prefix.leases,
-        "waiting": prefix.waiting,
-        "pending": sum(sink.pending for sink in statistics.flush),
-        "pending_age_s": max((sink.oldest_pending_age for sink in statistics.flush), default=0.0),
-        "lag_ms": max((tick.lag for tick in ticks), default=0.0) * 1e3,
-        "own_lag_ms": max((tick.own for tick in ticks), default=0.0) * 1e3,
-    }
+    def _line(self, key: Key, panel: Panel) -> tuple[list[float], list[float]]:
+        values = [one.get(key, 0.0) / panel.scale for one in self.samples]
+        if panel.shown == "value":
+            return self.seconds, values
+        looked_up = [one[LOOKED_UP,] for one in self.samples]
+        ends, rates = increase(values, self.seconds if panel.shown != "share" else looked_up)
+        return [self.seconds[end] for end in ends], rates
+
+
+def increase(values: ArrayLike, of: ArrayLike) -> tuple[list[int], list[float]]:
+    """Increase of a counter divided by that of another, in windows of about equal increase of the
+    other, and the index of the last value of each window."""
+    counter, other = np.asarray(values), np.asarray(of)
+    steps = np.linspace(other[0], other[-1], min(len(other), WINDOWS + 1))
+    ends = np.unique(np.searchsorted(other, steps))
+    return ends[1:].tolist(), (np.diff(counter[ends]) / np.diff(other[ends])).tolist()
+
+
+# -- charts and pages
 
 
 Lines: TypeAlias = Mapping[str, tuple[Sequence[float], Sequence[float]]]
@@ -180,16 +199,13 @@ svg { width: 100%; height: auto; max-width: 46rem; }
 
 
 class Chart(NamedTuple):
-    """Lines over one axis. stacked: whether the lines are drawn as areas on top of each other. All
-    lines then have the same x values."""
+    """Lines over one axis."""
 
     title: str
     x_label: str
     y_label: str
     lines: Lines
     log_x: bool = False
-    stacked: bool = False
-    steps: bool = False
     top: float | None = None
 
 
@@ -200,42 +216,25 @@ def check_charts() -> None:
 
 def svg_of(chart: Chart) -> str:
     """The chart as an `<svg>` element."""
-    text = _drawn(chart, "svg").decode()
-    return text[text.index("<svg") :]
-
-
-def write_png(chart: Chart, path: str | Path) -> None:
-    """Write the chart as a PNG, to standard output if the path is `-`."""
-    write_output(_drawn(chart, "png"), path)
-
-
-def _drawn(chart: Chart, form: str) -> bytes:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    found = io.BytesIO()
+    found = io.StringIO()
     with rc_context(STYLE):
         figure = Figure(figsize=INCHES, layout="constrained")
         axes = figure.subplots()
-        if chart.stacked:
-            x = next((x for x, _ in chart.lines.values()), ())
-            heights = [y for _, y in chart.lines.values()]
-            axes.stackplot(x, *heights, labels=list(chart.lines), colors=COLORS, alpha=0.8)
-        else:
-            style = "steps-post" if chart.steps else "default"
-            for position, (name, (x, y)) in enumerate(chart.lines.items()):
-                color = COLORS[position % len(COLORS)]
-                axes.plot(x, y, label=name, color=color, linewidth=1.5, drawstyle=style)
+        for position, (name, (x, y)) in enumerate(chart.lines.items()):
+            color = COLORS[position % len(COLORS)]
+            axes.plot(x, y, label=name, color=color, linewidth=1.5)
         axes.set_title(chart.title, loc="left")
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label, ylim=(0, chart.top))
         if chart.log_x:
             axes.set_xscale("log")
         if len(chart.lines) > 1:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
-        figure.savefig(
-            found, format=form, dpi=150, metadata={"Date": None} if form == "svg" else {}
-        )
-    return found.getvalue()
+        figure.savefig(found, format="svg", metadata={"Date": None})
+    text = found.getvalue()
+    return text[text.index("<svg") :]
 
 
 def write_page(page: str, path: str | Path) -> None:
@@ -264,7 +263,7 @@ def _charts(heading: str, charts: Sequence[Chart], remark: str = "") -> str:
 # -- runs and replays
 
 
-def run_page(report: Report, recording: Recording, settings: Mapping[str, Any]) -> str:
+def run_page(report: Report, recorder: Recorder, settings: Mapping[str, Any]) -> str:
     """The page of a run or a replay."""
 
     def printed(console: Console) -> None:
@@ -278,88 +277,33 @@ def run_page(report: Report, recording: Recording, settings: Mapping[str, Any]) 
                 console,
             )
 
-    shares = "Each line is the share of the operations that took at most so long."
+    shares = "Each line is the share of the values that are at most as large."
     charts = [
-        _charts("Course of the run", course(recording)),
-        _charts("Durations and ages", durations(recording), shares),
+        _charts("Course of the run", recorder.course()),
+        _charts("Durations, sizes and ages", distributions(recorder.last), shares),
     ]
     text = msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
     return _page(report.name, printed, charts, f"<h2>Settings</h2><pre>{escape(text)}</pre>")
 
 
-def course(recording: Recording) -> list[Chart]:
-    """The charts over time."""
-    time, series = recording.seconds, recording.series
-
-    def at(names: Mapping[str, str]) -> Lines:
-        return {label: (time, series[name]) for label, name in names.items()}
-
-    def rate(names: Mapping[str, str], scale: float = 1.0) -> Lines:
-        return {label: recording.rates(name, scale) for label, name in names.items()}
-
-    hits = {
-        tier: recording.shares(f"{tier}_hits", "looked_up")
-        for tier in ("device", "host", "storage")
-    }
-    occupied = at({"device": "device_full", "host": "host_full"})
-    reasons = (name for name in (*NOT_FETCHED, *NOT_STORED) if series[name][-1])
-    missed = at({name.replace("_", " "): name for name in reasons})
-    moved = {
-        "device to host": "bytes_to_host",
-        "host to device": "bytes_to_device",
-        "written": "bytes_written",
-        "read": "bytes_read",
-    }
-    requests = at({"running": "leases", "waiting": "waiting"})
-    lags = at({"lag": "lag_ms", "without waits for a core": "own_lag_ms"})
-    x = "seconds"
-    charts = [
-        Chart("Hit rate by tier", x, "share of blocks", hits, stacked=True, top=1.0),
-        Chart("Occupancy", x, "share of the tier", occupied, top=1.05),
-        Chart("Objects in the store", x, "blocks", at({"store": "stored"})),
-        Chart("Blocks not fetched and not stored", x, "blocks", missed),
-        Chart("Requests", x, "requests", requests, steps=True),
-        Chart("Bandwidth", x, "MB/s", rate(moved, 1e6)),
-        Chart("Changes not yet taken by sinks", x, "blocks", at({"pending": "pending"})),
-        Chart("Age of the oldest such change", x, "seconds", at({"age": "pending_age_s"})),
-        Chart("Flush tasks delivered", x, "tasks/s", rate({"delivered": "tasks"})),
-        Chart("Messages between actors", x, "messages/s", rate({"messages": "messages"})),
-        Chart("Worst lag of the event loop", x, "ms", lags),
-    ]
-    return [chart for chart in charts if chart.lines]
-
-
-def durations(recording: Recording) -> list[Chart]:
-    """The charts of durations of operations and ages of blocks, without those that have no
-    values."""
-    found = recording.histograms
-    if found is None:
-        return []
-    ages = {"lifetime": found.lifetime, "idle before eviction": found.idle, "reuse gap": found.gap}
-    groups: dict[str, Mapping[str, Histogram]] = {
-        "Acquire, by the tier of the deepest hit": found.acquire,
-        "From acquire until ready, by tier": found.ready,
-        "Loads, by tier": found.load,
-        "Copies": found.transfer_seconds,
-        "Offloads and saves": {"offload": found.offload, "save": found.save},
-        "Flush, by sink": found.flush,
-        "Ages of device blocks": ages,
-    }
+def distributions(snapshot: Snapshot) -> list[Chart]:
+    """The charts of the histograms that have values."""
     charts = []
-    for title, histograms in groups.items():
-        unit, scale, what = ("ms", 1e3, "operations")
-        if histograms is ages:
-            unit, scale, what = ("seconds", 1.0, "blocks")
-        lines = {name: shares_below(one, scale) for name, one in histograms.items() if one.count}
-        charts.append(Chart(title, unit, f"share of {what}", lines, log_x=True, top=1.02))
-    return [chart for chart in charts if chart.lines]
+    for family in FAMILIES:
+        if family.kind != "histogram":
+            continue
+        found = {" ".join(labels): one for labels, one in family.read(snapshot) if one.count}
+        if lines := {name: shares_below(one) for name, one in found.items()}:
+            unit = "bytes" if family.name.endswith("_size") else "seconds"
+            charts.append(Chart(family.name, unit, "share", lines, log_x=True, top=1.02))
+    return charts
 
 
-def shares_below(histogram: Histogram, scale: float) -> tuple[list[float], list[float]]:
-    """The bounds, scaled, and the share of the values up to each. Values above the last bound are
+def shares_below(histogram: Histogram) -> tuple[list[float], list[float]]:
+    """The bounds, and the share of the values up to each. Values above the last bound are
     missing from the end."""
     shares = np.cumsum(histogram.counts[:-1]) / histogram.count
-    return [bound * scale for bound in histogram.bounds], [float(share) for share in shares]
+    return list(histogram.bounds), shares.tolist()
 
 
 # -- sweeps
@@ -428,9 +372,9 @@ class Watching:
                     "--metrics-port needs a run on the real clock: leave out --virtual"
                 )
             need("prometheus_client", "--metrics-port needs prometheus_client", "metrics")
-            from kvactors.observe.http_endpoint import HttpEndpoint
+            from kvactors.observe.http_endpoint import serve_metrics
 
-            self._observers.append(partial(HttpEndpoint().attached, host, port))
+            self._observers.append(partial(serve_metrics, port=port, host=host))
 
     @asynccontextmanager
     async def observing(self, cache: KVCache) -> AsyncIterator[None]:
@@ -445,7 +389,7 @@ class Watching:
         if self._trace_file is not None:
             write_output(self._trace.encode(), self._trace_file)
         if self._html is not None:
-            page = run_page(report, self._recorder.recording, msgspec.to_builtins(settings))
+            page = run_page(report, self._recorder, msgspec.to_builtins(settings))
             write_page(page, self._html)
         files = (self._json, self._html, self._trace_file)
         print_report(report, Console(stderr=any(map(to_stdout, files))))

@@ -77,7 +77,7 @@ def test_a_name_that_is_not_utf_8_is_replaced_in_json_and_on_a_page(kvactors, tr
 
 
 def test_an_error_names_the_file_that_cannot_be_written(kvactors, trace):
-    for option in ("--json", "--html", "--png"):
+    for option in ("--json", "--html"):
         status, _, err = kvactors("sweep", trace, option, "/dev/full")
         assert (status, err) == (2, "kvactors: /dev/full: No space left on device\n")
 
@@ -105,7 +105,7 @@ def test_no_output_is_an_input_or_another_output(kvactors, trace, tmp_path):
     for arguments in (
         ("sweep", trace, "--json", trace),
         ("sweep", trace, "--json", other),
-        ("sweep", trace, "--png", link),
+        ("sweep", trace, "--html", link),
         ("replay", trace, "--html", trace),
         ("replay", trace, "--trace-out", trace),
         ("sweep", trace, "--json", tmp_path / "r", "--html", tmp_path / "r"),
@@ -119,7 +119,7 @@ def test_no_output_is_an_input_or_another_output(kvactors, trace, tmp_path):
         assert "would overwrite" in err
     assert trace.read_bytes() == before
     assert not (tmp_path / "r").exists()
-    check_distinct((trace,), json=tmp_path / "a", html=tmp_path / "b", png=None)
+    check_distinct((trace,), json=tmp_path / "a", html=None)
 
 
 def test_a_trace_goes_to_standard_output(kvactors, tmp_path, monkeypatch):

@@ -1,21 +1,20 @@
-"""Time series of a run: what is sampled, how it is thinned out, and the page drawn from it."""
+"""The course of a run: what is sampled, how it is thinned out, and the page drawn from it."""
 
 from __future__ import annotations
 
 import asyncio
 
-import numpy as np
 import pytest
 
 from kvactors.histogram import Histogram
 from kvactors.scenario.pages import (
+    LAG,
+    OWN_LAG,
     POINTS,
     WINDOWS,
-    WORST,
     Recorder,
-    Recording,
-    course,
-    durations,
+    distributions,
+    increase,
     run_page,
     shares_below,
 )
@@ -47,7 +46,7 @@ def report(**changes):
 
 
 def recorded(requests, interval=0.05, pause=0.02):
-    """A recording of requests on virtual time, and the cache's statistics at its end."""
+    """The recorder of requests on virtual time, and the cache's statistics at its end."""
 
     async def run():
         recorder = Recorder(interval)
@@ -56,100 +55,74 @@ def recorded(requests, interval=0.05, pause=0.02):
                 for number in range(requests):
                     await serve(cache, f"r{number}", prompt(number % 4, 5))
                     await asyncio.sleep(pause)
-            return recorder.recording, cache.statistics()
+            return recorder, cache.statistics()
 
     return simulate(run, 1)
 
 
-def test_samples_are_the_statistics():
-    recording, statistics = recorded(20)
-    series = recording.series
-    assert {len(values) for values in series.values()} == {len(recording.seconds)}
-    assert recording.seconds == sorted(recording.seconds)
-    assert len(recording.seconds) == pytest.approx(20 * 0.02 / 0.05, abs=3)
-    for name in ("looked_up", "host_hits", "bytes_to_host", "messages", "tasks"):
-        assert series[name] == sorted(series[name])
-    last = {name: values[-1] for name, values in series.items()}
-    assert last["looked_up"] == statistics.blocks_looked_up == 100
-    assert last["device_hits"] == statistics.device_hits
-    assert last["host_hits"] == statistics.host_hits > 0
-    assert last["bytes_to_device"] == statistics.swapper.bytes_to_device > 0
-    assert last["host_full"] == statistics.host.resident / 8
-    assert last["leases"] == last["pending"] == 0
-    assert sum(one.count for one in recording.histograms.ready.values()) == 20
-    assert recording.histograms.load["host"].count > 0
+def test_samples_are_the_metrics():
+    recorder, statistics = recorded(20)
+    assert recorder.seconds == sorted(recorder.seconds)
+    assert len(recorder.seconds) == pytest.approx(20 * 0.02 / 0.05, abs=3)
+    last = recorder.samples[-1]
+    assert last["kv_block_queries",] == statistics.blocks_looked_up == 100
+    assert last["kv_block_hits", "host"] == statistics.host_hits > 0
+    assert last["kv_offload_total_bytes", "host_to_device"] == statistics.swapper.bytes_to_device
+    assert last["kv_cache_usage_perc", "host"] == statistics.host.resident / 8
+    histograms = recorder.last.watch.histograms
+    assert sum(one.count for one in histograms.ready.values()) == 20
+    charts = {chart.title: chart for chart in recorder.course()}
+    assert set(charts["Hit rate by tier"].lines) == {"host"}, "no line of zeros"
+    assert set(charts["Occupancy"].lines) == {"device", "host"}
+    assert "Blocks not fetched" not in charts
+    assert {"acquire_seconds", "load_seconds", "kv_offload_size"} <= {
+        chart.title for chart in distributions(recorder.last)
+    }
 
 
 def test_a_long_run_keeps_a_bounded_number_of_samples():
-    recording, statistics = recorded(40, interval=0.0005, pause=0.02)
-    assert POINTS // 2 <= len(recording.seconds) <= POINTS
-    assert {len(values) for values in recording.series.values()} == {len(recording.seconds)}
-    assert recording.seconds[0] == 0.0
-    assert recording.seconds[-1] == pytest.approx(40 * 0.02, abs=0.2)
-    assert recording.series["looked_up"][-1] == statistics.blocks_looked_up
+    recorder, statistics = recorded(40, interval=0.0005, pause=0.02)
+    assert POINTS // 2 <= len(recorder.seconds) == len(recorder.samples) <= POINTS
+    assert recorder.seconds[0] == 0.0
+    assert recorder.seconds[-1] == pytest.approx(40 * 0.02, abs=0.2)
+    assert recorder.samples[-1]["kv_block_queries",] == statistics.blocks_looked_up
 
 
 def test_thinning_out_keeps_the_worst_lag():
     recorder = Recorder()
-    values = np.random.default_rng(0).random(POINTS).tolist()
-    recorder.recording.seconds = list(range(POINTS))
-    recorder.recording.series = {name: list(values) for name in ("stored", *WORST)}
+    recorder.seconds = [0.0, 1.0, 2.0]
+    recorder.samples = [{LAG: lag, OWN_LAG: lag / 2, ("a",): lag} for lag in (1.0, 5.0, 2.0)]
     recorder._thin_out()
-    for name in WORST:
-        assert max(recorder.recording.series[name]) == max(values)
-    assert recorder.recording.series["stored"] == values[::2]
+    assert recorder.seconds == [0.0, 2.0]
+    assert recorder.samples == [
+        {LAG: 5.0, OWN_LAG: 2.5, ("a",): 1.0},
+        {LAG: 2.0, OWN_LAG: 1.0, ("a",): 2.0},
+    ]
 
 
-def test_rates_and_shares_are_those_of_each_window():
+def test_an_increase_is_that_of_each_window():
     count = 10 * WINDOWS
-    recording = Recording(
-        [float(i) for i in range(count)],
-        {"a": [3.0 * i for i in range(count)], "b": [12.0 * i for i in range(count)]},
-    )
-    ends, rates = recording.rates("a")
-    assert len(ends) == len(rates) == WINDOWS
-    assert rates == pytest.approx([3.0] * WINDOWS)
-    ends, shares = recording.shares("a", "b")
-    assert len(ends) == len(shares) == WINDOWS // 2
-    assert shares == pytest.approx([0.25] * len(shares))
+    ends, shares = increase([3.0 * i for i in range(count)], [12.0 * i for i in range(count)])
+    assert len(ends) == len(shares) == WINDOWS
+    assert shares == pytest.approx([0.25] * WINDOWS)
     assert ends[-1] == count - 1
+    assert increase([0.0] * 3, [0.0] * 3) == ([], [])  # nothing was looked up
 
 
-def test_nothing_looked_up_has_no_shares():
-    recording = Recording([0.0, 1.0, 2.0], {"a": [0.0] * 3, "b": [0.0] * 3})
-    assert recording.shares("a", "b") == ([], [])
-
-
-def test_blocks_that_were_not_fetched_and_not_stored_have_a_chart():
-    recording, _ = recorded(20)
-    recording.series["not_fetched_late"][-1] = 3.0
-    [chart] = [one for one in course(recording) if one.title.startswith("Blocks not fetched")]
-    assert chart.lines == {
-        "not fetched late": (recording.seconds, recording.series["not_fetched_late"])
-    }
-
-
-def test_a_page_has_the_figures_the_charts_and_the_settings():
-    recording, _ = recorded(20)
-    page = run_page(report(), recording, {"device": {"num_blocks": 77}})
-    assert len(course(recording)) == 10
-    assert page.count("<svg") == 10 + len(durations(recording))
-    assert {chart.title.split(",")[0] for chart in durations(recording)} >= {"Acquire", "Loads"}
-    assert "&lt;run&gt;" in page
-    assert "<run>" not in page
-    assert "1234" in page
-    assert "num_blocks" in page
-    assert "wrong blocks" not in page
-
-
-def test_durations_are_shares_of_the_operations():
+def test_shares_are_of_the_values_up_to_each_bound():
     histogram = Histogram((0.001, 0.01, 0.1))
     for seconds in (0.0005, 0.001, 0.05, 3.0):
         histogram.observe(seconds)
-    assert shares_below(histogram, 1e3) == ([1.0, 10.0, 100.0], [0.5, 0.5, 0.75])
+    assert shares_below(histogram) == ([0.001, 0.01, 0.1], [0.5, 0.5, 0.75])
 
 
-def test_wrong_blocks_and_errors_are_marked():
-    recording, _ = recorded(2)
+def test_a_page_has_the_figures_the_charts_and_the_settings():
+    recorder, _ = recorded(20)
+    page = run_page(report(), recorder, {"device": {"num_blocks": 77}})
+    assert page.count("<svg") == len(recorder.course()) + len(distributions(recorder.last))
+    for text in ("&lt;run&gt;", "1234", "num_blocks", "Bandwidth"):
+        assert text in page
+    assert "<run>" not in page
+    assert "wrong blocks" not in page
     for bad in ({"corrupt_blocks_served": 1}, {"errors": ["a"]}):
-        assert "wrong blocks" in run_page(report(**bad), recording, {})
+        assert "wrong blocks" in run_page(report(**bad), recorder, {})

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 from html.parser import HTMLParser
-from xml.etree import ElementTree as ET
 
 import pytest
 from rich.console import Console
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.pages import svg_of, sweep_chart, sweep_page, write_png
+from kvactors.scenario.pages import sweep_chart, sweep_page
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.sweep import print_sweep, sweep
 
@@ -136,14 +135,6 @@ def test_a_page_is_whole_escaped_and_needs_no_network(trace):
     assert "t<b>.jsonl" not in page
     assert "Sweep of t<b>.jsonl" in tags.text  # the parser unescapes it
     assert any("tiers under LRU" in text for text in tags.text)
-
-
-def test_a_chart_is_an_element_and_a_png(trace, tmp_path):
-    chart = sweep_chart(sweep(trace))
-    assert ET.fromstring(svg_of(chart)).tag.endswith("svg")
-    assert svg_of(chart) == svg_of(chart)
-    write_png(chart, tmp_path / "c.png")
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("sizes", [[0], [4, -1]])
