@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from http.client import HTTPException
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 from urllib.error import HTTPError
@@ -36,18 +36,11 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 0.25, 3600.0
 """Limits of the interval. The endpoint renders metrics at most four times a second."""
 
 MAX_ROWS = 64
-"""Sinks, actors and reasons that are shown at most, each."""
+"""Rows of a table, and reasons, at most."""
 
 
 class Unreachable(KVActorsError):
-    """A process does not answer a request, or with something else than HTTP."""
-
-
-class BadMetrics(KVActorsError):
-    """The metrics of a process cannot be read."""
-
-
-# -- requests to the process
+    """A process does not answer a request, or with something else than the metrics of a cache."""
 
 
 def parse_url(text: str) -> str:
@@ -76,244 +69,151 @@ def fetch(url: str, seconds: float) -> tuple[int, bytes]:
             return answer.status, answer.read()
     except (OSError, HTTPException, ValueError) as error:
         reason = getattr(error, "reason", error)
-        if isinstance(reason, TimeoutError):
-            raise Unreachable(f"{url} did not answer within {seconds:g} s") from error
-        text = (getattr(reason, "strerror", None) or "").lower() or str(reason)
-        brief = " ".join(text.split())[:200] or type(reason).__name__
-        raise Unreachable(f"{url} cannot be read: {brief}") from error
+        raise Unreachable(f"{url} cannot be read: {reason!s:.200}") from error
 
 
 # -- metrics
 
 Labels: TypeAlias = dict[str, str]
-Buckets: TypeAlias = list[tuple[float, float]]
-"""Upper bounds and cumulative counts of a histogram, ascending."""
+Metrics: TypeAlias = dict[str, list[tuple[Labels, float]]]
+"""The samples of kvactors by name, without those that are not finite."""
 
 
-class Metrics(dict[str, list[tuple[Labels, float]]]):
-    """The samples of kvactors by name, without those that are not finite. Empty for a process that
-    has done nothing yet."""
+def parse_metrics(url: str, status: int, body: bytes) -> Metrics:
+    """The metrics in the answer of a process."""
+    from prometheus_client.parser import text_string_to_metric_families
 
-    @classmethod
-    def of(cls, text: str) -> Metrics:
-        """Parse an exposition."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        found = cls()
-        try:
-            for family in text_string_to_metric_families(text):
-                for sample in family.samples:
-                    if sample.name.startswith(PREFIX) and math.isfinite(sample.value):
-                        one = (sample.labels, sample.value)
-                        found.setdefault(sample.name.removeprefix(PREFIX), []).append(one)
-        except (ValueError, IndexError) as error:
-            raise BadMetrics(str(error)[:80]) from error
-        if not found:
-            raise BadMetrics(f"no metric begins with {PREFIX}")
-        return found
-
-    def value(self, name: str, labels: Labels | None = None) -> float | None:
-        """The sum of the samples that have these labels, None if there are none."""
-        found = [
-            value for has, value in self.get(name, ()) if (labels or {}).items() <= has.items()
-        ]
-        return sum(found) if found else None
-
-    def by(self, name: str, label: str) -> dict[str, float]:
-        """The samples of a metric by a label, in the order of the text."""
-        return {has[label]: value for has, value in self.get(name, ()) if label in has}
-
-    def buckets(self, name: str, labels: Labels) -> Buckets:
-        """The buckets of a histogram, those of all samples with these labels added up."""
-        found = dict[float, float]()
-        for has, count in self.get(f"{name}_bucket", ()):
-            with suppress(KeyError, ValueError):
-                if labels.items() <= has.items():
-                    bound = float(has["le"])
-                    found[bound] = found.get(bound, 0.0) + count
-        return sorted(found.items())
-
-
-def quantile(buckets: Buckets, share: float) -> float | None:
-    """A quantile by linear interpolation within its bucket, as Prometheus computes it. One above
-    the highest finite bound is that bound. None if there are no values."""
-    if not buckets or buckets[-1][1] <= 0:
-        return None
-    rank = share * buckets[-1][1]
-    for (low, below), (high, count) in pairwise(((0.0, 0.0), *buckets)):
-        if count >= rank:
-            if math.isinf(high):
-                return low
-            part = (rank - below) / (count - below) if count > below else 1.0
-            return low + (high - low) * min(1.0, max(0.0, part))
-    return buckets[-1][0]
+    if status != 200:
+        raise Unreachable(f"{url} answers with status {status}")
+    found: Metrics = {}
+    try:
+        for family in text_string_to_metric_families(body.decode()):
+            for sample in family.samples:
+                if sample.name.startswith(PREFIX) and math.isfinite(sample.value):
+                    one = (sample.labels, sample.value)
+                    found.setdefault(sample.name.removeprefix(PREFIX), []).append(one)
+    except (ValueError, IndexError) as error:
+        raise Unreachable(f"{url} has no metrics of a kvactors cache: {error!s:.80}") from error
+    if not found:
+        raise Unreachable(f"{url} has no metrics of a kvactors cache: none begins with {PREFIX}")
+    return found
 
 
 class Interval(NamedTuple):
-    """The metrics at the end of an interval, and at its beginning if that is known. Its methods are
-    the values of the tables: of a metric with some labels, None if they are not known."""
+    """The metrics at the end and at the beginning of an interval. Its methods are values of a
+    metric with some labels, None if they are not known."""
 
     last: Metrics
-    before: Metrics | None
-    seconds: float | None = None
+    before: Metrics
+    seconds: float
 
-    def total(self, name: str, labels: Labels) -> float:
-        return self.last.value(name, labels) or 0.0
-
-    def limit(self, name: str, labels: Labels) -> float | None:
-        return self.last.value(name, labels) or None
-
-    def flag(self, name: str, labels: Labels) -> bool:
-        return bool(self.last.value(name, labels))
+    def value(self, name: str, labels: Labels) -> float | None:
+        return total(self.last, name, labels)
 
     def growth(self, name: str, labels: Labels) -> float | None:
-        value = self.last.value(name, labels)
-        if value is None or self.before is None:
+        value = total(self.last, name, labels)
+        if value is None:
             return None
-        return max(0.0, value - (self.before.value(name, labels) or 0.0))
+        return max(0.0, value - (total(self.before, name, labels) or 0.0))
 
     def per_s(self, name: str, labels: Labels) -> float | None:
-        return _quotient(self.growth(name, labels), self.seconds)
+        return quotient(self.growth(name, labels), self.seconds)
 
-    def events_per_s(self, name: str, labels: Labels) -> float | None:
-        return self.per_s(f"{name}_count", labels)
+    def mean(self, name: str, labels: Labels) -> float | None:
+        return quotient(self.growth(f"{name}_sum", labels), self.growth(f"{name}_count", labels))
 
     def used(self, name: str, labels: Labels) -> float | None:
-        return _quotient(self.last.value(name, labels), self.limit("tier_capacity_blocks", labels))
+        return quotient(self.value(name, labels), self.value("tier_capacity_blocks", labels))
 
     def hit_rate(self, name: str, labels: Labels) -> float | None:
-        return _quotient(self.growth(name, labels), self.growth("kv_block_queries_total", {}))
-
-    def quantile(self, name: str, labels: Labels, share: float) -> float | None:
-        if self.before is None:
-            return None
-        earlier = dict(self.before.buckets(name, labels))
-        found = self.last.buckets(name, labels)
-        return quantile(
-            [(bound, max(0.0, n - earlier.get(bound, 0.0))) for bound, n in found], share
-        )
+        return quotient(self.growth(name, labels), self.growth("kv_block_queries_total", {}))
 
 
-def _quotient(part: float | None, of: float | None) -> float | None:
+def total(metrics: Metrics, name: str, labels: Labels) -> float | None:
+    """The sum of the samples that have these labels, None if there are none."""
+    found = [value for has, value in metrics.get(name, ()) if labels.items() <= has.items()]
+    return sum(found) if found else None
+
+
+def quotient(part: float | None, of: float | None) -> float | None:
+    """None without a divisor."""
     return part / of if part is not None and of else None
 
 
-# -- tables: key in JSON, heading, text, value, metric
+# -- tables
 
 
-def _count(value: float | None) -> str:
-    if value is None:
-        return "-"
-    for unit, factor in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
-        if value >= factor:
-            return f"{value / factor:,.4g} {unit}"
-    return f"{value:,.0f}"
+KINDS: dict[str, tuple[Callable[[Any], str], Callable[[Interval, str, Labels], float | None]]] = {
+    "count": ("{:,.0f}".format, Interval.value),
+    "bytes": (human, Interval.value),
+    "age": ("{:.3g} s".format, Interval.value),
+    "up": (lambda is_up: "up" if is_up else "down", Interval.value),
+    "rate": ("{:,.1f}".format, Interval.per_s),
+    "bandwidth": (lambda value: f"{human(value)}/s", Interval.per_s),
+    "mean": (lambda seconds: f"{1e3 * seconds:,.3g} ms", Interval.mean),
+    "used": ("{:.1%}".format, Interval.used),
+    "hits": ("{:.1%}".format, Interval.hit_rate),
+}
+"""The text and the value of each kind of column."""
 
 
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
+class MetricTable(NamedTuple):
+    """A table. label: whose values are the rows, of this metric. Without one there is a single row.
+    columns: key and heading, kind, and metric."""
 
+    label: str
+    metric: str
+    columns: tuple[tuple[str, str, str], ...]
 
-def _rate(value: float | None) -> str:
-    return _count(value) if value is None or value >= 100 or value == 0 else f"{value:.1f}"
+    def rows(self, both: Interval) -> list[Row]:
+        samples = both.last.get(self.metric, ())
+        names = {has[self.label]: None for has, _ in samples if self.label in has}
+        return [self._row(both, name) for name in (islice(names, MAX_ROWS) if self.label else [""])]
 
-
-def _bandwidth(value: float | None) -> str:
-    return "-" if value is None else f"{human(value)}/s"
-
-
-def _state(is_up: bool) -> str:
-    return "up" if is_up else "down"
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    for unit, factor in (("us", 1e6), ("ms", 1e3)):
-        if 0 < seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s" if seconds < 1000 else f"{seconds:,.0f} s"
+    def _row(self, both: Interval, name: str) -> Row:
+        labels = {self.label: name} if self.label else {}
+        values = {key: KINDS[kind][1](both, of, labels) for key, kind, of in self.columns}
+        return {"name": name, **values}
 
 
 Row: TypeAlias = dict[str, Any]
-Field: TypeAlias = tuple[
-    str, str, Callable[[Any], str], Callable[[Interval, str, Labels], Any], str
-]
 
-HITS, MOVED, MOVES = "kv_block_hits_total", "kv_offload_total_bytes_total", "kv_offload_seconds"
-P50, P99 = (partial(Interval.quantile, share=share) for share in (0.5, 0.99))
-EVER = "_since_start"
-"""In the keys of values of the whole time since the cache was opened."""
-
-TIER: tuple[Field, ...] = (
-    ("blocks", "blocks", _count, Interval.total, "tier_blocks"),
-    ("capacity_blocks", "of", _count, Interval.limit, "tier_capacity_blocks"),
-    ("used", "used", _percent, Interval.used, "tier_blocks"),
-    ("bytes", "bytes", human, Interval.total, "tier_bytes"),
-    ("hit_rate", "hits now", _percent, Interval.hit_rate, HITS),
-    ("hit_rate_since_start", "since start", _percent, Interval.hit_rate, HITS),
-    ("evicted_per_s", "evicted/s", _rate, Interval.per_s, "blocks_evicted_total"),
-)
-REQUESTS: tuple[Field, ...] = (
-    ("per_s", "/s", _rate, Interval.per_s, "requests_total"),
-    ("leases_open", "open", _count, Interval.total, "num_requests_running"),
-    ("leases_waiting", "waiting", _count, Interval.total, "num_requests_waiting"),
-    ("no_room", "no room", _count, Interval.total, "requests_no_room_total"),
-    ("preempted", "preempted", _count, Interval.total, "num_preemptions_total"),
-    ("leaked", "leaked", _count, Interval.total, "leases_leaked_total"),
-)
-TRANSFER: tuple[Field, ...] = (
-    ("bytes_per_s", "now", _bandwidth, Interval.per_s, MOVED),
-    ("bytes_since_start", "since start", human, Interval.total, MOVED),
-    ("p50_s", "p50", _time, P50, MOVES),
-    ("p99_s", "p99", _time, P99, MOVES),
-)
-LATENCY: tuple[Field, ...] = (
-    ("per_s", "/s", _rate, Interval.events_per_s, ""),
-    ("p50_s", "p50 now", _time, P50, ""),
-    ("p99_s", "p99 now", _time, P99, ""),
-    ("p50_since_start_s", "p50 start", _time, P50, ""),
-    ("p99_since_start_s", "p99 start", _time, P99, ""),
-)
-SINK: tuple[Field, ...] = (
-    ("up", "state", _state, Interval.flag, "sink_up"),
-    ("pending_blocks", "pending", _count, Interval.total, "flush_pending"),
-    ("lag_s", "lag", _time, Interval.total, "flush_lag_seconds"),
-    ("blocks_per_s", "blocks/s", _rate, Interval.per_s, "flush_blocks_total"),
-    ("retries", "retries", _count, Interval.total, "flush_retries_total"),
-    ("resyncs", "resyncs", _count, Interval.total, "flush_resyncs_total"),
-)
-ACTOR: tuple[Field, ...] = (
-    ("up", "state", _state, Interval.flag, "actor_up"),
-    ("messages_per_s", "messages/s", _rate, Interval.per_s, "actor_turns_total"),
-    ("queued", "queued", _count, Interval.total, "actor_queued"),
-    ("restarts", "restarts", _count, Interval.total, "actor_restarts_total"),
-)
-
-OPERATIONS = ("acquire", "ready", "load", "offload", "save", "request")
-"""Histograms `kvactors:NAME_seconds`."""
-
-
-def _row(
-    both: Interval, fields: Iterable[Field], first: Row, metric: str = "", **labels: str
-) -> Row:
-    """A row whose first column is given. metric: of the fields that name none."""
-    ever = both._replace(before=Metrics())
-    return first | {
-        key: value(ever if EVER in key else both, of or metric, labels)
-        for key, _, _, value, of in fields
-    }
+TABLES = {
+    "requests": MetricTable("", "requests_total", (
+        ("requests_per_s", "rate", "requests_total"), ("open", "count", "num_requests_running"),
+        ("waiting", "count", "num_requests_waiting"),
+        ("no_room", "count", "requests_no_room_total"),
+        ("preempted", "count", "num_preemptions_total"), ("acquire", "mean", "acquire_seconds"),
+        ("ready", "mean", "ready_seconds"), ("request", "mean", "request_seconds"),
+        ("loop_lag", "mean", "loop_lag_seconds"))),
+    "tiers": MetricTable("tier", "tier_blocks", (
+        ("blocks", "count", "tier_blocks"), ("capacity_blocks", "count", "tier_capacity_blocks"),
+        ("used", "used", "tier_blocks"), ("bytes", "bytes", "tier_bytes"),
+        ("hit_rate", "hits", "kv_block_hits_total"), ("load", "mean", "load_seconds"),
+        ("evicted_per_s", "rate", "blocks_evicted_total"))),
+    "transfers": MetricTable("transfer_type", "kv_offload_total_bytes_total", (
+        ("bytes_per_s", "bandwidth", "kv_offload_total_bytes_total"),
+        ("transfer", "mean", "kv_offload_seconds"))),
+    "sinks": MetricTable("sink", "flush_pending", (
+        ("up", "up", "sink_up"), ("pending_blocks", "count", "flush_pending"),
+        ("lag", "age", "flush_lag_seconds"), ("blocks_per_s", "rate", "flush_blocks_total"),
+        ("retries", "count", "flush_retries_total"))),
+    "actors": MetricTable("actor", "actor_turns_total", (
+        ("up", "up", "actor_up"), ("messages_per_s", "rate", "actor_turns_total"),
+        ("queued", "count", "actor_queued"), ("restarts", "count", "actor_restarts_total"))),
+}  # fmt: skip
+"""By their keys in JSON."""
 
 
 # -- a process
 
 
 class ShownReason(msgspec.Struct, frozen=True):
-    """A part that does not work. since: Unix time, None if the process does not report it."""
+    """A part that does not work. since: Unix time."""
 
     component: str
-    why: str = ""
-    since: float | None = None
+    why: str
+    since: float
 
 
 class ShownHealth(msgspec.Struct, frozen=True):
@@ -322,14 +222,6 @@ class ShownHealth(msgspec.Struct, frozen=True):
     status: str
     reasons: tuple[ShownReason, ...] = ()
 
-    @classmethod
-    def of(cls, metrics: Metrics) -> ShownHealth:
-        """The health as far as the metrics have it."""
-        up = "ok" if metrics.value("up") else "closed"
-        status = next((name for name, is_so in metrics.by("health", "status").items() if is_so), up)
-        parts = metrics.by("degraded", "component").items()
-        return cls(status, tuple(ShownReason(name) for name, is_so in parts if is_so))
-
 
 class Process:
     """A process that is read again and again."""
@@ -337,20 +229,13 @@ class Process:
     def __init__(self, url: str, timeout: float) -> None:
         self.url = url
         self._timeout = timeout
-        self._restarts = 0
         self._last: tuple[float, Metrics] | None = None
         self._opened: float | None = None  # when the last open cache was opened, Unix time
 
     def read(self) -> Row:
-        """The values of a frame. Raises Unreachable, BadMetrics."""
-        status, body = fetch(self.url, self._timeout)
-        if status != 200:
-            raise Unreachable(f"{self.url} answers with status {status}")
-        try:
-            metrics = Metrics.of(body.decode())
-        except (BadMetrics, UnicodeDecodeError) as error:
-            raise BadMetrics(f"{self.url} has no metrics of a kvactors cache: {error}") from error
-        health = ShownHealth.of(metrics)
+        """The values of a frame. Raises Unreachable."""
+        metrics = parse_metrics(self.url, *fetch(self.url, self._timeout))
+        health = ShownHealth("ok" if total(metrics, "up", {}) else "closed")
         if "health" in metrics:  # else the process has no such path
             with suppress(Unreachable, msgspec.DecodeError, UnicodeDecodeError):
                 _, body = fetch(self.url.rpartition("/")[0] + "/health", self._timeout)
@@ -358,59 +243,32 @@ class Process:
         return self.view(time.monotonic(), metrics, health)
 
     def view(self, at: float, metrics: Metrics, health: ShownHealth) -> Row:
-        """The values of a frame, as `--json` writes them. at: seconds of the reader's clock. A
-        cache that was opened at another time than the last one is another process's."""
-        opened = metrics.value("start_time_seconds")
-        if opened is not None:  # a cache is open
-            if self._opened not in (None, opened):
-                self._restarts += 1
-                self._last = None
-            self._opened = opened
-        both = Interval(metrics, None)
+        """The values of a frame, as `--json` writes them: of the time since the last frame, in the
+        first one since the cache was opened. at: seconds of the reader's clock. A cache that was
+        opened at another time than the last one is another process's."""
+        opened = total(metrics, "start_time_seconds", {})
+        if opened != self._opened:
+            self._last, self._opened = None, opened
+        uptime = 0.0 if opened is None else max(0.0, time.time() - opened)
+        both = Interval(metrics, {}, uptime)
         if self._last is not None:
             both = Interval(metrics, self._last[1], at - self._last[0])
         self._last = at, metrics
-        by = metrics.by
-        settings = next((labels for labels, _ in metrics.get("cache_config_info", ())), {})
-        has_store = settings.get("store", "none") != "none"
-        has = {"device": True, "storage": has_store}
-        has["host"] = bool(metrics.value("tier_capacity_blocks", {"tier": "host"}))
-        lag = _row(both, LATENCY, {"operation": "loop lag"}, "loop_lag_seconds")
-
-        def rows(
-            first: str, fields: Iterable[Field], label: str, names: Iterable[str]
-        ) -> list[Row]:
-            shown = islice(names, MAX_ROWS)
-            return [_row(both, fields, {first: name}, **{label: name}) for name in shown]
-
         return {
             **self._frame(health.status),
             "interval_s": both.seconds,
-            "uptime_s": max(0.0, time.time() - opened) if opened else None,
+            "uptime_s": uptime,
             "reasons": [msgspec.structs.asdict(one) for one in health.reasons[:MAX_ROWS]],
-            "settings": settings,
-            "requests": _row(both, REQUESTS, {}) if "requests_total" in metrics else None,
-            "tiers": rows("name", TIER, "tier", filter(has.get, by("tier_blocks", "tier"))),
-            "transfers": rows("route", TRANSFER, "transfer_type", by(MOVED, "transfer_type")),
-            "latencies": [
-                _row(both, LATENCY, {"operation": name}, f"{name}_seconds")
-                for name in OPERATIONS
-                if f"{name}_seconds_count" in metrics
-            ],
-            "sinks": rows("name", SINK, "sink", by("flush_pending", "sink")),
-            "breaker_open": both.flag("store_breaker_open", {}) if has_store else None,
-            "actors": rows("name", ACTOR, "actor", by("actor_turns_total", "actor")),
-            "loop_lag": lag if "loop_lag_seconds_count" in metrics else None,
+            **{key: table.rows(both) for key, table in TABLES.items()},
         }
 
     def unreachable(self, error: str) -> Row:
-        """A process that does not answer: the next interval begins with the next reading."""
+        """A process that does not answer: the next interval begins anew."""
         self._last = None
         return self._frame("unreachable", error)
 
     def _frame(self, status: str, error: str = "") -> Row:
-        first = {"time": time.time(), "url": self.url, "status": status, "error": error}
-        return {**first, "restarts_seen": self._restarts}
+        return {"time": time.time(), "url": self.url, "status": status, "error": error}
 
 
 # -- frames
@@ -421,68 +279,42 @@ def printable(text: object) -> str:
     return "".join(one if one.isprintable() else "?" for one in str(text))
 
 
-def _table(title: str, fields: Sequence[Field], rows: Iterable[Row]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    table.add_column(title, no_wrap=True, overflow="crop")
-    for _, heading, *_ in fields:
-        table.add_column(heading, justify="right", no_wrap=True, overflow="crop")
+def _table(table: MetricTable, rows: list[Row]) -> Table:
+    found = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
+    found.add_column(table.label, no_wrap=True, overflow="crop")
+    for key, _, _ in table.columns:
+        heading = key.replace("_per_s", "/s").replace("_", " ")
+        found.add_column(heading, justify="right", no_wrap=True, overflow="crop")
     for row in rows:
-        warned = row.get("leases_waiting") or row.get("restarts")
-        style = "bold red" if not row.get("up", True) else "yellow" if warned else ""
-        name = row.get("name") or row.get("route") or row.get("operation") or ""
-        cells = [printable(name), *(text(row[key]) for key, _, text, *_ in fields)]
-        table.add_row(*(Text(cell, style=style) for cell in cells))
-    return table
+        style = "bold red" if row.get("up") == 0 else "yellow" if row.get("restarts") else ""
+        cells = [printable(row["name"])]
+        for key, kind, _ in table.columns:
+            cells.append("-" if row[key] is None else KINDS[kind][0](row[key]))
+        found.add_row(*(Text(one, style=style) for one in cells))
+    return found
 
 
 def _head(view: Row) -> Iterator[Text]:
     clock = time.strftime("%H:%M:%S", time.localtime(view["time"]))
-    parts = [f"kvactors top  {clock}  {printable(view['url'])}"]
-    if model := view.get("settings", {}).get("model"):
-        parts.append(f"model {printable(model)}")
-    if view.get("uptime_s") is not None:
-        parts.append(f"up {timedelta(seconds=min(round(view['uptime_s']), 10**9))}")
-    if view["restarts_seen"]:
-        parts.append(f"restarts seen {view['restarts_seen']}")
-    yield Text("  ".join(parts), style="bold")
-    styles = {"ok": "bold green", "degraded": "bold yellow"}
-    health = Text("health: ")
-    health.append(printable(view["status"]), style=styles.get(view["status"], "bold red"))
-    if view.get("breaker_open") is not None:
-        health.append("  circuit breaker: ")
-        health.append(*(("open", "bold red") if view["breaker_open"] else ("closed", "green")))
-    if (lag := view.get("loop_lag")) is not None:
-        of = "_s" if lag["p50_s"] is not None else "_since_start_s"
-        health.append(f"  loop lag p50 {_time(lag['p50' + of])} p99 {_time(lag['p99' + of])}")
-    yield health
+    up = timedelta(seconds=min(round(view.get("uptime_s", 0)), 10**9))
+    yield Text(f"kvactors top  {clock}  {printable(view['url'])}  up {up}", style="bold")
+    style = {"ok": "bold green", "degraded": "bold yellow"}.get(view["status"], "bold red")
+    yield Text(f"health: {printable(view['status'])}", style)
     if view["error"]:
         yield Text(f"  {printable(view['error'])}", style="bold red")
     for reason in view.get("reasons", ()):
-        why = f": {printable(reason['why'])}" if reason["why"] else ""
-        ago = None if reason["since"] is None else max(0.0, view["time"] - reason["since"])
-        since = "" if ago is None else f" for {_time(ago)}"
-        yield Text(f"  {printable(reason['component'])}{why}{since}", style="yellow")
+        text = printable(f"{reason['component']}: {reason['why']}")
+        ago = max(0.0, view["time"] - reason["since"])
+        yield Text(f"  {text} for {ago:,.0f} s", style="yellow")
 
 
 def frame(view: Row) -> RenderableType:
     """A frame."""
-    head = list(_head(view))
-    if view["status"] == "unreachable":
-        return Group(*head)
-    tiers = _table("tier", TIER, view["tiers"])
-    if found := [row for row in view["tiers"] if row["hit_rate_since_start"] is not None]:
-        now = None if found[0]["hit_rate"] is None else sum(row["hit_rate"] for row in found)
-        ever = sum(row["hit_rate_since_start"] for row in found)
-        tiers.add_row("all", "", "", "", "", _percent(now), _percent(ever), style="bold")
-    tables = (
-        tiers,
-        _table("requests", REQUESTS, filter(None, [view["requests"]])),
-        _table("transfers", TRANSFER, view["transfers"]),
-        _table("latency", LATENCY, view["latencies"]),
-        _table("sink", SINK, view["sinks"]),
-        _table("actor", ACTOR, view["actors"]),
-    )
-    return Group(*head, *[part for table in tables if table.row_count for part in ("", table)])
+    parts: list[RenderableType] = list(_head(view))
+    for key, table in TABLES.items():
+        if rows := view.get(key):
+            parts += ["", _table(table, rows)]
+    return Group(*parts)
 
 
 # -- the command
@@ -508,23 +340,19 @@ def output(json: Output | None, *, once: bool) -> Iterator[Show]:
 
 
 def watch(url: str, show: Show, interval: float, timeout: float, *, once: bool) -> Row:
-    """Read a process and show it, without end or until the second reading. Raises Unreachable,
-    BadMetrics: at the first reading, or with `once`."""
-    process = Process(url, timeout)
-    view = process.read()
-    if not once:
-        show(view)
+    """Read a process and show it, without end or once. Raises Unreachable: at the first reading."""
+    process, view = Process(url, timeout), None
     while True:
-        time.sleep(interval)
         try:
             view = process.read()
-        except (Unreachable, BadMetrics) as error:
-            if once:
+        except Unreachable as error:
+            if view is None:
                 raise
             view = process.unreachable(str(error))
         show(view)
         if once:
             return view
+        time.sleep(interval)
 
 
 def top(
@@ -535,8 +363,8 @@ def top(
     once: Annotated[bool, Parameter(negative="")] = False,
     json: Output | None = None,
 ) -> int:
-    """Show the state of a running process: health, occupancy and hit rates of the tiers, transfers,
-    latencies, leases, sinks and actors. It reads /metrics and /health of the process. Ctrl-C
+    """Show the state of a running process: health, requests, occupancy and hit rates of the tiers,
+    transfers, sinks and actors. It reads /metrics and /health of the process. Ctrl-C
     ends it. Without a terminal the frames are plain text, one after another. Needs the extra
     [metrics].
 
@@ -545,11 +373,12 @@ def top(
     url
         Address of the process: a port of this machine, host:port, or the URL of its metrics.
     interval
-        Seconds between two frames. Rates are those of the last interval.
+        Seconds between two frames. Rates are those of the last interval, in the first frame those
+        since the cache was opened.
     timeout
         Seconds that a request to the process may take.
     once
-        Print one frame as plain text, after one interval, and end. The exit status is 1 unless the
+        Print one frame as plain text, and end. The exit status is 1 unless the
         status is ok or degraded.
     json
         Where to write the values in place of frames, one JSON object a line.
