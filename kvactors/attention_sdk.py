@@ -93,7 +93,7 @@ def complete(
         piece_bytes=store.bytes_per_shard_layer_per_block or layout.pieces[0].nbytes,
         device_id=(gpu or 0) if store.device_id is None else store.device_id,
         cuda=(gpu is not None) if store.platform is None else store.platform == "cuda",
-        latent=[role.name for role in layout.roles] == ["key"],
+        latent={piece.role for piece in layout.pieces} == {"key"},
         store=store,
     )
 

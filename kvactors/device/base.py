@@ -116,8 +116,8 @@ class Device(DeviceBlocks):
         """The regions of some layers, and the offset of their bytes in a slot."""
         if layers is None:
             return slice(None), 0
-        roles = len(self.layout.roles)
-        pieces = slice(layers.start * roles, layers.stop * roles)
+        found = self.layout.span(layers)
+        pieces = slice(found.start, found.stop)
         return pieces, int(self.piece_bytes[: pieces.start].sum())
 
     def fill(self, blocks: Sequence[int], keys: bytes) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 from kvactors.errors import LayoutError
 
 T = TypeVar("T")
+
+Quantization = Literal["none", "block_wise_fp8"]
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1, "int8": 1}
 """Bytes an element, by dtype name."""
@@ -21,7 +23,7 @@ ORDER = ("key", "value", "indexer", "key_scale", "value_scale")
 
 
 class Role(NamedTuple):
-    """A tensor that every layer has.
+    """A tensor of a layer.
 
     Attributes:
         shape: of one block, without the block axis.
@@ -59,7 +61,8 @@ class Layout(ABC):
     layers, extra layers last. Kernels index regions by that order (`position`), host slots and
     stored objects hold the pieces one after another in it.
 
-    A subclass defines the kind and the roles. A custom layout needs nothing else.
+    A subclass defines the kind and the roles of each layer, which may differ. A custom layout needs
+    nothing else.
 
     Attributes:
         block_size: tokens a block.
@@ -95,8 +98,9 @@ class Layout(ABC):
         self.layer_offset = layer_offset
         self.extra_layers = extra_layers
         self.extra_block_ratio = extra_block_ratio
-        self.roles = self._sorted(self.make_roles())
         self.pieces = self._make_pieces()
+        self._places = {(one.layer, one.role): i for i, one in enumerate(self.pieces)}
+        self._layers = [one.layer for one in self.pieces]
         self.block_bytes = sum(piece.nbytes for piece in self.pieces)
         self.fingerprint = self._fingerprint()
 
@@ -106,8 +110,12 @@ class Layout(ABC):
         """The layout's name."""
 
     @abstractmethod
-    def make_roles(self) -> Sequence[Role]:
-        """The roles of every layer, in any order. The constructor calls it: set fields first."""
+    def roles(self, layer: int) -> Sequence[Role]:
+        """The roles of a layer, in any order. The constructor calls it: set fields first.
+
+        Args:
+            layer: number of the layer, from layer_offset on. Extra layers follow the main ones.
+        """
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
@@ -124,11 +132,11 @@ class Layout(ABC):
             f"{cls.__name__} cannot be made from settings: give `open` a device that has it"
         )
 
-    @staticmethod
-    def _sorted(roles: Sequence[Role]) -> tuple[Role, ...]:
+    def _sorted(self, layer: int) -> Sequence[Role]:
+        roles = self.roles(layer)
         names = [role.name for role in roles]
         if not names or len(set(names)) != len(names):
-            raise LayoutError(f"a layout needs roles of different names, not {names}")
+            raise LayoutError(f"layer {layer} needs roles of different names, not {names}")
         for role in roles:
             if role.dtype not in ITEM_BYTES:
                 raise LayoutError(
@@ -137,14 +145,14 @@ class Layout(ABC):
             if any(size < 1 for size in role.shape):
                 raise LayoutError(f"role {role.name!r} has an empty shape: {role.shape}")
         order = {name: place for place, name in enumerate(ORDER)}
-        return tuple(sorted(roles, key=lambda role: (order.get(role.name, len(order)), role.name)))
+        return sorted(roles, key=lambda role: (order.get(role.name, len(order)), role.name))
 
     def _make_pieces(self) -> tuple[Piece, ...]:
         first_extra = self.layer_offset + self.num_layers
         return tuple(
             Piece(layer, role.name, role.shape, role.dtype, role.nbytes, layer >= first_extra)
             for layer in range(self.layer_offset, first_extra + self.extra_layers)
-            for role in self.roles
+            for role in self._sorted(layer)
         )
 
     def _fingerprint(self) -> bytes:
@@ -162,8 +170,8 @@ class Layout(ABC):
     # -- regions
 
     def position(self, layer: int, role: str) -> int:
-        """A region's index in the flat list: (layer - layer_offset) * number of roles + the role's
-        index.
+        """A region's index in the flat list. Where all layers have the same roles that is
+        (layer - layer_offset) * number of roles + the role's index.
 
         Args:
             layer: number of the layer, from layer_offset on.
@@ -172,10 +180,17 @@ class Layout(ABC):
         Raises:
             LayoutError: there is no such region.
         """
-        names, place = [one.name for one in self.roles], layer - self.layer_offset
-        if role not in names or not 0 <= place < self.num_layers + self.extra_layers:
+        found = self._places.get((layer, role))
+        if found is None:
             raise LayoutError(f"there is no region of layer {layer}, role {role!r}")
-        return place * len(names) + names.index(role)
+        return found
+
+    def span(self, layers: range) -> range:
+        """Indices of the regions of consecutive layers, counted from the first one."""
+        ends = (
+            bisect_left(self._layers, self.layer_offset + i) for i in (layers.start, layers.stop)
+        )
+        return range(*ends)
 
     def region_blocks(self, piece: Piece, num_blocks: int) -> int:
         """Blocks in the region of `piece`, for a cache of `num_blocks`."""
@@ -243,6 +258,15 @@ def check_positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if value < 1:
             raise LayoutError(f"{name} must be at least 1, not {value}")
+
+
+def of_layers(name: str, sizes: int | Sequence[int], layers: int) -> Sequence[int]:
+    """One size for each of the layers: the same for all, or as given. Raises LayoutError."""
+    found = [sizes] * layers if isinstance(sizes, int) else list(sizes)
+    if len(found) != layers:
+        raise LayoutError(f"{name} has {len(found)} entries, and there are {layers} layers")
+    check_positive(**{name: min(found, default=1)})
+    return found
 
 
 def picked(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from kvactors.errors import LayoutError
-from kvactors.layout.base import Layout, Role, check_positive, picked
+from kvactors.layout.base import Layout, Quantization, Role, check_positive, picked
 
 SCALE_GROUP = 128  # elements that share a float32 scale in DSA's bytes
 
@@ -19,6 +19,9 @@ class MLALayout(Layout):
     """One key of kv_lora_rank + qk_rope_head_dim elements a token, and no value.
 
     Args:
+        dtype: a name in `ITEM_BYTES`.
+        quantization: with block_wise_fp8 the key is bytes, and each token has a scale of dtype
+            scale_dtype.
         options: `Layout`'s.
 
     Raises:
@@ -32,28 +35,34 @@ class MLALayout(Layout):
         kv_lora_rank: int = 512,
         qk_rope_head_dim: int = 64,
         dtype: str = "bfloat16",
+        *,
+        quantization: Quantization = "none",
+        scale_dtype: str = "float32",
         **options: Any,
     ) -> None:
         check_positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
-        self.kv_lora_rank = kv_lora_rank
-        self.qk_rope_head_dim = qk_rope_head_dim
-        self.dtype = dtype
+        self.width = kv_lora_rank + qk_rope_head_dim
+        self.quantization = quantization
+        self.dtype = dtype if quantization == "none" else "uint8"
+        self.scale_dtype = scale_dtype
         super().__init__(block_size, num_layers, **options)
 
     @property
     def kind(self) -> str:
         """The layout's name."""
-        return "mla"
+        return "mla" if self.quantization == "none" else f"mla-{self.quantization}"
 
-    def make_roles(self) -> Sequence[Role]:
-        """A key of [1, block_size, kv_lora_rank + qk_rope_head_dim]."""
-        width = self.kv_lora_rank + self.qk_rope_head_dim
-        return [Role("key", (1, self.block_size, width), self.dtype)]
+    def roles(self, layer: int) -> Sequence[Role]:
+        """A key of [1, block_size, kv_lora_rank + qk_rope_head_dim], and a scale without the last
+        axis."""
+        key = Role("key", (1, self.block_size, self.width), self.dtype)
+        scale = Role("key_scale", key.shape[:2], self.scale_dtype)
+        return [key] if self.quantization == "none" else [key, scale]
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], block_size: int) -> Self:
         """See `Layout.from_settings`."""
-        names = ("kv_lora_rank", "qk_rope_head_dim", "dtype")
+        names = ("kv_lora_rank", "qk_rope_head_dim", "dtype", "quantization", "scale_dtype")
         return cls(block_size=block_size, **picked(settings, *names))
 
 
@@ -92,7 +101,7 @@ class DSALayout(Layout):
         """The layout's name."""
         return "dsa"
 
-    def make_roles(self) -> Sequence[Role]:
+    def roles(self, layer: int) -> Sequence[Role]:
         """A key of [1, block_size, key_bytes] and an indexer of [block_size, indexer_bytes]."""
         key = Role("key", (1, self.block_size, self.key_bytes), "uint8")
         return [key, Role("indexer", (self.block_size, self.indexer_bytes), "uint8")]

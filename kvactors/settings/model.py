@@ -80,8 +80,9 @@ class _Reader:
             fields = self._latent(dtype)
         else:
             heads, kv_heads = self._count(HEADS), self._kv_heads()
-            if heads % kv_heads:
-                raise self._fault(f"{heads} attention heads are no multiple of {kv_heads} KV heads")
+            for one in [kv_heads] if isinstance(kv_heads, int) else kv_heads:
+                if heads % one:
+                    raise self._fault(f"{heads} attention heads are no multiple of {one} KV heads")
             sizes = {"num_kv_heads": kv_heads, "head_dim": self._head_dim(heads)}
             fields = {"kind": "gqa", **sizes, "dtype": self._dtype(dtype)}
         with located(self.place):
@@ -116,10 +117,10 @@ class _Reader:
                 "layers with a sliding window are counted in full: a block holds every layer"
             )
 
-    def _kv_heads(self) -> int:
-        per_layer = self.data.get("num_key_value_heads_per_layer")
-        if isinstance(per_layer, list) or isinstance(self.data.get("num_key_value_heads"), list):
-            raise self._fault("numbers of KV heads that differ by layer are not supported")
+    def _kv_heads(self) -> int | list[int]:
+        for name in ("num_key_value_heads_per_layer", *KV_HEADS):
+            if isinstance(each := self.data.get(name), list):
+                return [self._checked(name, one) for one in each]
         if self.data.get("multi_query") and not self.data.get("new_decoder_architecture"):
             return 1
         if self.data.get("multi_query_attention") is False:
@@ -151,13 +152,14 @@ class _Reader:
 
     def _count(self, names: tuple[str, ...]) -> int:
         for name in names:
-            value = self.data.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise self._fault(f"{name} must be a whole number above 0, not {value!r:.60}")
-            return value
+            if (value := self.data.get(name)) is not None:
+                return self._checked(name, value)
         raise self._fault(f"{names[0]} is missing: is it the config.json of a language model?")
+
+    def _checked(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self._fault(f"{name} must be a whole number above 0, not {value!r:.60}")
+        return value
 
     def _fault(self, text: str) -> ConfigError:
         return ConfigError(f"{self.place}: {text}")

@@ -78,6 +78,7 @@ _EXTRA = UsedIf(
     lambda c: c.layout.extra_layers or c.layout.kind not in LAYOUTS, "without layout.extra_layers"
 )
 _HEADS, _LATENT, _INDEXED = _of_layout("gqa"), _of_layout("mla", "dsa"), _of_layout("dsa")
+_SCALED = _of_layout("gqa", "mla")
 _BY_SLOTS = _of_store("none", "memory", "file", "mooncake")
 _BOUNDED, _FILE = _of_store("memory", "file"), _of_store("file")
 
@@ -196,12 +197,13 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
     Attributes:
         kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank,
-            qk_rope_head_dim, dtype), dsa (kv_lora_rank, qk_rope_head_dim, index_head_dim), or
-            package.module:Class.
-        num_kv_heads: KV heads of all ranks together.
-        head_dim: elements of a head.
+            qk_rope_head_dim, dtype, quantization, scale_dtype), dsa (kv_lora_rank,
+            qk_rope_head_dim, index_head_dim), or package.module:Class.
+        num_kv_heads: KV heads of all ranks together, or a list of them, a number for each layer.
+        head_dim: elements of a head, or a list of them.
         dtype: of an element. uint8 for fp8.
-        quantization: block_wise_fp8 keeps bytes, and a scale for each token of each head.
+        quantization: block_wise_fp8 keeps bytes, and a scale for each token of each head (of gqa)
+            or for each token (of mla).
         scale_dtype: of these scales.
         kv_lora_rank: elements of the latent.
         qk_rope_head_dim: elements with rotary positions.
@@ -216,13 +218,13 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
     kind: str = "gqa"
     num_layers: Dimension = 4
-    num_kv_heads: Annotated[Dimension, _HEADS] = 2
-    head_dim: Annotated[Dimension, _HEADS] = 32
-    dtype: Annotated[
-        Literal["float32", "float16", "bfloat16", "uint8", "int8"], _of_layout("gqa", "mla")
-    ] = "float16"
-    quantization: Annotated[Literal["none", "block_wise_fp8"], _HEADS] = "none"
-    scale_dtype: Annotated[Literal["float32", "float16", "bfloat16"], _HEADS, _QUANTIZED] = (
+    num_kv_heads: Annotated[Dimension | list[Dimension], _HEADS] = 2
+    head_dim: Annotated[Dimension | list[Dimension], _HEADS] = 32
+    dtype: Annotated[Literal["float32", "float16", "bfloat16", "uint8", "int8"], _SCALED] = (
+        "float16"
+    )
+    quantization: Annotated[Literal["none", "block_wise_fp8"], _SCALED] = "none"
+    scale_dtype: Annotated[Literal["float32", "float16", "bfloat16"], _SCALED, _QUANTIZED] = (
         "float32"
     )
     kv_lora_rank: Annotated[SmallCount, _LATENT] = 512

@@ -25,14 +25,19 @@ SLICE_BLOCKS, SLICE_TIMEOUT_S = 100, 10.0
 class AttentionStoreBackend(DeviceStore):
     """The device's regions are handed to the SDK as they are: a pointer a layer for keys and, if
     the layout has them, for values. LayoutError for a layout with anything else in it (scales, an
-    indexer)."""
+    indexer, layers that differ)."""
 
     def __init__(self, settings: SdkSettings, device: Device) -> None:
         super().__init__(device.layout.block_bytes)
-        roles = [role.name for role in device.layout.roles]
+        pieces = device.layout.pieces
+        roles = list(dict.fromkeys(piece.role for piece in pieces))
         if roles not in (["key"], ["key", "value"]):
             raise LayoutError(
                 f"AttentionStore takes keys and values, and this layout has {', '.join(roles)}"
+            )
+        if len({(piece.shape, piece.dtype) for piece in pieces}) > 1:
+            raise LayoutError(
+                "AttentionStore takes layers of one shape, and those of this layout differ"
             )
         if settings.latent and not settings.cuda:
             raise LayoutError(

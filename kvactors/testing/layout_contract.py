@@ -57,18 +57,26 @@ class LayoutContract(ABC):
     def test_pieces_are_in_contract_order(self) -> None:
         """Kernels, host slots and stored objects go by this order."""
         layout = self.make()
-        names = [role.name for role in layout.roles]
-        assert names == sorted(
-            names, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name)
-        )
         last = layout.layer_offset + layout.num_layers + layout.extra_layers
-        wanted = [(layer, name) for layer in range(layout.layer_offset, last) for name in names]
+        wanted = [
+            (layer, name)
+            for layer in range(layout.layer_offset, last)
+            for name in sorted(
+                (role.name for role in layout.roles(layer)),
+                key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name),
+            )
+        ]
         assert [(piece.layer, piece.role) for piece in layout.pieces] == wanted
         for index, piece in enumerate(layout.pieces):
             assert layout.position(piece.layer, piece.role) == index
             assert piece.nbytes == prod(piece.shape) * ITEM_BYTES[piece.dtype] > 0
             extra = piece.layer >= layout.layer_offset + layout.num_layers
             assert piece.extra is extra
+        for i in range(last - layout.layer_offset):
+            span = layout.span(range(i, i + 1))
+            assert {piece.layer for piece in layout.pieces[span.start : span.stop]} == {
+                layout.layer_offset + i
+            }
         assert layout.block_bytes == sum(piece.nbytes for piece in layout.pieces)
 
     def test_the_same_settings_make_the_same_layout(self) -> None:

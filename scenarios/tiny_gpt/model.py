@@ -205,7 +205,7 @@ class Shard(ABC):
 
     def tamper(self, kind: str, blocks: Sequence[int]) -> None:
         """See `Attention`."""
-        roles = len(self.layout.roles)
+        roles = self.layout.span(range(1)).stop
         for view in self.views if kind == "poison" else ():
             view.fill(np.nan)
         if kind == "swap_blocks":

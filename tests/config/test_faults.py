@@ -54,7 +54,7 @@ WITHOUT_USE = [
         r"attention_store\.namespace has no use",
     ),
     # written down, a setting counts also at its default
-    ("layout = {kind = 'mla', quantization = 'none'}", r"layout\.quantization has no use"),
+    ("layout = {kind = 'dsa', quantization = 'none'}", r"layout\.quantization has no use"),
 ]
 SINKS = [
     ("flush.sinks = 5", r"flush\.sinks must be a list of tables"),

@@ -90,6 +90,7 @@ def test_every_contradiction_of_a_file_is_found(tmp_path):
         ("[storage]\nbackend = 'file'\ndirectory = '/x'", {}, "cache.model is needed"),
         ("", {"AS_WRITE_SLICE_BLOCK_NUM": "0"}, "AS_WRITE_SLICE_BLOCK_NUM"),
         ("[layout]\nnum_kv_heads = 3\ntensor_parallel = 2", {}, "3 KV heads cannot be shared"),
+        ("[layout]\nhead_dim = [8, 16]", {}, "head_dim has 2 entries, and there are 4 layers"),
         ("[device]\ncapacity_bytes = 5", {}, "device.capacity_bytes is 5 B"),
         ("[cache", {}, "at end of document"),
         ("[scenario]\nname = 's'\n[workload]\nturns = 0", {}, "turns"),

@@ -18,7 +18,7 @@ LAYOUT_COMMON = {"kind", "num_layers", "layer_offset", "extra_layers", "extra_bl
 LAYOUT_COMMON |= {"tensor_parallel"}
 LAYOUTS = {
     "gqa": {"num_kv_heads", "head_dim", "dtype", "quantization", "scale_dtype"},
-    "mla": {"kv_lora_rank", "qk_rope_head_dim", "dtype"},
+    "mla": {"kv_lora_rank", "qk_rope_head_dim", "dtype", "quantization", "scale_dtype"},
     "dsa": {"kv_lora_rank", "qk_rope_head_dim", "index_head_dim"},
 }
 STORE_COMMON = {"backend", "write_policy", "min_hits", "fetch", "timeout_s", "exclusive"}
@@ -80,9 +80,9 @@ def test_every_other_setting_of_a_layout_or_a_store_has_a_use(table, by, kind):
 
 
 async def test_a_config_that_was_constructed_is_checked_when_a_cache_is_opened():
-    config = Config(layout=LayoutConfig(kind="mla", quantization="block_wise_fp8"))
+    config = Config(layout=LayoutConfig(kind="dsa", quantization="block_wise_fp8"))
     with pytest.raises(
-        ConfigError, match=r"layout\.quantization has no use with layout\.kind 'mla'"
+        ConfigError, match=r"layout\.quantization has no use with layout\.kind 'dsa'"
     ):
         async with kvactors.open(config):
             pass

@@ -27,18 +27,22 @@ LAYOUTS = {
     "dsa": DSALayout(3, BLOCK),
     "mtp": GQALayout(2, 4, 64, BLOCK, extra_layers=1, extra_block_ratio=1.5),
     "stage": MLALayout(2, BLOCK, layer_offset=30),
+    "mla-fp8": MLALayout(2, BLOCK, quantization="block_wise_fp8"),
+    "varied": GQALayout(2, [8, 2, 1], [64, 128, 64], BLOCK, extra_layers=1),
 }
 PER_TOKEN = {
     "gqa": 3 * 2 * 8 * 128 * 2,
     "fp8": 2 * 2 * (4 * 128 + 4 * 4),
     "mla": 3 * (512 + 64) * 2,
     "dsa": 3 * (656 + 132),
+    "mla-fp8": 2 * (512 + 64 + 4),
+    "varied": 2 * (8 * 64 + 2 * 128 + 64) * 2,
 }
 
 
 class Odd(Layout):
-    """A layout from outside the package: a state and a key a layer, sizes that are no multiple of
-    16."""
+    """A layout from outside the package: a state and a key in one layer, a key of another type in
+    the other, sizes that are no multiple of 16."""
 
     def __init__(self, block_size, width=7):
         self.width, self.size = width, block_size
@@ -48,8 +52,11 @@ class Odd(Layout):
     def kind(self):
         return "odd"
 
-    def make_roles(self):
-        return [Role("state", (self.width,), "uint8"), Role("key", (self.size, 3), "int8")]
+    def roles(self, layer):
+        key, state = (self.size, 3), (self.width,)
+        if layer:
+            return [Role("key", key, "float16")]
+        return [Role("state", state, "uint8"), Role("key", key, "int8")]
 
     @classmethod
     def from_settings(cls, settings, block_size):
@@ -119,6 +126,9 @@ def test_heads_that_do_not_come_out_even(heads, ranks):
             "extra_block_ratio must be at least 1",
         ),
         (lambda: GQALayout(1, 1, 1, 1, extra_block_ratio=float("nan")), "extra_block_ratio"),
+        (lambda: GQALayout(2, [1], 1, 1), "num_kv_heads has 1 entries, and there are 2 layers"),
+        (lambda: GQALayout(2, 1, [8, 0], 1), "head_dim must be at least 1"),
+        (lambda: Odd(1).position(1, "state"), "no region of layer 1, role 'state'"),
         (lambda: MLALayout(1, 1, kv_lora_rank=0), "kv_lora_rank must be at least 1"),
         (lambda: DSALayout(1, 1, kv_lora_rank=500), "multiple of 128"),
         (
@@ -171,7 +181,16 @@ def test_settings_describe_every_kind():
     mtp = of(num_layers=2, num_kv_heads=4, head_dim=64, extra_layers=1, extra_block_ratio=1.5)
     assert mtp.fingerprint == LAYOUTS["mtp"].fingerprint
     odd = of(kind=f"{__name__}:Odd", options={"width": 9})
-    assert odd.block_bytes == 2 * (9 + 3 * BLOCK)
+    assert odd.block_bytes == 9 + 3 * BLOCK + 2 * 3 * BLOCK
+    assert [odd.position(*place) for place in ((0, "key"), (0, "state"), (1, "key"))] == [0, 1, 2]
+    varied = of(
+        num_layers=2,
+        num_kv_heads=[16, 4, 1],
+        head_dim=[64, 128, 64],
+        tensor_parallel=2,
+        extra_layers=1,
+    )
+    assert varied.fingerprint == LAYOUTS["varied"].fingerprint
 
 
 HEADS = {"num_kv_heads": 1, "head_dim": 5}
@@ -184,6 +203,9 @@ HEADS = {"num_kv_heads": 1, "head_dim": 5}
         {"kind": "dsa"},
         {**HEADS, "quantization": "block_wise_fp8"},
         {**HEADS, "extra_layers": 1},
+        {"kind": "mla", "quantization": "block_wise_fp8", "scale_dtype": "float16"},
+        {"num_kv_heads": [3, 1], "head_dim": [5, 16]},
+        {"kind": f"{__name__}:Odd", "options": {"width": 5}},
     ],
 )
 async def test_a_cache_of_every_layout_brings_the_right_bytes_back(table):

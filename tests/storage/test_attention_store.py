@@ -239,6 +239,7 @@ async def test_writes_that_fail_are_named_while_reads_work(how):
     ("layout", "roles"),
     [
         (DSALayout(1, BLOCK), "key, indexer"),
+        (GQALayout(2, [1, 2], 8, BLOCK), "layers of one shape"),
         (
             GQALayout(2, 2, 8, BLOCK, quantization="block_wise_fp8"),
             "key, value, key_scale, value_scale",

@@ -69,11 +69,11 @@ class RankModel(Model):
         for device, share in self._shares(keys):
             for j, (block, key) in enumerate(zip(blocks, split_hashes(share), strict=True)):
                 self._pattern.fill([0], key)
-                for role in self.layout.roles:
-                    number = self.layout.pieces[layer * len(self.layout.roles)].layer
+                for position in self.layout.span(range(layer, layer + 1)):
+                    piece = self.layout.pieces[position]
                     expected, found = (
-                        self._pattern.region(number, role.name),
-                        device.region(number, role.name),
+                        self._pattern.region(piece.layer, piece.role),
+                        device.region(piece.layer, piece.role),
                     )
                     if not np.array_equal(expected[0], found[block]):
                         bad.add(j)

@@ -182,7 +182,7 @@ class Pages(Layout):
         self.page = page
         super().__init__(block_size, num_layers)
 
-    def make_roles(self):
+    def roles(self, layer):
         return [Role("page", (self.page,), "uint8")]
 
     @classmethod

@@ -323,11 +323,11 @@ class CudaCopyEngine(CopyEngine):
     def _put(self, copies: Copies, op: Op) -> None:
         """In the direction's thread: put an operation on its stream. When this raises (ValueError,
         DeviceError, CudaError), nothing of the operation runs."""
-        device, roles = self.device, len(self.device.layout.roles)
+        device = self.device
         with device.current():
             blocks, slots = checked_ids(device, self.arena, op.blocks, op.slots)
             device.ensure_in_place()
-            groups = [range(group.start * roles, group.stop * roles) for group in op.groups]
+            groups = [device.layout.span(group) for group in op.groups]
             copies.submit(op.transfer, blocks, slots, groups)
         op.submitted = not op.transfer.error
 

@@ -324,25 +324,12 @@ class CacheKvsLayout(Layout):
             layer_offset=layers[0],
             extra_layers=extra_layers,
         )
-        for piece in self.pieces:
-            place = (piece.layer, piece.role)
-            found = self._regions.pop(place, None)
-            if found is None or (found.shape[1:], found.dtype) != (piece.shape, piece.dtype):
-                shape = None if found is None else (*found.shape, found.dtype)
-                raise LayoutError(
-                    f"layer {piece.layer}, {piece.role}: {shape}, and the first layer has "
-                    f"{(*piece.shape, piece.dtype)} after the block axis"
-                )
-        if self._regions:
-            layer, role = min(self._regions)
-            raise LayoutError(f"layer {layer} has {role!r}, and the first layer has not")
 
-    def make_roles(self) -> Sequence[Role]:
-        first = min(layer for layer, _ in self._regions)
+    def roles(self, layer: int) -> Sequence[Role]:
         return [
             Role(role, tuple(region.shape[1:]), region.dtype)
-            for (layer, role), region in self._regions.items()
-            if layer == first
+            for (number, role), region in self._regions.items()
+            if number == layer
         ]
 
     def ordered(self, tensors: RankTensors) -> list[Any]:
