@@ -186,7 +186,7 @@ class Backend(ABC):
         """
 
     async def forget(self, salt: int) -> int:
-        """Delete every object of a salt (`quotas.salt_id`), in a `CatalogStore`. No write is in
+        """Delete every object of a salt (`quotas.salt_id`), in a `LocalStore`. No write is in
         flight. When it returns, no process can read any of them, even after a kill.
 
         Returns:

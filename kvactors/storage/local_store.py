@@ -1,5 +1,4 @@
-"""`LocalStore`, base of the stores that one process owns, over `CatalogStore`, which moves groups
-of objects."""
+"""`LocalStore`, base of the stores that one process owns."""
 
 from __future__ import annotations
 
@@ -25,9 +24,10 @@ SLICE_S = 0.0005
 """Seconds of a batch after which other tasks run."""
 
 
-class CatalogStore(Backend):
+class LocalStore(Backend):
     """Base of the stores that one process owns. A catalog of the keys, in order of use, evicts
-    within the capacity (objects at most, 0 for no limit).
+    within the capacity (objects at most, 0 for no limit). A subclass moves one object at a time
+    (`load` and `save`) or groups of them (`load_group` and `save_group`), and erases them.
 
     Keys change hands synchronously: admission and removal take effect before anything else runs on
     the loop."""
@@ -42,15 +42,23 @@ class CatalogStore(Backend):
 
     # -- the objects, in memory or in files
 
-    @abstractmethod
+    async def load(self, key: bytes, into: memoryview) -> Outcome:
+        """Read an object into block_bytes of `into`: OK, MISS, CORRUPT or UNAVAILABLE. If not OK,
+        the contents of `into` are undefined. When the call has ended, cancelled or not, `into` is
+        not written any more."""
+        raise NotImplementedError
+
+    async def save(self, key: bytes, data: memoryview) -> Outcome:
+        """Write an object, whole or not at all: OK, NO_SPACE or UNAVAILABLE. When the call has
+        ended, `data` is not read any more."""
+        raise NotImplementedError
+
     async def load_group(
         self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
     ) -> Sequence[Outcome]:
-        """Read objects, each into block_bytes of `into`: OK, MISS, CORRUPT or UNAVAILABLE, and LATE
-        for those that are not begun before the deadline. If not OK, the contents of `into` are
-        undefined. When the call has ended, cancelled or not, `into` is not written any more."""
+        """`load` of objects. LATE for those that are not begun before the deadline."""
+        return await self._each(self.load, keys, into, expired)
 
-    @abstractmethod
     async def save_group(
         self,
         keys: Sequence[bytes],
@@ -58,9 +66,9 @@ class CatalogStore(Backend):
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
     ) -> Sequence[Outcome]:
-        """Write objects, each whole or not at all: OK, NO_SPACE or UNAVAILABLE, and LATE for those
-        that are not begun before the deadline. `lineages` as in `Backend.write`. When the call has
-        ended, `data` is not read any more."""
+        """`save` of objects. LATE for those that are not begun before the deadline. `lineages` as
+        in `Backend.write`."""
+        return await self._each(self.save, keys, data, expired)
 
     @abstractmethod
     async def erase(self, keys: Sequence[bytes]) -> Outcome | None:
@@ -194,31 +202,7 @@ class CatalogStore(Backend):
             self.count(), self.block_bytes, catalog.capacity, catalog.shares.quota_evictions
         )
 
-
-class LocalStore(CatalogStore):
-    """A local store that moves one object at a time."""
-
-    @abstractmethod
-    async def load(self, key: bytes, into: memoryview) -> Outcome:
-        """`load_group` of one object."""
-
-    @abstractmethod
-    async def save(self, key: bytes, data: memoryview) -> Outcome:
-        """`save_group` of one object."""
-
-    async def load_group(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
-    ) -> Sequence[Outcome]:
-        return await self._each(self.load, keys, into, expired)
-
-    async def save_group(
-        self,
-        keys: Sequence[bytes],
-        data: Sequence[memoryview],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
-    ) -> Sequence[Outcome]:
-        return await self._each(self.save, keys, data, expired)
+    # -- one object at a time
 
     async def _each(
         self,

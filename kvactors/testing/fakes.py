@@ -203,7 +203,7 @@ class SimBackend(LocalStore, StoreFaults):
         return Outcome.OK
 
     async def erase(self, keys: Sequence[bytes]) -> None:
-        """See `CatalogStore.erase`. Half of them go after the delay."""
+        """See `LocalStore.erase`. Half of them go after the delay."""
         half = len(keys) // 2
         for key in keys[:half]:
             self.objects.pop(key, None)

@@ -542,21 +542,6 @@ def test_a_loop_ends_although_a_step_of_the_store_hangs(tmp_path, monkeypatch, c
     assert main.task.cancelled()
 
 
-async def test_a_step_that_was_cancelled_alone_is_tried_again(tmp_path, monkeypatch):
-    disk = Disk(monkeypatch, "grow")
-    async with opened(tmp_path) as bench:
-        writing = asyncio.create_task(bench.put(1))
-        while not disk.entered.is_set():
-            await asyncio.sleep(0.001)
-        next(task for task in asyncio.all_tasks() if "SlotSupply._add_slab" in repr(task)).cancel()
-        assert await writing == [Outcome.UNAVAILABLE]
-        assert await bench.put(2) == [Outcome.UNAVAILABLE], "two calls grow the store at once"
-        disk.answers.set()
-        while not bench.store.supply._call.done():
-            await asyncio.sleep(0.001)
-        assert await bench.put(2) == [OK]
-
-
 async def test_a_lock_that_is_replaced_again_and_again_is_an_error(tmp_path, monkeypatch):
     stat = os.fstat
     monkeypatch.setattr(
@@ -566,22 +551,6 @@ async def test_a_lock_that_is_replaced_again_and_again_is_an_error(tmp_path, mon
     with pytest.raises(StoreError, match="another file took its place 100 times"):
         await store.open()
     await store.close()
-
-
-async def test_a_write_between_the_end_of_a_growth_and_its_callbacks_asks_for_another(tmp_path):
-    """The slab of the one that is over may be full already: its answer, got without waiting, would
-    be got again without end."""
-    async with opened(tmp_path, capacity=8) as bench:
-        growth = bench.store.supply
-        first = asyncio.create_task(growth.grow())
-        while growth._task is None:
-            await asyncio.sleep(0)
-        growth._task.remove_done_callback(growth._ended)  # it runs in a later turn of the loop
-        assert await first == OK
-        assert growth._task.done()
-        slabs = len(bench.store.files.slabs)
-        assert await growth.grow() == OK
-        assert len(bench.store.files.slabs) == slabs + 1
 
 
 # -- slabs ahead of their need
@@ -597,7 +566,7 @@ async def grown(bench: Bench, slabs: int) -> None:
     """Wait until the store has a number of slabs, all of whose slots are known."""
     store = bench.store
     for _ in range(int(1000 * HANG)):
-        if len(store.files.slabs) >= slabs and store.supply._task is None:
+        if len(store.files.slabs) >= slabs and store.supply._growing is None:
             break
         await asyncio.sleep(0.001)
     assert len(store.files.slabs) == slabs
@@ -615,6 +584,9 @@ async def test_a_batch_does_not_wait_for_the_slab_that_follows(tmp_path, monkeyp
         waiting = asyncio.create_task(bench.put(*range(8, 12)))
         await asyncio.sleep(0.05)
         assert not waiting.done(), "one slot is free, and the next slab is not there yet"
+        looks = iter(range(4))
+        late = await bench.put(20, expired=lambda: next(looks, None) is None)
+        assert late == [Outcome.LATE], "a disk that hangs holds no write beyond its deadline"
         disk.answers.set()
         assert await waiting == [OK] * 4
         await grown(bench, 2)

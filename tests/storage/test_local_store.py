@@ -1,4 +1,4 @@
-"""`CatalogStore` over objects in a dict: batches, the keys that it lists, and its slices of time."""
+"""`LocalStore` over objects in a dict: batches, the keys that it lists, and its slices of time."""
 
 from __future__ import annotations
 

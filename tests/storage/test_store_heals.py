@@ -204,10 +204,7 @@ def damage(bench, *slots):
         os.fsync(file.fileno())
 
 
-@pytest.mark.parametrize("good", [True, False])
-async def test_slots_in_quarantine_come_back_when_they_prove_good(
-    tmp_path, monkeypatch, small_slabs, good
-):
+async def test_slots_in_quarantine_come_back(tmp_path, monkeypatch):
     monkeypatch.setattr(slots_module, "QUARANTINE_S", 0.0)
     async with opened(tmp_path, 8) as bench:
         store = bench.store
@@ -215,11 +212,9 @@ async def test_slots_in_quarantine_come_back_when_they_prove_good(
         damage(bench, 0, 1)
         assert await bench.get(0, 1) == [CORRUPT] * 2
         assert (store.supply.quarantined, store.catalog.capacity) == (2, 6)
-        if not good:
-            monkeypatch.setattr(SlabFiles, "proves", lambda files, slot, checksum: False)
-        assert await bench.put(40, 41) == [OK if good else UNAVAILABLE] * 2
-        assert await bench.get(40, 41) == [OK if good else MISS] * 2
-        assert store.supply.quarantined == (0 if good else 2)
+        assert await bench.put(40, 41) == [OK] * 2
+        assert await bench.get(40, 41) == [OK] * 2
+        assert store.supply.quarantined == 0
 
 
 @pytest.mark.parametrize("call", ["preadv", "pread", "stat"])

@@ -9,7 +9,7 @@ import pytest
 
 from kvactors import CacheClosed, ConfigError
 from kvactors.storage import attempts
-from kvactors.storage.local_store import CatalogStore
+from kvactors.storage.local_store import LocalStore
 from kvactors.tier_cache import Lookup, StorageTier, TierCache, storage
 from kvactors.tier_cache import cache as cache_module
 from kvactors.tier_cache.storage import make_storage
@@ -209,7 +209,7 @@ def test_evicted_keys_are_reported_and_cleared_ones_stay_away(tmp_path):
 
 @pytest.mark.parametrize("lists", [True, False])
 def test_a_job_of_before_a_clear_makes_no_key_known(lists, monkeypatch):
-    monkeypatch.setattr(CatalogStore, "is_complete", lists)
+    monkeypatch.setattr(LocalStore, "is_complete", lists)
     FaultyStore.mode = "hold"
     tier = alone(backend=BACKEND, timeout_s=LIMIT)
     assert tier.lists is lists
@@ -230,7 +230,7 @@ def test_a_job_of_before_a_clear_makes_no_key_known(lists, monkeypatch):
 
 def test_of_a_store_that_lists_none_the_oldest_objects_are_forgotten(monkeypatch):
     monkeypatch.setattr(storage, "KNOWN", 4)
-    monkeypatch.setattr(CatalogStore, "is_complete", False)
+    monkeypatch.setattr(LocalStore, "is_complete", False)
     tier = alone(backend="memory")
     views = [memoryview(payload(key)) for key in KEYS[:6]]
     for number in range(6):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import mmap
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,6 @@ from itertools import groupby
 from pathlib import Path
 
 import msgspec
-import xxhash
 
 from kvactors.actor.log import get_logger
 from kvactors.errors import StoreError
@@ -304,17 +302,6 @@ class SlabFiles:
         finally:
             if held < 0:
                 os.close(fd)
-
-    def proves(self, slot: int, checksum: int) -> bool:
-        """Whether a slot that held a corrupt object returns the payload that was written to it."""
-        buffer, size = mmap.mmap(-1, self.meta.stride), self.meta.block_bytes  # aligned
-        try:
-            with self._place(slot) as (fd, at):
-                whole = os.preadv(fd, [buffer], at) >= size
-        except OSError as error:
-            self.failed(error)
-            return False
-        return whole and xxhash.xxh3_64_intdigest(memoryview(buffer)[:size]) == checksum
 
     def buffered_from_now_on(self) -> None:
         """Direct I/O was refused by a call that had begun with it (some file systems open for it

@@ -6,11 +6,9 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 
 from kvactors.actor.clock import now
-from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.storage.backend import Expired
 from kvactors.storage.catalog import Catalog
 from kvactors.storage.file.layout import SlabFiles
@@ -36,7 +34,6 @@ class SlotSupply:
     def __init__(self, files: SlabFiles, workers: Workers, catalog: Catalog) -> None:
         self.capacity = 0  # objects at most, when no slot is in quarantine; known once open
         self.free: deque[int] = deque()
-        self.suspects: set[int] = set()  # whose next object must be read back before it counts
         self.pause_until = 0.0  # until then no slab is added, because the disk was full
         self.refused = ""  # why the last slab could not be added
         self._files = files
@@ -46,8 +43,7 @@ class SlotSupply:
         self._readers: dict[int, int] = {}  # reads in flight, by slot
         self._leaving: set[int] = set()  # free once no read of them is in flight
         self._until: dict[int, float] = {}  # in quarantine
-        self._task: asyncio.Task[Outcome] | None = None  # adds a slab
-        self._call: Future[Outcome] | None = None  # in a thread, may outlast a cancelled task
+        self._growing: asyncio.Future[Outcome] | None = None  # a slab is added, in a thread
         self._waiting: set[asyncio.Future[None]] = set()  # writes without a slot
 
     # -- use
@@ -93,7 +89,7 @@ class SlotSupply:
     def restart(self, count: int) -> None:
         """The slots are those of new files, all of them free. None is in use."""
         self.free = deque(range(count))
-        for kept in (self.suspects, self._leaving, self._until):
+        for kept in (self._leaving, self._until):
             kept.clear()
 
     @property
@@ -126,10 +122,8 @@ class SlotSupply:
         return len(self._until)
 
     def quarantine(self, slot: int) -> None:
-        """Put a slot in quarantine: it held a corrupt object, or did not return the data written to
-        it."""
+        """Put a slot in quarantine: it held a corrupt object."""
         self._until[slot] = now() + QUARANTINE_S
-        self.suspects.add(slot)
         self._fit()
 
     def release(self) -> None:
@@ -140,10 +134,6 @@ class SlotSupply:
         if slots:
             self.give(slots)
             self._fit()
-
-    def passed(self, slot: int) -> None:
-        """A suspect slot returned the data written to it."""
-        self.suspects.discard(slot)
 
     # -- slots for writes
 
@@ -180,7 +170,7 @@ class SlotSupply:
             taken = self.take_now(1)
             if taken:
                 return taken[0], Outcome.OK
-            outcome = await self.grow()
+            outcome = await self.grow(expired)
             if self.free or outcome == Outcome.OK:
                 continue  # other writes may have taken the slots of the new slab
             if outcome != Outcome.NO_SPACE:
@@ -203,26 +193,23 @@ class SlotSupply:
 
     # -- slabs that are added, up to the capacity
     #
-    # The task works on no memory that a caller lent, so a cancelled one ends at once and its
-    # thread's call is left to itself. It is cancelled only when the loop ends (`asyncio.run`
-    # cancels every task): a disk that hangs must not keep it from ending.
+    # The thread's call works on no memory that a caller lent, so a cancelled write leaves it alone:
+    # a disk that hangs must not keep the loop from ending.
 
-    async def grow(self) -> Outcome:
-        """One more slab, with all that wait for it: OK, NO_SPACE or UNAVAILABLE. A caller that is
-        cancelled raises that when the step has ended."""
+    async def grow(self, expired: Expired) -> Outcome:
+        """One more slab, with all that wait for it: OK, NO_SPACE, UNAVAILABLE or LATE."""
         if now() < self.pause_until:
             return Outcome.NO_SPACE
-        task = self._task
-        # One that is done, and whose callbacks have not run yet, gives nothing more.
-        if task is None or task.done():
-            # Slots that wait for their readers, or are in quarantine, may ask for one slab more
-            # than the capacity does.
-            if self._call is not None and not self._call.done():
-                return Outcome.UNAVAILABLE
-            if len(self._files.slabs) >= self._wanted() + 1:
-                return Outcome.NO_SPACE
-            task = self._begin()
-        return await _outcome(task)
+        # Slots that wait for their readers, or are in quarantine, may ask for one slab more than
+        # the capacity does.
+        if self._growing is None and len(self._files.slabs) > self._wanted():
+            return Outcome.NO_SPACE
+        growing = self._growing or self._begin()
+        while self._growing is growing:  # until the slots of the slab are free as well
+            if expired():
+                return Outcome.LATE
+            await asyncio.wait([growing], timeout=DEADLINE_CHECK_S)
+        return growing.result()
 
     def _grow_ahead(self) -> None:
         """Begin to add a slab if less than half of one is free: a batch that needs it then does not
@@ -230,7 +217,7 @@ class SlotSupply:
         enough = 2 * len(self.free) >= self._files.meta.slots_per_slab
         if enough or len(self._files.slabs) >= self._wanted() or now() < self.pause_until:
             return
-        if self._task is None and (self._call is None or self._call.done()):
+        if self._growing is None:
             self._begin()
 
     def concern(self) -> str:
@@ -240,36 +227,20 @@ class SlotSupply:
     def _wanted(self) -> int:
         return -(-self.capacity // self._files.meta.slots_per_slab)
 
-    def _begin(self) -> asyncio.Task[Outcome]:
-        slabs = len(self._files.slabs)
-        # Submitted now, so that a store that is closed next waits for the call.
-        self._call = self._workers.submit(self._files.grow)
-        self._task = asyncio.get_running_loop().create_task(self._add_slab(self._call, slabs))
-        self._task.add_done_callback(self._ended)
-        return self._task
+    def _begin(self) -> asyncio.Future[Outcome]:
+        growing = asyncio.wrap_future(self._workers.submit(self._files.grow))
+        growing.add_done_callback(self._grown)
+        self._growing = growing
+        return growing
 
-    def _ended(self, task: asyncio.Task[Outcome]) -> None:
-        if self._task is task:
-            self._task = None
-        if not task.cancelled():
-            task.exception()  # of a task whose callers were all cancelled
-
-    async def _add_slab(self, call: Future[Outcome], slabs: int) -> Outcome:
-        per_slab = self._files.meta.slots_per_slab
-        outcome = await asyncio.wrap_future(call)
+    def _grown(self, growing: asyncio.Future[Outcome]) -> None:
+        self._growing = None
+        if growing.exception() is not None:
+            return  # raised by the writes that wait
+        outcome, per_slab = growing.result(), self._files.meta.slots_per_slab
         self.refused = "" if outcome == Outcome.OK else self._files.trouble
         if outcome == Outcome.OK:
-            self.give(range(slabs * per_slab, (slabs + 1) * per_slab))
+            slabs = len(self._files.slabs)
+            self.give(range((slabs - 1) * per_slab, slabs * per_slab))
         elif outcome == Outcome.NO_SPACE:
             self.pause_until = now() + GROW_AGAIN_S
-        return outcome
-
-
-async def _outcome(growing: asyncio.Task[Outcome]) -> Outcome:
-    try:
-        return await wait_uncancelled(growing)
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling() or not growing.cancelled():
-            raise
-        return Outcome.UNAVAILABLE  # the step alone was cancelled

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 
 from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
+from kvactors.actor.uncancelled import uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import PathPart
@@ -32,7 +32,6 @@ from kvactors.storage.file.table import (
     SlabPaths,
     StoredSlot,
     blank_entry,
-    checksum_of,
     count_used,
     entry_bytes_for,
     fields_of_lineage,
@@ -40,7 +39,7 @@ from kvactors.storage.file.table import (
     meta_of,
     room_beside,
 )
-from kvactors.storage.local_store import CatalogStore
+from kvactors.storage.local_store import LocalStore
 from kvactors.storage.messages import Outcome
 
 log = get_logger()
@@ -85,7 +84,7 @@ class SlabBatch:
     written: dict[int, tuple[int, bytes]] = field(default_factory=dict)
 
 
-class FileBackend(CatalogStore):
+class FileBackend(LocalStore):
     """Objects in slots of slab files, and a table of the key in each slot.
 
     Args:
@@ -146,7 +145,7 @@ class FileBackend(CatalogStore):
         self._loss = ""  # of all objects, for `condition`
         self._loss_shown_until = 0.0
         self._lost = False
-        self._advancing: asyncio.Task[None] | None = None  # the last step of the generation
+        self._advancing: asyncio.Future[None] | None = None  # a step of the generation
 
     # -- opening and closing
 
@@ -378,7 +377,7 @@ class FileBackend(CatalogStore):
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
     ) -> Sequence[Outcome]:
-        """See `CatalogStore.save_group`: all payloads, into free slots, and then their entries."""
+        """See `LocalStore.save_group`: all payloads, into free slots, and then their entries."""
         batch = SlabBatch(keys, data, lineages, expired, [Outcome.LATE] * len(keys))
         if not keys or expired():
             return batch.outcomes
@@ -411,26 +410,13 @@ class FileBackend(CatalogStore):
             raise
 
     async def _write(self, batch: SlabBatch, which: Sequence[int], slots: Sequence[int]) -> None:
-        """Write payloads to slots. Slots that hold none afterwards are free, or in quarantine."""
+        """Write payloads to slots. Slots that hold none afterwards are free."""
         data = [batch.data[i] for i in which]
         found, records = await self.io.write(slots, data, self._blanks(batch, which), batch.expired)
         size = self.files.meta.entry_bytes
-        entries = [records[n * size : (n + 1) * size] for n in range(len(found))]
-        for n, slot in enumerate(slots):
-            # A slot that held a corrupt object must return the data written to it.
-            if found[n] == Outcome.OK and slot in self.supply.suspects:
-                checksum = checksum_of(mark_of(entries[n]))
-                if await self.io.run(self.files.proves, slot, checksum):
-                    self.supply.passed(slot)
-                else:
-                    found[n] = Outcome.CORRUPT
-        # Nothing is awaited from here on: a slot is given back once.
-        for i, slot, outcome, entry in zip(which, slots, found, entries, strict=True):
+        for n, (i, slot, outcome) in enumerate(zip(which, slots, found, strict=True)):
             if outcome == Outcome.OK:
-                batch.written[i] = (slot, entry)
-            elif outcome == Outcome.CORRUPT:
-                self.supply.quarantine(slot)
-                outcome = Outcome.UNAVAILABLE
+                batch.written[i] = (slot, records[n * size : (n + 1) * size])
             else:
                 self.supply.give([slot])
             batch.outcomes[i] = outcome
@@ -519,30 +505,30 @@ class FileBackend(CatalogStore):
             return
         with self.in_use(), self.supply.erasing(slots):
             self.clear_pending = True
-            advancing = self._advancing = asyncio.get_running_loop().create_task(
-                self._advance(self._advancing)
-            )
-            try:
-                await wait_uncancelled(advancing)
-            finally:
-                if self._advancing is advancing:
-                    self._advancing = None
+            await self._advance()
 
-    async def _advance(self, before: asyncio.Task[None] | None) -> None:
+    async def _advance(self) -> None:
         """Make the generation of the moment durable, after every earlier step: the first page never
-        goes back. Works on no memory that a caller lent, so a cancelled task ends at once, when the
-        loop ends: a disk that hangs must not keep it from ending."""
-        if before is not None:
-            await asyncio.wait([before])
+        goes back. The call works on no memory that a caller lent, so a cancelled clear leaves it
+        alone: a disk that hangs must not keep the loop from ending."""
+        while self._advancing is not None:
+            await asyncio.wait([self._advancing])
         number = self.generation
-        try:
-            await asyncio.wrap_future(self.io.workers.submit(lambda: self.files.advance(number)))
-        except OSError as error:
+
+        def advanced(step: asyncio.Future[None]) -> None:
+            self._advancing = None
+            if step.exception() is None and number == self.generation:
+                self.clear_pending = False
+
+        call = self.io.workers.submit(lambda: self.files.advance(number))
+        step = self._advancing = asyncio.wrap_future(call)
+        step.add_done_callback(advanced)
+        await asyncio.wait([step])
+        if isinstance(error := step.exception(), OSError):
             raise StoreError(
                 f"{self.files.folder}: the store could not be cleared: {error}"
             ) from error
-        if number == self.generation:
-            self.clear_pending = False
+        step.result()
 
     async def wipe(self, expired: Expired) -> str:
         """See `Backend.wipe`. The slots without an object, a part of them at a time, which is not
