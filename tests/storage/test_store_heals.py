@@ -13,13 +13,12 @@ import pytest
 import structlog
 
 from kvactors.errors import StoreError
-from kvactors.storage.file import slots as slots_module
 from kvactors.storage.file import store as file_module
 from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.file.store import FileBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import key
-from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, Hang, opened, whole
+from tests.storage.helpers import MISS, OK, PRINT, SIZE, Hang, opened, whole
 from tests.support import slab_calls
 from tests.support.slab_calls import faults
 
@@ -192,29 +191,6 @@ async def test_a_store_that_cannot_grow_to_its_capacity_states_why_until_it_can(
 
 
 # -- bad objects and bad moments
-
-
-def damage(bench, *slots):
-    with (bench.store.files.folder / "slab-0000").open("r+b", buffering=0) as file:
-        for slot in slots:
-            file.seek(slot * 8192 + 9)
-            byte = file.read(1)
-            file.seek(slot * 8192 + 9)
-            file.write(bytes([byte[0] ^ 1]))
-        os.fsync(file.fileno())
-
-
-async def test_slots_in_quarantine_come_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(slots_module, "QUARANTINE_S", 0.0)
-    async with opened(tmp_path, 8) as bench:
-        store = bench.store
-        await bench.put(*range(8))
-        damage(bench, 0, 1)
-        assert await bench.get(0, 1) == [CORRUPT] * 2
-        assert (store.supply.quarantined, store.catalog.capacity) == (2, 6)
-        assert await bench.put(40, 41) == [OK] * 2
-        assert await bench.get(40, 41) == [OK] * 2
-        assert store.supply.quarantined == 0
 
 
 @pytest.mark.parametrize("call", ["preadv", "pread", "stat"])
