@@ -23,7 +23,6 @@ from kvactors.storage.file.table import (
     VERSION,
     Damaged,
     Meta,
-    Scan,
     StoredSlot,
     checksum_of,
     mark_of,
@@ -54,8 +53,6 @@ class Inspection(msgspec.Struct, frozen=True):
     slots: int = 0
     slab_bytes: int = 0  # that the store occupies
     torn: int = 0  # slots whose entries make no sense
-    stale: int = 0  # entries of objects that were cleared
-    written_at: float = 0.0  # seconds since 1970 of the last write, 0 if there is none
     opened_at: float = 0.0  # when a process last opened it to write
     in_use: bool = False
     verified: int = 0
@@ -64,54 +61,22 @@ class Inspection(msgspec.Struct, frozen=True):
 
 
 def inspect(folder: str | Path, *, verify: bool = False) -> list[Inspection]:
-    """Every store under a folder. verify: read and check every object. StoreError if there is none,
-    or one cannot be read."""
-    found = [look(Path(folder), path, verify=verify) for path in tables(folder)]
+    """Every store under a folder, no symbolic link followed. verify: read and check every object.
+    StoreError if there is none, or one cannot be read."""
+    tables = sorted(
+        path for path in Path(folder).rglob("table") if path.is_file() and not path.is_symlink()
+    )
+    looked = [look(Path(folder), table, verify=verify) for table in tables]
+    found = [one for one in looked if one is not None]
     if not found:
         raise StoreError(f"{folder}: no file store here")
     return found
 
 
-def tables(folder: str | Path) -> list[Path]:
-    """Every table of a store under a folder. Symbolic links are not followed. A file of this name
-    that is not one is left out."""
-    return sorted(
-        path
-        for path in Path(folder).rglob("table")
-        if path.is_file() and not path.is_symlink() and of_a_store(path)
-    )
-
-
-def of_a_store(table: Path) -> bool:
-    """Whether a file can be the table of a store. One whose first page is damaged is, if its folder
-    has the name of a store's: another program may have a file of this name, and 'prune'
-    must not remove it. StoreError if it cannot be read."""
-    try:
-        with table.open("rb") as file:
-            version_of(file.read(PAGE))
-    except Damaged:
-        return STORE_FOLDER.fullmatch(table.parent.resolve().name) is not None
-    except StoreError:
-        raise
-    except OSError as error:
-        raise StoreError(f"{table}: {error}") from error
-    return True
-
-
-def read_table(table: Path) -> tuple[Meta, Scan]:
-    """A table's first page and its entries. StoreError, Damaged, OSError."""
-    raw = table.read_bytes()
-    meta = meta_of(raw[:PAGE], str(table))
-    return meta, scan(raw[PAGE:], meta)
-
-
-def keys_in(folder: str | Path) -> set[bytes]:
-    """Keys of the objects of every store under a folder. StoreError."""
-    return {one.key for table in tables(folder) for one in read_table(table)[1].found}
-
-
-def look(root: Path, table: Path, *, verify: bool) -> Inspection:
-    """One store."""
+def look(root: Path, table: Path, *, verify: bool) -> Inspection | None:
+    """A store, by its table. None for a file that is not one: another program may have a file of
+    this name, and 'prune' must not remove it. One whose first page is damaged is, if its folder has
+    the name of a store's."""
     folder = table.parent
     path = str(folder.relative_to(root))
     try:
@@ -120,15 +85,18 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
         about: dict[str, Any] = {"slab_bytes": occupied, "in_use": in_use(folder)}
         with suppress(FileNotFoundError):
             about["opened_at"] = (folder / "lock").lstat().st_mtime
+        version = 0
         with table.open("rb") as file:
             page = file.read(PAGE)
-        try:
-            version = version_of(page)
-            if version != VERSION:
-                return Inspection(path, "other version", version, **about)
-            meta, (found, torn, stale) = read_table(table)
-        except Damaged:
-            return Inspection(path, "damaged", 0, **about)
+            try:
+                version = version_of(page)
+                if version != VERSION:
+                    return Inspection(path, "other version", version, **about)
+                meta = meta_of(page, str(table))
+            except Damaged:
+                named = version or STORE_FOLDER.fullmatch(folder.resolve().name)
+                return Inspection(path, "damaged", 0, **about) if named else None
+            found, torn = scan(file.read(), meta)
         differing = list(differing_from(folder, meta, found)) if verify else []
         bad = [one.key.hex() for one in differing if still_there(table, meta, one)]
     except StoreError:
@@ -145,8 +113,6 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection:
         bytes=len(found) * meta.block_bytes,
         slots=len(slabs) * meta.slots_per_slab,
         torn=torn,
-        stale=stale,
-        written_at=max((one.written_at for one in found), default=0) / 1e6,
         verified=len(found) if verify else 0,
         bad=bad,
         left=len(differing) - len(bad),

@@ -163,15 +163,14 @@ class SlabFiles:
 
     def scan(self) -> Scan:
         """The objects in the table. OSError."""
-        meta, found, torn, stale = self.meta, list[StoredSlot](), 0, 0
+        meta, found, torn = self.meta, list[StoredSlot](), 0
         slots = len(self.slabs) * meta.slots_per_slab
         for first in range(0, slots, CHUNK_ENTRIES):
             raw = self.entries(first, min(CHUNK_ENTRIES, slots - first))
             part = scan(raw, meta, first)
             found += part.found
             torn += part.torn
-            stale += part.stale
-        return Scan(sorted(found), torn, stale)
+        return Scan(sorted(found), torn)
 
     def _make_table(self) -> None:
         self._write_page(self.meta)

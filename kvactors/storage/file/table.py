@@ -191,7 +191,6 @@ class StoredSlot(NamedTuple):
     key: bytes
     mark: bytes  # distinguishes the entry from every other one (`mark_of`)
     salt: int | None  # None if it is not known
-    written_at: int  # microseconds since 1970, 0 if it is not known
     generation: int
 
 
@@ -200,7 +199,6 @@ class Scan(NamedTuple):
 
     found: list[StoredSlot]
     torn: int
-    stale: int
 
 
 def blank_entry(
@@ -273,9 +271,7 @@ def entry_in(raw: bytes, slot: int, meta: Meta) -> StoredSlot | None:
     good = (magic, version, owner.hex(), length) == (MAGIC, VERSION, meta.digest, meta.block_bytes)
     if not good or area > size - HEAD.size - 8 or sequence >= MOST_SEQUENCE:
         return None
-    fields = fields_of(raw)
-    written_at = int.from_bytes(fields.get(WRITTEN_AT, b"")[:8], "little")
-    return StoredSlot(sequence, slot, key, mark_of(raw), salt_in(fields), written_at, generation)
+    return StoredSlot(sequence, slot, key, mark_of(raw), salt_in(fields_of(raw)), generation)
 
 
 def words_of(table: bytes, size: int) -> NDArray[np.uint64]:
@@ -295,16 +291,14 @@ def scan(table: bytes, meta: Meta, first: int = 0) -> Scan:
     first: slot of the first entry."""
     size = meta.entry_bytes
     used = np.flatnonzero(words_of(table, size).any(axis=1))
-    found, torn, stale = list[StoredSlot](), 0, 0
+    found, torn = list[StoredSlot](), 0
     for slot in used.tolist():
         one = entry_in(table[slot * size : (slot + 1) * size], first + slot, meta)
         if one is None:
             torn += 1
-        elif one.generation != meta.generation:
-            stale += 1
-        else:
+        elif one.generation == meta.generation:
             found.append(one)
-    return Scan(sorted(found), torn, stale)
+    return Scan(sorted(found), torn)
 
 
 if HEAD.size + 8 > LEAST_ENTRY:
