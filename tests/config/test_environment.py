@@ -123,14 +123,6 @@ def test_the_other_variables_do_not_come_before_the_config_either():
     ]
 
 
-def test_a_config_that_a_variable_has_filled_agrees_with_it():
-    environ = {"FD_AS_ONLY_FLUSH": "1", "AS_POD_NAME": "pod", "AS_WRITE_SLICE_BLOCK_NUM": "7"}
-    config, _ = resolved(environ, BASE)
-    with structlog.testing.capture_logs() as logs:
-        assert Config.from_env(environ, config) == config
-    assert logs == []
-
-
 @pytest.mark.parametrize(
     ("name", "similar"),
     [
@@ -226,14 +218,6 @@ def test_a_switch_is_0_or_1(name, value):
 
 
 # -- sinks
-
-
-def test_each_kind_of_sink_has_its_own_defaults():
-    tables = [{"kind": "memory"}, {"kind": "kv_events", "dp_rank": 2}, SINK]
-    memory, events, store = Config.from_mapping({"flush": {"sinks": tables}}).flush.sinks
-    assert [memory.label, events.label, store.label] == ["memory", "kv_events", "as"]
-    assert (store.granularity, store.report_gains_at) == ("node", "request_finish")
-    assert (store.tiers, events.tiers[2]) == (("device", "host"), "storage")
 
 
 def test_rank_0_alone_reports_to_attention_store_and_a_missing_sdk_is_named():

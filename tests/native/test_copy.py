@@ -12,15 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvactors.native import (
-    check_blocks,
-    copy_bytes,
-    fill_blocks,
-    gather,
-    scatter,
-    touch,
-    work_in_background,
-)
+from kvactors.native import check_blocks, copy_bytes, fill_blocks, gather, scatter, touch
 
 UNTOUCHED = 0xEE
 Ids = NDArray[np.int64]
@@ -59,52 +51,6 @@ class Memory:
 
     def block(self, block: int) -> NDArray[np.uint8]:
         return np.concatenate([region[block] for region in self.device])
-
-
-def test_a_batch_larger_than_the_caches_goes_and_comes_back() -> None:
-    pieces = [300_001, 65_536, 1_000, 700_003]
-    memory = Memory.make(pieces, blocks=13, slots=11)
-    before = [region.copy() for region in memory.device]
-    order = np.random.default_rng(5).permutation(13)[:11].astype(np.int64)
-    slots = np.arange(11, dtype=np.int64)[::-1].copy()
-    memory.move(gather, order, slots)
-    for block, slot in zip(order, slots, strict=True):
-        assert np.array_equal(memory.arena[slot], memory.block(int(block)))
-    for region in memory.device:
-        region[order] = 0
-    memory.move(scatter, order, slots)
-    assert all(np.array_equal(now, then) for now, then in zip(memory.device, before, strict=True))
-
-
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize(
-    "blocks", [1, 5]
-)  # of 7 MiB: one is copied by memcpy, five past the caches
-def test_pieces_longer_than_the_parts_between_which_a_thread_gives_way(
-    blocks: int, background: bool
-) -> None:
-    mib = 1 << 20
-    memory = Memory.make([mib - 1, mib, mib + 1, 4 * mib + 65], blocks, slots=blocks)
-    before = [region.copy() for region in memory.device]
-    order, slots = np.arange(blocks, dtype=np.int64), np.arange(blocks, dtype=np.int64)[::-1].copy()
-
-    def move(how: Callable[..., None]) -> None:
-        def run() -> None:
-            if background:
-                work_in_background()
-            memory.move(how, order, slots)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-
-    move(gather)
-    for block, slot in zip(order, slots, strict=True):
-        assert np.array_equal(memory.arena[slot], memory.block(int(block)))
-    for region in memory.device:
-        region[:] = 0
-    move(scatter)
-    assert all(np.array_equal(now, then) for now, then in zip(memory.device, before, strict=True))
 
 
 def bad_moves() -> dict[str, Callable[[Memory], tuple[Any, ...]]]:

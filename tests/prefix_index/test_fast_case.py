@@ -25,7 +25,6 @@ from kvactors.prefix_index.messages import (
     Resume,
 )
 from kvactors.prefix_index.settings import TierPolicies
-from kvactors.prefix_index.tree import BlockIndex
 from kvactors.prefix_index.waiting import TURN_REQUESTS
 from kvactors.prefix_index.work import NextSlice
 from tests.prefix_index.objects import (
@@ -75,11 +74,6 @@ def test_a_request_leaves_as_it_came():
     assert isinstance(answers(end(state, 1))[0], LeaseEnded)
     assert (state.index.free, state.index.evictable()) == (6, 2)
     assert not list(state.check_steps())[1:]
-
-
-def test_a_whole_prompt_is_no_hit():
-    index = BlockIndex(BLOCK, 4, 8, recompute_last_token=True)
-    assert [index.limit_of(tokens) for tokens in (1, BLOCK, BLOCK + 1, 2 * BLOCK)] == [0, 0, 1, 1]
 
 
 def test_a_chunk_gets_blocks_for_its_tokens_only():
@@ -168,14 +162,6 @@ def test_a_lease_that_cannot_be_used_commits_nothing():
     [error] = answers(effects_of(state.commit, Commit(1, 2 * BLOCK), Request()))
     assert isinstance(error, NotReady)
     assert lease.path.num_committed == 0
-
-
-def test_a_request_before_others_that_wait_overtakes_them():
-    state = alone(4)
-    granted(state, 1, 3)
-    assert isinstance(ask(state, 2, 3, first=100, wait_for_room=True)[0], StartTimer)
-    granted(state, 3, 1, first=200)
-    assert state.queue.overtakings == 1
 
 
 def test_a_request_before_a_fork_that_waits_overtakes_it():

@@ -45,42 +45,6 @@ def test_a_waiting_request_does_not_join_a_load_that_has_stalled() -> None:
     machine.teardown()
 
 
-@pytest.mark.parametrize("ends", [True, False])
-def test_a_load_answered_before_it_is_placed_is_a_miss(ends: bool) -> None:
-    """The host tier has learned of a lost memory before the index: it answers a load that still
-    waits for its device blocks."""
-    machine = started(7 if ends else 4)
-    machine.acquire(1, (5 if ends else 4) * BLOCK, 5.0, True)
-    machine.loaded(0, 0, False)
-    machine.commit(0, 0)
-    machine.finish(0)
-    machine.acquire(0, 3 * BLOCK, 5.0, True)
-    assert machine.open
-    machine.host_ahead_of_the_index(0)
-    if ends:
-        machine.ready(0)
-        machine.commit(0, 0)
-    else:
-        machine.abandon(0)
-    machine.teardown()
-
-
-def test_blocks_of_a_load_are_never_given_back_by_a_request_that_got_none() -> None:
-    """A request shares a load that comes short, finds no blocks to replace its targets, and ends
-    before and after a clear."""
-    for clear in (False, True):
-        machine = started(3)
-        machine.acquire(0, 3 * BLOCK, 5.0, True)
-        machine.acquire(0, 3 * BLOCK, 5.0, True)
-        if clear:
-            machine.clear(0)
-        machine.loaded(0, 2, True)
-        machine.consistent()
-        machine.finish(1)
-        machine.consistent()
-        machine.teardown()
-
-
 def behind_a_failed_load() -> IndexMachine:
     """Lease 1 loads block 0. Leases 2 and 3 wait for that and for block 1, which lease 2 loads. The
     load of block 0 fails."""
