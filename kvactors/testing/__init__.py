@@ -24,35 +24,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import pytest
 
-    from kvactors.testing.faults import Fault
-    from kvactors.testing.layout_contract import LayoutContract
-    from kvactors.testing.loop import Deadlock, Livelock, SimLoop, loop_factory, simulate
-    from kvactors.testing.plan import FaultPlan, SimFaults
-    from kvactors.testing.sim import SMALL, Sim, Unclean, small_config
-    from kvactors.testing.sink_contract import SinkContract
-    from kvactors.testing.store_contract import StoreContract
-    from kvactors.testing.trace import Trace, minimal, render
-
-__all__ = [
-    "SMALL",
-    "Deadlock",
-    "Fault",
-    "FaultPlan",
-    "LayoutContract",
-    "Livelock",
-    "Sim",
-    "SimFaults",
-    "SimLoop",
-    "SinkContract",
-    "StoreContract",
-    "Trace",
-    "Unclean",
-    "loop_factory",
-    "minimal",
-    "render",
-    "simulate",
-    "small_config",
-]
+    from kvactors.testing.faults import Fault as Fault
+    from kvactors.testing.layout_contract import LayoutContract as LayoutContract
+    from kvactors.testing.loop import Deadlock as Deadlock
+    from kvactors.testing.loop import Livelock as Livelock
+    from kvactors.testing.loop import SimLoop as SimLoop
+    from kvactors.testing.loop import loop_factory as loop_factory
+    from kvactors.testing.loop import simulate as simulate
+    from kvactors.testing.plan import FaultPlan as FaultPlan
+    from kvactors.testing.plan import SimFaults as SimFaults
+    from kvactors.testing.sim import SMALL as SMALL
+    from kvactors.testing.sim import Sim as Sim
+    from kvactors.testing.sim import Unclean as Unclean
+    from kvactors.testing.sim import small_config as small_config
+    from kvactors.testing.sink_contract import SinkContract as SinkContract
+    from kvactors.testing.store_contract import StoreContract as StoreContract
+    from kvactors.testing.trace import Trace as Trace
+    from kvactors.testing.trace import minimal as minimal
+    from kvactors.testing.trace import render as render
 
 HOMES = {
     "faults": ("Fault",),
@@ -65,6 +54,8 @@ HOMES = {
     "trace": ("Trace", "minimal", "render"),
 }
 """Public names by module, imported at their first use: parts of the package import this package."""
+
+__all__ = [name for names in HOMES.values() for name in names]
 
 
 def asyncio_marks() -> list[Any]:

@@ -25,9 +25,6 @@ class FaultPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     fault: tuple[Fault, ...] = ()
 
-    def to_json(self) -> str:
-        return msgspec.json.encode(self).decode()
-
 
 def draw_one(
     rng: random.Random, kind: Kind, aims: Sequence[str], span: float, steps: int = 200

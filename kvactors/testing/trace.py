@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 import msgspec
 
-from kvactors.actor import ActorRef, Control, Envelope, Instrument, Instruments, Message, Turn
+from kvactors.actor import ActorRef, Control, Envelope, Instrument, Message, Turn
 from kvactors.actor.clock import now
 from kvactors.actor.context import is_job
 from kvactors.identity import PLAIN, RequestScope
@@ -58,7 +58,7 @@ class Record:
 
 
 class Trace(Instrument):
-    """The last `limit` messages of the systems and refs that it is attached to."""
+    """The last `limit` messages of the systems that it is attached to."""
 
     def __init__(self, limit: int = 20_000) -> None:
         self.records: deque[Record] = deque(maxlen=limit)
@@ -67,8 +67,6 @@ class Trace(Instrument):
         self._queued: dict[int, Record] = {}
         # those that are open, by id of the envelope
         self._asks: dict[int, tuple[Envelope[Any], Record]] = {}
-        self._systems: list[Instruments] = []  # followed as a whole
-        self._refs: set[ActorRef] = set()  # followed by themselves
         self._turns: dict[str, int] = {}
         self._last: dict[str, int] = {}  # the record of each actor's latest turn
         self._current: WeakKeyDictionary[asyncio.Task[Any], tuple[str, int]] = WeakKeyDictionary()
@@ -77,12 +75,7 @@ class Trace(Instrument):
 
     def attach(self, system: System) -> None:
         """Follow every actor of a system (of an open cache: `cache.system`)."""
-        self._systems.append(system.supervisor.instruments)
         system.supervisor.instruments.add(self)
-
-    def watch(self, ref: ActorRef) -> None:
-        self._refs.add(ref)
-        ref.instruments.add(self)
 
     def __str__(self) -> str:
         return render(self.records)
@@ -90,8 +83,6 @@ class Trace(Instrument):
     # -- see `Instrument`
 
     def sent(self, receiver: ActorRef, envelope: Envelope[Any], turn: Turn | None) -> None:
-        if not self._follows(receiver):
-            return
         name, message = receiver.name, envelope.message
         sender, cause = self._sender(name, turn)
         record = self._add(sender, name, type(message).__name__, fields_of(message), cause)
@@ -104,8 +95,6 @@ class Trace(Instrument):
 
     def taken(self, receiver: ActorRef, envelope: Envelope[Any]) -> None:
         """An actor takes a message: its next turn."""
-        if not self._follows(receiver):
-            return
         name = receiver.name
         self._turns[name] = turn = self._turns.get(name, 0) + 1
         record = self._queued.pop(id(envelope), None)
@@ -127,9 +116,6 @@ class Trace(Instrument):
             _, ask = self._asks.pop(id(envelope))
             kind, reply = ("answer", value) if error is None else ("refusal", error)
             self._reply(ask, kind, f": {describe(reply)}", ask.receiver, ask.sender)
-
-    def _follows(self, ref: ActorRef) -> bool:
-        return ref.instruments in self._systems or ref in self._refs
 
     def _over(self, key: int, reply: asyncio.Future[Any]) -> None:
         """An ask's future is done. If no actor answered, the deadline passed or the asker gave
@@ -206,22 +192,10 @@ class Trace(Instrument):
             yield "op", receiver, number
 
 
-def minimal(
-    trace: Trace,
-    *,
-    request: str | None = None,
-    lease: int | None = None,
-    op: tuple[str, int] | None = None,
-) -> list[Record]:
-    """The messages of one request, one lease or one operation (the actor that chose its number, and
-    the number), those of the operations that these messages began, and the answers.
-
-    Raises ValueError if none of the three is given.
-    """
-    given = {("request", request), ("lease", lease), ("op", *(op or (None, None)))}
-    links: set[Link] = {link for link in given if link[-1] is not None}
-    if not links:
-        raise ValueError("a request, a lease or an operation must be given")
+def minimal(trace: Trace, *, request: str) -> list[Record]:
+    """The messages of one request, those of the operations that these messages began, and the
+    answers."""
+    links: set[Link] = {("request", request)}
     kept: dict[int, Record] = {}
     grown = True
     while grown:

@@ -54,7 +54,7 @@ def run_seed(
     drawn = with_sharing(drawn) if sharing else drawn
     report = SeedReport(seed)
     report.config = msgspec.json.encode(drawn.config).decode()
-    report.plan = drawn.plan.to_json()
+    report.plan = msgspec.json.encode(drawn.plan).decode()
     began = time.perf_counter()
     install()
     reset()
