@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from kvactors.types import Reason, Tier
-
-if TYPE_CHECKING:
-    from kvactors.tier_cache.sinks import SinkFeed
 
 
 class Lookup(IntEnum):
@@ -123,26 +119,3 @@ class TierHealth(NamedTuple):
 
     status: Literal["ok", "degraded", "closed"]
     reasons: tuple[str, ...]
-
-
-class EventLog:
-    """Changes of some tiers that an engine's publisher has not taken yet, in order."""
-
-    def __init__(self, tiers: Iterable[Tier], feed: SinkFeed | None = None) -> None:
-        self.tiers = frozenset(tiers)
-        self.feed = feed
-        self._events: list[TierEvent] = []
-
-    def record(self, tier: Tier, stored: bool, keys: Iterable[bytes], reason: Reason) -> None:
-        if tier in self.tiers:
-            if found := tuple(keys):
-                self._events.append(TierEvent(tier, stored, found, reason))
-        elif self.feed is not None and tier in self.feed.tiers and (found := tuple(keys)):
-            self.feed.record(tier, stored, found, reason)
-
-    def wants(self, tier: Tier) -> bool:
-        return tier in self.tiers or (self.feed is not None and tier in self.feed.tiers)
-
-    def take(self) -> list[TierEvent]:
-        events, self._events = self._events, []
-        return events

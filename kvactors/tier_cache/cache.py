@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -12,11 +14,10 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 from kvactors.cpu_evictor.slots import HostBlock, HostTier, SlotState
-from kvactors.errors import CacheClosed, ConfigError
+from kvactors.errors import CacheClosed, ConfigError, WrongThread
 from kvactors.fork import SYSTEMS
 from kvactors.tier_cache.answers import (
     CopiesInFlight,
-    EventLog,
     Lookup,
     StoreSlots,
     TierEvent,
@@ -24,15 +25,20 @@ from kvactors.tier_cache.answers import (
     TierStatistics,
 )
 from kvactors.tier_cache.checks import checked_flag, checked_key, checked_keys, checked_parents
-from kvactors.tier_cache.owner import CLOSED, Owner, RoomWaits, StepPace, trim
 from kvactors.tier_cache.settings import TierConfig, checked_config
 from kvactors.tier_cache.slots import SlotMemory
 from kvactors.tier_cache.storage import StorageResult, StorageTier, make_storage
+from kvactors.tier_cache.waits import RoomWaits, StepPace, trim
 from kvactors.types import Reason, Tier
 
 if TYPE_CHECKING:
     from kvactors.flush_notifier.sinks.base import Sink
     from kvactors.tier_cache.sinks import CacheSinks
+
+log = logging.getLogger("kvactors")
+
+NONE: int = 0
+CLOSED: int = -1  # in the place of the owner's thread: before the first call, and after the last
 
 MISS, PENDING, HIT = Lookup
 OK = TierHealth("ok", ())
@@ -96,12 +102,19 @@ class TierCache:
             storage = make_storage(config, memory=memory, clock=clock)
         self._storage, self._results, self._clock = storage, storage.results, storage.clock
         self._stores_on = storage.make is not None  # whether there is storage
-        self._owner = Owner(self._open)
+        self._thread: int = NONE  # the owner
+        self._opener: dict[str, int] = {}  # the thread that opens: one of several at once
+        self._opened = False
+        self._closed_because = "the cache is shut down"
+        self._handed: deque[Callable[[], object]] = deque()  # calls that other threads made
+        self._catching_up = False
         self._pace = StepPace()
         self.sinks = self._make_sinks(sinks)
         self._feed = None if self.sinks is None else self.sinks.service.feed
-        self._events = EventLog([Tier[name.upper()] for name in config.events], self._feed)
-        self._reports_storage = self._events.wants(Tier.STORAGE)
+        self._events: list[TierEvent] = []  # that the engine's publisher has not taken
+        self._event_tiers = frozenset(Tier[name.upper()] for name in config.events)
+        fed = self._feed.tiers if self._feed is not None else ()
+        self._reports_storage = Tier.STORAGE in {*self._event_tiers, *fed}
         self._counts = dict.fromkeys(TierStatistics._fields, 0)
 
         tier = self._tier = HostTier(config.num_slots, config.num_slots)
@@ -173,15 +186,7 @@ class TierCache:
             SinkError: a sink cannot work.
             CacheClosed: the cache is shut down.
         """
-        self._owner.check()
-
-    def _open(self) -> None:
-        SYSTEMS.add(self)
-        try:
-            self._storage.open(self.config.storage.open_timeout_s)
-        except BaseException:
-            self.shutdown()
-            raise
+        self._check_owner()
 
     def adopt(self) -> None:
         """Make the calling thread the owner. The former owner makes no more calls.
@@ -190,7 +195,28 @@ class TierCache:
             WrongThread: another thread makes the first call, which opens the cache.
             CacheClosed: the cache is shut down.
         """
-        self._owner.adopt()
+        if self._thread == CLOSED:
+            raise CacheClosed(self._closed_because)
+        if not self._opened:
+            if not self._opens():
+                raise _wrong_thread()
+            SYSTEMS.add(self)
+            try:
+                self._storage.open(self.config.storage.open_timeout_s)
+            except BaseException:
+                self.shutdown()
+                raise
+            self._opened = True
+        if self._thread != CLOSED:
+            self._thread = get_ident()
+
+    def _opens(self) -> bool:
+        return self._opener.setdefault("thread", get_ident()) == get_ident()
+
+    def _check_owner(self) -> None:
+        if self._thread not in (NONE, CLOSED, get_ident()):
+            raise _wrong_thread()
+        self.adopt()
 
     def _call(self, work: Callable[[], object]) -> None:
         """Do something as the owner, now or at the owner's next call."""
@@ -199,19 +225,45 @@ class TierCache:
 
     def _hands_over(self, call: Callable[[], object]) -> bool:
         """Begin a call. Returns whether it is another thread's, and waits for the owner's next."""
-        if self._owner.hands_over(call):
-            return True
-        self._enter()
-        return False
+        if self._thread == get_ident() or (self._thread == NONE and self._opens()):
+            self._enter()
+            return False
+        if self._thread != CLOSED:
+            self._handed.append(call)
+        return True
 
     def _enter(self) -> None:
         """Begin a call of the owner."""
-        if get_ident() != self._owner.thread:
-            self._owner.check()
-        if self._owner.handed:
-            self._owner.catch_up()
+        if get_ident() != self._thread:
+            self._check_owner()
+        if self._handed:
+            self._catch_up()
         if self._results:
             self._collect()
+
+    def _catch_up(self) -> None:
+        """Make the calls that other threads have handed over, one after another.
+
+        Each of them is a call of the owner and comes here again: it makes none of the others.
+        """
+        if self._catching_up:
+            return
+        self._catching_up = True
+        try:
+            while self._handed:
+                try:
+                    self._handed.popleft()()
+                except ValueError as error:  # a fault of the other thread, whose call has returned
+                    log.error("call of another thread refused: %s", error)
+        finally:
+            self._catching_up = False
+
+    def _leave(self, because: str = "") -> bool:
+        """No thread owns the cache any more. Returns whether this was the first call."""
+        first, self._thread = self._thread != CLOSED, CLOSED
+        self._closed_because = because or self._closed_because
+        self._handed.clear()
+        return first
 
     # -- look-up
 
@@ -233,8 +285,7 @@ class TierCache:
         """
         if type(key) is not bytes or not key:
             key = checked_key(key)
-        owner = self._owner
-        if get_ident() != owner.thread or owner.handed or self._results:
+        if get_ident() != self._thread or self._handed or self._results:
             self._enter()
         block = self._blocks.get(key)
         if block is None:
@@ -441,7 +492,7 @@ class TierCache:
         landed = self._tier.land(blocks, failed)  # in the order in which their stores began
         self._counts["stored"] += len(landed)
         self._counts["failed_stores"] += len(failed)
-        self._events.record(Tier.HOST, True, [block.hash for block in landed], Reason.OFFLOAD)
+        self._record(Tier.HOST, True, [block.hash for block in landed], Reason.OFFLOAD)
         self._unscanned += len(landed)
         if self._policy == "write_through":
             self._queue_saves(landed)
@@ -530,7 +581,7 @@ class TierCache:
             self._failed_saves.discard(key)
             self._touches.pop(key, None)
         self._counts["evicted"] += len(keys)
-        self._events.record(Tier.HOST, False, keys, Reason.CPU_EVICTION)
+        self._record(Tier.HOST, False, keys, Reason.CPU_EVICTION)
         self._from_storage.difference_update(keys)
 
     def _learn_parent(self, key: bytes, parent: bytes | None) -> None:
@@ -704,7 +755,7 @@ class TierCache:
         for key in landed:
             self._awaited[key] = until
         self._record_removed(result.removed, Reason.CORRUPT)
-        self._events.record(Tier.HOST, True, landed, Reason.LOAD)
+        self._record(Tier.HOST, True, landed, Reason.LOAD)
 
     def _note_misses(self, result: StorageResult, seconds: float) -> None:
         """Keys that the store lacks, or whose fetch failed, are misses for a while."""
@@ -733,18 +784,25 @@ class TierCache:
         self._record_removed(result.removed, Reason.STORAGE_EVICTION)
         self._record_stored(key for key in saved if self._storage.contains(key))
 
-    # -- events of storage: objects of an earlier process are named when they are first found
+    # -- events. Objects of an earlier process are named when they are first found
+
+    def _record(self, tier: Tier, stored: bool, keys: Iterable[bytes], reason: Reason) -> None:
+        if tier in self._event_tiers:
+            if found := tuple(keys):
+                self._events.append(TierEvent(tier, stored, found, reason))
+        elif self._feed is not None and tier in self._feed.tiers and (found := tuple(keys)):
+            self._feed.record(tier, stored, found, reason)
 
     def _record_stored(self, keys: Iterable[bytes]) -> None:
         if self._reports_storage:
             new = [key for key in keys if key not in self._announced]
             self._announced.update(new)
-            self._events.record(Tier.STORAGE, True, new, Reason.STORED)
+            self._record(Tier.STORAGE, True, new, Reason.STORED)
 
     def _record_removed(self, keys: Iterable[bytes], reason: Reason) -> None:
         gone = [key for key in keys if key in self._announced]
         self._announced.difference_update(gone)
-        self._events.record(Tier.STORAGE, False, gone, reason)
+        self._record(Tier.STORAGE, False, gone, reason)
 
     # -- the rest
 
@@ -767,7 +825,7 @@ class TierCache:
         tier = self._tier
         leaving = [*tier.victims(len(self._blocks)), *self._blocks.values()]  # children first
         removed = dict.fromkeys(block.hash for block in leaving if not block.arriving)
-        self._events.record(Tier.HOST, False, removed, Reason.CLEAR)
+        self._record(Tier.HOST, False, removed, Reason.CLEAR)
         tier.clear()
         self._unpin()
         kept: Any
@@ -783,12 +841,13 @@ class TierCache:
     def take_events(self) -> list[TierEvent]:
         """Changes of the tiers in `TierConfig.events` since the last call."""
         self._enter()
-        return self._events.take()
+        events, self._events = self._events, []
+        return events
 
     def has_pending_work(self) -> bool:
         """Whether copies, fetches or saves are in flight or queued, or calls of other threads
         wait. Calls of `end_step` bring all but the engine's copies to their end."""
-        waiting = (self._wanted, self._unsaved, self._unasked, self._asked, self._owner.handed)
+        waiting = (self._wanted, self._unsaved, self._unasked, self._asked, self._handed)
         if any((*waiting, self._stores, self._loads, self._jobs, self._storage.clearing)):
             return True
         return self._feed is not None and bool(self._feed.outbox or self._feed.resend)
@@ -811,7 +870,7 @@ class TierCache:
 
     def health(self) -> TierHealth:
         """Whether every tier and every sink works."""
-        if self._owner.thread == CLOSED:
+        if self._thread == CLOSED:
             return TierHealth("closed", ())
         tier = self._storage
         stored = dict.fromkeys((tier.trouble, *tier.failing, tier.condition))
@@ -825,11 +884,11 @@ class TierCache:
         Takes `storage.close_timeout_s` seconds at most, and a few more if the disk hangs. Works
         from any thread, any number of times. Later calls raise CacheClosed or do nothing.
         """
-        if get_ident() == self._owner.thread:
+        if get_ident() == self._thread:
             self._enter()
             self._end_step()
             self._submit_saves(self.saving)
-        if not self._owner.close():
+        if not self._leave():
             return
         self._storage.close(self.config.storage.close_timeout_s)
         self._storage.poll()
@@ -839,12 +898,18 @@ class TierCache:
 
     def close_in_child(self) -> None:
         """Called in a forked child: the cache cannot be used there."""
-        self._owner.close("this cache was used before a fork: open another one in the child")
+        self._leave("this cache was used before a fork: open another one in the child")
         self._storage.abandon()
 
     def check(self) -> None:
         """AssertionError if the cache's own facts disagree, for tests."""
         self._tier.check()
+
+
+def _wrong_thread() -> WrongThread:
+    return WrongThread(
+        f"{threading.current_thread().name} does not own this cache: call adopt in it first"
+    )
 
 
 def _check_in_flight(keys: Iterable[bytes], in_flight: Container[bytes], what: str) -> None:

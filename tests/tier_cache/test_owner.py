@@ -5,70 +5,67 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import pytest
 
 from kvactors.errors import WrongThread
-from kvactors.tier_cache import Lookup
-from kvactors.tier_cache.owner import Owner
-from tests.tier_cache.helpers import KEYS, LIMIT, make, payload, settle
+from kvactors.tier_cache import Lookup, StorageTier
+from tests.tier_cache.helpers import KEYS, LIMIT, elsewhere, make, payload, settle, store
 
 MANY = 5000
 """More calls than the interpreter nests."""
 
 
-def test_any_number_of_calls_is_made_in_order():
-    owner, made = Owner(lambda: None), []
-
-    def call(number):
-        owner.catch_up()  # as each call of the owner does
-        made.append(number)
-
-    owner.adopt()
-    owner.handed.extend(partial(call, number) for number in range(MANY))
-    owner.catch_up()
-    assert made == list(range(MANY))
-
-
-def test_a_call_that_fails_does_not_keep_the_others():
-    owner, made = Owner(lambda: None), []
-
-    def refused():
-        raise ValueError("no load of a key is in flight")
-
-    owner.handed.extend([refused, partial(made.append, 1), refused, partial(made.append, 2)])
-    owner.catch_up()
-    assert made == [1, 2]
-    owner.handed.append(partial(made.append, 3))
-    owner.catch_up()
-    assert made == [1, 2, 3]
+def test_any_number_of_copies_may_end_between_two_steps():
+    """In their order, and none within another: they would end the engine."""
+    cache = make(2)
+    store(cache, KEYS[:1])
+    assert cache.lookup(KEYS[0]) is Lookup.HIT
+    for _ in range(MANY):
+        cache.prepare_load(KEYS[:1])
+    elsewhere(lambda: [cache.complete_load(KEYS[:1]) for _ in range(MANY)])
+    cache.end_step()
+    assert cache.statistics().pinned == 0
+    cache.check()
+    cache.shutdown()
 
 
-def test_of_two_first_calls_one_opens_and_the_other_does_not_go_on():
+def test_a_call_that_is_refused_does_not_keep_the_others():
+    cache = make()
+    cache.prepare_store(KEYS[:2])
+    for keys in (KEYS[:1], KEYS[:1], KEYS[1:2]):
+        elsewhere(cache.complete_store, keys)
+    assert [cache.lookup(key) for key in KEYS[:2]] == [Lookup.HIT] * 2
+    cache.shutdown()
+
+
+def test_of_two_first_calls_one_opens_and_the_other_does_not_go_on(monkeypatch):
     """The other thread would read slots and storage that are not open yet."""
     begun, go = threading.Event(), threading.Event()
 
-    def start():
+    def opened(_tier, _limit):
         begun.set()
         assert go.wait(LIMIT)
 
-    owner, made = Owner(start), []
+    monkeypatch.setattr(StorageTier, "open", opened)
+    cache = make()
     with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(owner.check)
+        first = pool.submit(cache.start)
         assert begun.wait(LIMIT)
-        for call in (owner.check, owner.adopt):
+        for call in (cache.start, cache.adopt):
             with pytest.raises(WrongThread, match="call adopt"):
                 call()
-        assert owner.hands_over(partial(made.append, 1))
+        cache.touch(KEYS[:1])
+        assert cache.has_pending_work(), "the call is handed over"
         go.set()
         first.result(LIMIT)
         with pytest.raises(WrongThread, match="call adopt"):
-            owner.check()
-        pool.submit(owner.catch_up).result(LIMIT)
-    assert made == [1]
-    owner.adopt()
-    owner.check()
+            cache.start()
+        pool.submit(cache.lookup, KEYS[0]).result(LIMIT)
+        assert not cache.has_pending_work()
+    cache.adopt()
+    cache.start()
+    cache.shutdown()
 
 
 def test_threads_complete_copies_while_the_owner_works():

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.tier_cache import owner
-from kvactors.tier_cache.owner import EMPTY_STEP, PAUSE, StepPace
+from kvactors.tier_cache import waits
+from kvactors.tier_cache.waits import EMPTY_STEP, PAUSE, StepPace
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def clock(monkeypatch):
         clock["pauses"].append(seconds)
         clock["now"] += seconds
 
-    monkeypatch.setattr(owner.time, "monotonic", lambda: clock["now"])
-    monkeypatch.setattr(owner.time, "sleep", sleep)
+    monkeypatch.setattr(waits.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(waits.time, "sleep", sleep)
     return clock
 
 
