@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvactors.cpu_evictor.messages import Save, Saved
 from kvactors.cpu_evictor.save import SaveJob
@@ -183,47 +181,3 @@ def test_a_copy_evicted_during_a_save_to_a_device_store_is_not_called_kept():
     host.run(host.memory.evict, host.tier.victims(1))
     (answer,) = sent(host.end(DeviceSaved(write.op, 2)))
     assert answer.kept_mask == bytes([1, 0])
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    finished=st.lists(
-        st.tuples(
-            st.integers(0, 2),
-            st.integers(1, 5),
-            st.integers(0, 4),
-            st.lists(st.integers(0, 4), max_size=2),
-        ),
-        min_size=1,
-        max_size=6,
-    ),
-    mode=st.sampled_from(["exclusive", "inclusive"]),
-    slots=st.integers(0, 4),
-    transit=st.integers(1, 3),
-    numbers=st.lists(st.integers(0, 5), max_size=20),
-)
-def test_any_order_of_finished_requests(finished, mode, slots, transit, numbers):
-    """Each is answered once, kept blocks are resident, and what is stored is what was computed."""
-    host = Host(slots, transit, mode=mode)
-    moves, order = Movements(host), iter(numbers)
-    for number, (family, length, first, failed) in enumerate(finished):
-        keys = path(length, family)
-        moves.device.update({100 * number + i: key for i, key in enumerate(keys)})
-        blocks = tuple(100 * number + i for i in range(length))
-        positions = tuple(range(min(first, length), length))
-        keep = not host.memory.exclusive
-        moves.run(
-            SaveJob(
-                host.memory, Save(number, ROOT, join_hashes(keys), blocks, keep, positions)
-            ).begin
-        )
-        for _ in range(next(order, 0)):
-            if moves.open:
-                moves.complete(next(order, 0) % len(moves.open), failed)
-                host.tier.check()
-    moves.complete_all()
-    assert sorted(answer.op for answer in moves.of(Saved)) == list(range(len(finished)))
-    assert not host.timers
-    for block in host.tier.blocks.values():
-        assert moves.slots[block.slot] == block.hash
-    host.idle()

@@ -418,6 +418,3 @@ def test_a_job_that_the_closing_loop_does_not_see_fails(monkeypatch: pytest.Monk
     tier.close(1.0)
     assert job.result(LIMIT).ok == (False,)
     assert (tier.in_flight, len(tier.poll())) == (0, 1)
-
-
-# -- the least and small limits

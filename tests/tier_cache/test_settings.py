@@ -26,21 +26,12 @@ def test_settings_of_the_same_name_have_the_same_range():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("io_depth", 1_000_000),
         ("io_depth", 0),
-        ("ranks", 0),
-        ("min_hits", 0),
-        ("timeout_s", 0.0),
-        ("timeout_s", math.nan),
-        ("timeout_s", math.inf),
         ("slot_timeout_s", -1.0),
         ("slot_timeout_s", math.nan),
         ("open_timeout_s", math.inf),
         ("close_timeout_s", 0.0),
         ("capacity_blocks", 0),
-        ("capacity_bytes", "many"),
-        ("free_space_floor", -1),
-        ("directory", "a\0b"),
         ("write_policy", "sometimes"),
     ],
 )
