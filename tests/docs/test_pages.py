@@ -7,7 +7,9 @@ import pytest
 from tests.docs.pages import DOCS, HOW_TO, blocks_of, output_of
 
 
-@pytest.mark.parametrize("page", ["first_cache.md", "how-to/sleep.md", "how-to/erase_a_tenant.md"])
+@pytest.mark.parametrize(
+    "page", ["first_cache.md", "how-to/sleep.md", "how-to/erase_a_tenant.md", "tier_cache.md"]
+)
 def test_the_parts_are_one_program_that_prints_what_the_page_shows(page, tmp_path):
     parts, shown = blocks_of(DOCS / page), blocks_of(DOCS / page, "text")
     assert parts

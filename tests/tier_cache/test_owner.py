@@ -1,4 +1,4 @@
-"""The calls that other threads hand over to the owner of a cache."""
+"""The calls that other threads hand over to the owner of a cache, and the pace of its steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from kvactors.errors import WrongThread
-from kvactors.tier_cache import Lookup, StorageTier
+from kvactors.tier_cache import Lookup, StorageTier, waits
+from kvactors.tier_cache.waits import EMPTY_STEP, PAUSE, StepPace
 from tests.tier_cache.helpers import KEYS, LIMIT, elsewhere, make, payload, settle, store
 
 MANY = 5000
@@ -108,3 +109,36 @@ def test_threads_complete_copies_while_the_owner_works():
     cache.check()
     assert cache.statistics().pinned == 0
     cache.shutdown()
+
+
+# -- pauses between empty steps, so that fetches are not starved by an engine that only waits
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time and the pauses of the steps."""
+    clock = {"now": 100.0, "pauses": []}
+
+    def sleep(seconds):
+        clock["pauses"].append(seconds)
+        clock["now"] += seconds
+
+    monkeypatch.setattr(waits.time, "monotonic", lambda: clock["now"])
+    monkeypatch.setattr(waits.time, "sleep", sleep)
+    return clock
+
+
+def test_a_step_that_computes_is_followed_by_no_pause(clock):
+    steps = StepPace()
+    for _ in range(10):
+        clock["now"] += 2 * EMPTY_STEP
+        steps.step_ended()
+    assert clock["pauses"] == []
+
+
+def test_each_empty_step_after_the_first_is_followed_by_a_pause(clock):
+    steps = StepPace()
+    for _ in range(10):
+        clock["now"] += 0.1 * EMPTY_STEP
+        steps.step_ended()
+    assert clock["pauses"] == [PAUSE] * 9
