@@ -148,12 +148,6 @@ def test_storage_is_not_asked(fields):
     host.idle()
 
 
-def test_storage_that_is_being_cleared_is_not_asked():
-    host = Host()
-    host.run(host.memory.clear_store, 1, None)
-    assert names(host.run(host.load(path(2)).begin)) == ["Loaded"]
-
-
 def test_blocks_that_come_after_the_deadline_are_misses():
     host, keys = Host(), path(3)
     host.fill(keys[:1])

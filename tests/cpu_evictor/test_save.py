@@ -68,21 +68,17 @@ def test_a_store_that_does_not_answer_in_time_is_not_waited_for():
     host.idle()
 
 
-def test_a_clear_before_the_answer_keeps_blocks_of_before_out():
+@pytest.mark.parametrize("what", ["cleared", "lost"])
+def test_blocks_of_before_a_clear_or_of_a_lost_memory_are_not_copied(what):
     host = Host(mode="inclusive")
     (probe,) = sent(host.run(save(host, path(2)).begin))
-    host.run(host.memory.clear)
+    if what == "cleared":
+        host.run(host.memory.clear)
+    else:
+        host.requests.generation = 1
     (answer,) = sent(host.end(Probed(probe.op, 0)))
     assert answer.kept_mask == bytes(2)
     assert host.tier.free == 8
-
-
-def test_blocks_of_a_lost_memory_are_not_copied():
-    host = Host(mode="inclusive")
-    (probe,) = sent(host.run(save(host, path(2)).begin))
-    host.requests.generation = 1
-    (answer,) = sent(host.end(Probed(probe.op, 0)))
-    assert answer.kept_mask == bytes(2)
     host.idle()
 
 

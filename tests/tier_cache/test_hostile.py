@@ -13,7 +13,7 @@ from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.tier_cache import Lookup, SlotMemory, TierCache
 from kvactors.tier_cache.settings import checked_config
-from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, alone, in_child, on_disk, payload, store
+from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, on_disk, store
 
 
 class HangingSink(MemorySink):
@@ -54,34 +54,6 @@ def test_a_shutdown_with_a_sink_that_hangs_is_bounded(backend):
     assert not cache.sinks.wait_flushed(1.0)
     cache.sinks.describe(KEYS[:1], [1, 2])
     cache.shutdown()
-
-
-@pytest.mark.parametrize("backend", ["none", "memory"])
-def test_a_child_of_a_cache_with_sinks_is_refused_and_ends(backend):
-    cache = with_sink(MemorySink(MemorySinkConfig(tiers=("host",)), 2), backend=backend)
-    store(cache, KEYS[:1])
-
-    def use() -> None:
-        with pytest.raises(CacheClosed):
-            cache.lookup(KEYS[0])
-        cache.shutdown()
-
-    assert in_child(use)
-    assert cache.lookup(KEYS[0]) is Lookup.HIT
-    cache.shutdown()
-
-
-def test_a_caller_that_reuses_its_buffer_after_the_result_changes_no_object(tmp_path):
-    tier = alone(backend="file", directory=str(tmp_path), capacity_blocks=64)
-    buffer = bytearray(BLOCK)
-    for key in KEYS[:20]:
-        buffer[:] = payload(key)
-        assert tier.submit_store(key, [key], [memoryview(buffer)]).result(LIMIT).ok == (True,)
-    buffer[:] = bytes(BLOCK)
-    for key in KEYS[:20]:
-        assert tier.submit_load(key, [key], [memoryview(buffer)]).result(LIMIT).ok == (True,)
-        assert bytes(buffer) == payload(key)
-    tier.close()
 
 
 def serve_without_end(cache: TierCache) -> None:
