@@ -13,7 +13,7 @@ from kvactors.observe.prometheus import TierMetrics
 from kvactors.tier_cache import Lookup, TierStatistics
 from kvactors.tier_cache.cache import OK
 from kvactors.tier_cache.settings import checked_config
-from kvactors.top import Metrics, Process, ShownHealth
+from kvactors.top import Process, ShownHealth, parse_metrics
 from tests.tier_cache.helpers import KEYS, answer, load, make, payload, settle, store
 
 
@@ -62,13 +62,14 @@ def test_the_collector_can_be_parsed_and_shown_and_ends_with_the_cache():
     text = generate_latest(registry).decode()
     names = [family.name for family in text_string_to_metric_families(text)]
     assert len(names) == len(set(names))
-    view = Process("u", 1.0).view(0.0, Metrics.of(text), ShownHealth("ok"))
+    shown = parse_metrics("u", 200, text.encode())
+    view = Process("u", 1.0).view(0.0, shown, ShownHealth("ok"))
     assert {tier["name"]: (tier["blocks"], tier["bytes"]) for tier in view["tiers"]} == {
         "host": (1, 96),
         "storage": (2, 192),
     }
-    moved = {one["route"]: one["bytes_since_start"] for one in view["transfers"]}
-    assert moved == {
+    moved = shown["kv_offload_total_bytes_total"]
+    assert {labels["transfer_type"]: value for labels, value in moved} == {
         "device_to_host": 192,
         "host_to_device": 96,
         "host_to_storage": 192,
