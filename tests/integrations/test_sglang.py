@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from kvactors import ConfigError
-from kvactors.integrations.sglang import pages as page_store_module
-from kvactors.integrations.sglang.pages import HostPages, PageRegion, PageStore, find_prefixes
+from kvactors.integrations.page_store import PageRegion, PageStore
+from kvactors.integrations.sglang.pages import HostPages, find_prefixes
 from kvactors.integrations.sglang.settings import (
     LINKER_WHERE,
     WHERE,
@@ -268,12 +268,11 @@ class Memory:
 def open_pages(cls: type, timeout: float = 5.0) -> PageStore:
     storage = {"backend": f"{cls.__module__}:{cls.__name__}", "timeout_s": timeout}
     tier = open_storage({"model": "m", "block_bytes": PAGE, "num_slots": 1, "storage": storage})
-    return PageStore(tier, PAGE, timeout)
+    return PageStore(tier, PAGE, timeout, buffer_bytes=2 * PAGE)  # batches of two pages
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(page_store_module, "BUFFER_BYTES", 2 * PAGE)  # batches of two pages
+def memory() -> Any:
     FaultyStore.mode, SharedStore.mode = "ok", "ok"
     found = Memory()
     found.fill()

@@ -29,17 +29,14 @@ from kvactors.integrations.lmcache.catalog import (
     layout_of,
     stored_object,
 )
-from kvactors.integrations.lmcache.object_store import Buffer, ObjectStore, TransferTask
-from kvactors.integrations.lmcache.settings import (
-    L2Settings,
-    read_settings,
-    staging_memory,
-    store_config,
-)
+from kvactors.integrations.lmcache.object_store import BUFFERS, Buffer, ObjectStore, TransferTask
+from kvactors.integrations.lmcache.settings import L2Settings, read_settings, store_config
+from kvactors.integrations.page_store import PageStore
 from kvactors.native import addresses
+from kvactors.settings.check import in_bytes
 from kvactors.tier_cache import StorageTier, TierConfig, open_storage
 
-STOP_LIMIT_S = 5.0  # of the loop, which never waits for the file system
+STOP_LIMIT_S = 5.0  # of the moves in flight, and of the loop, which never waits
 
 
 class KVActorsL2(L2AdapterInterface):
@@ -61,14 +58,19 @@ class KVActorsL2(L2AdapterInterface):
         self._lookups: dict[int, Any] = {}
         self._loads: dict[int, Any] = {}
         self._closed = False
-        staging = staging_memory(settings)
         tier = self._tier = open_storage(config)
         try:
             catalog, keys = read_keys(tier, config, settings)
         except BaseException:
             tier.close(settings.close_timeout_s)
             raise
-        self._objects = ObjectStore(tier, keys, catalog, self, staging)
+        self._pages = PageStore(
+            tier,
+            settings.page,
+            settings.timeout_s,
+            buffer_bytes=in_bytes(settings.staging_bytes, "staging_bytes") // BUFFERS,
+        )
+        self._objects = ObjectStore(self._pages, keys, catalog, self)
         self._store_event, self._lookup_event, self._load_event = (
             create_event_notifier() for _ in range(3)
         )
@@ -240,9 +242,7 @@ class KVActorsL2(L2AdapterInterface):
             return
         self._closed = True
         stopped = self._objects.stop(STOP_LIMIT_S)
-        self._tier.close(self.settings.close_timeout_s)
-        if self._tier.stuck:
-            self._objects.memory.keep()
+        self._pages.close(self.settings.close_timeout_s)
         self._objects.keys.close()
         if stopped:  # else the thread may still signal
             for event in (self._store_event, self._lookup_event, self._load_event):

@@ -29,7 +29,6 @@ T = TypeVar("T")
 
 OBJECT_DOMAIN = b"kvactors.lmcache.v1"
 HASH, MODEL, RANK, GROUP, SALT, LAYOUT, SIZE = range(1, 8)
-DIGEST_BYTES = 32
 MODEL_TIMEOUT_S = 10.0  # to read the files of a model, once in a process
 
 
@@ -190,13 +189,11 @@ class KeyFile:
 
     Attributes:
         error: why the file does not take records, empty if it does.
-        unwritten: objects that are stored and whose tasks have not ended.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.error = ""
-        self.unwritten: dict[Key, ObjectShape] = {}
         self._lines = 0
         self._fd: int | None = None
         self._torn = False  # the last line may lack its end
@@ -254,12 +251,6 @@ class KeyFile:
     def run(self, call: Callable[[], T], limit: float) -> T:
         """The result of a call, TimeoutError after `limit` seconds."""
         return self._disk.submit(call).result(limit)
-
-    def take(self, keys: Sequence[Key]) -> list[Record]:
-        """The records of a task that has ended, the end of the prefix first: the order of the file
-        is the order of use after a restart."""
-        fresh = dict.fromkeys(key for key in reversed(keys) if key in self.unwritten)
-        return [(key, self.unwritten.pop(key)) for key in fresh]
 
     def is_long(self, objects: int) -> bool:
         return self._lines > 2 * objects + SPARE_LINES

@@ -7,8 +7,8 @@ from typing import Any
 
 from kvactors.errors import ConfigError
 from kvactors.integrations.engine import FileStoreSettings
-from kvactors.settings.check import DeviceNumber, convert, in_bytes, located
-from kvactors.tier_cache import SlotMemory, TierConfig
+from kvactors.settings.check import convert, in_bytes, located
+from kvactors.tier_cache import TierConfig
 from kvactors.tier_cache.settings import checked_config
 
 WHERE = "adapter_params"
@@ -22,7 +22,6 @@ class L2Settings(FileStoreSettings, frozen=True, kw_only=True):
     capacity_bytes: int | str
     page_bytes: int | str = "1MB"
     staging_bytes: int | str = "64MB"
-    numa_node: DeviceNumber | None = None
     open_timeout_s: float = 60.0
     close_timeout_s: float = 5.0
 
@@ -33,10 +32,6 @@ class L2Settings(FileStoreSettings, frozen=True, kw_only=True):
     @property
     def pages(self) -> int:
         return in_bytes(self.capacity_bytes, "capacity_bytes") // self.page
-
-    @property
-    def staging_pages(self) -> int:
-        return in_bytes(self.staging_bytes, "staging_bytes") // self.page
 
 
 def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
@@ -50,12 +45,6 @@ def read_settings(adapter_params: Mapping[str, Any]) -> L2Settings:
             if in_bytes(size, name) < pages * settings.page:
                 raise ConfigError(f"{name} must be at least {pages} x page_bytes, not {size!r}")
     return settings
-
-
-def staging_memory(settings: L2Settings) -> SlotMemory:
-    """The memory that pages pass through."""
-    with located(WHERE):
-        return SlotMemory(settings.staging_pages, settings.page, numa_node=settings.numa_node)
 
 
 def store_config(settings: L2Settings) -> TierConfig:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
-from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from typing import Any, NamedTuple
@@ -15,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kvactors.errors import CacheClosed, ConfigError, DeviceError
-from kvactors.tier_cache import CopyWorker, StorageResult, StorageTier, TierCache
+from kvactors.integrations.page_store import PageRegion
+from kvactors.tier_cache import CopyWorker, TierCache
 from kvactors.tier_cache.cache import leading_keys
 
 POOL = "MHATokenToKVPool"  # its pages are rows of keys and of values in every layer
@@ -73,13 +70,6 @@ class DevicePages:
                 f"indices {wrong[0]} to {wrong[-1]} are not a page of {self.page_tokens}"
             )
         return [int(page) for page in starts // self.page_tokens]
-
-
-class PageRegion(NamedTuple):
-    """Contiguous memory."""
-
-    address: int
-    nbytes: int
 
 
 class HostPages:
@@ -378,135 +368,6 @@ class PageMoves:
             self._closed = True
             self._copies.shutdown()
             self._tiers.shutdown()
-
-
-BUFFER_BYTES = 32 << 20  # of a buffer, at least one page
-AT_ONCE = 2  # buffers that a call uses while the store works on another one
-KEPT = 4  # buffers kept for later calls
-
-
-class PageStore:
-    """Saves and loads pages, each within a deadline.
-
-    The store never reads or writes the engine's memory. Pages are copied to and from buffers by the
-    calling thread, so that a call to the disk that outlives its deadline finds no page that the
-    engine has given to another request.
-    """
-
-    def __init__(self, tier: StorageTier, page_bytes: int, timeout: float) -> None:
-        self.tier = tier
-        self._page_bytes = page_bytes
-        self._timeout = timeout
-        self._batch_pages = max(1, BUFFER_BYTES // page_bytes)
-        self._buffers: deque[np.ndarray] = deque()
-        self._jobs = count()
-
-    def look_up(self, keys: Sequence[bytes]) -> list[bool]:
-        """Whether each page can be read. A store that lists no objects is asked."""
-        found = [self.tier.contains(key) for key in keys]
-        unknown = [i for i, known in enumerate(found) if not known]
-        if self.tier.lists or not unknown or self.tier.trouble:
-            return found
-        with suppress(CacheClosed, TimeoutError):
-            asked = self.tier.submit_lookup(next(self._jobs), [keys[i] for i in unknown])
-            for i, known in zip(unknown, asked.result(self._timeout).ok, strict=True):
-                found[i] = known
-        self.tier.poll()  # results are taken from the jobs
-        return found
-
-    def load(self, keys: Sequence[bytes], pages: Sequence[Sequence[PageRegion]]) -> list[bool]:
-        """Read pages into the engine's memory. Returns whether each was read: the memory of one
-        that failed is unchanged, and after a failure the pages of later buffers are not read."""
-        tier = self.tier
-        wanted = [i for i, key in enumerate(keys) if not tier.lists or tier.contains(key)]
-        return self._move(keys, pages, wanted, [False] * len(keys), save=False)
-
-    def save(self, keys: Sequence[bytes], pages: Sequence[Sequence[PageRegion]]) -> list[bool]:
-        """Write pages from the engine's memory. Returns whether the store has each now."""
-        ok = [self.tier.contains(key) for key in keys]
-        wanted = [i for i, found in enumerate(ok) if not found]
-        return self._move(keys, pages, wanted, ok, save=True)
-
-    def _move(
-        self,
-        keys: Sequence[bytes],
-        pages: Sequence[Sequence[PageRegion]],
-        wanted: Sequence[int],
-        ok: list[bool],
-        *,
-        save: bool,
-    ) -> list[bool]:
-        """Move the wanted pages by buffers, and mark those that were moved in `ok`."""
-        submit = self.tier.submit_store if save else self.tier.submit_load
-        until = time.monotonic() + self._timeout
-        in_flight: deque[tuple[Sequence[int], np.ndarray, Future[StorageResult]]] = deque()
-
-        def finish() -> bool:
-            """Wait for the oldest buffer. Returns whether the call goes on."""
-            some, buffer, done = in_flight.popleft()
-            self.tier.poll()  # results are taken from the jobs
-            try:
-                result = done.result(max(0.0, until - time.monotonic()))
-            except TimeoutError:
-                return False  # the job keeps its buffer
-            self.tier.poll()
-            good = [i for i, found in enumerate(result.ok) if found]
-            if not save:
-                read = ((i, pages[some[i]]) for i in good)
-                self._copy(buffer, read, to_buffer=False)
-            for i in good:
-                ok[some[i]] = True
-            if len(self._buffers) < KEPT:
-                self._buffers.append(buffer)
-            return save or len(good) == len(result.ok)
-
-        size = self._page_bytes
-        for first in range(0, len(wanted), self._batch_pages):
-            if len(in_flight) == AT_ONCE and not finish():
-                return ok
-            if self.tier.trouble or time.monotonic() >= until:
-                break
-            buffer = self._buffer()
-            some = wanted[first : first + self._batch_pages]
-            if save:
-                self._copy(buffer, enumerate(pages[i] for i in some), to_buffer=True)
-            views = [buffer.data[i * size : (i + 1) * size] for i in range(len(some))]
-            try:
-                done = submit(next(self._jobs), [keys[i] for i in some], views)
-            except CacheClosed:
-                break
-            in_flight.append((some, buffer, done))
-        while in_flight and finish():
-            pass
-        return ok
-
-    def _buffer(self) -> np.ndarray:
-        try:
-            return self._buffers.pop()
-        except IndexError:  # other threads take buffers too
-            return np.empty(self._batch_pages * self._page_bytes, np.uint8)
-
-    def _copy(
-        self,
-        buffer: np.ndarray,
-        pages: Iterable[tuple[int, Sequence[PageRegion]]],
-        *,
-        to_buffer: bool,
-    ) -> None:
-        """Copy pages to or from their places in a buffer. `memmove` lets other threads run."""
-        for place, regions in pages:
-            at = buffer.ctypes.data + place * self._page_bytes
-            for region in regions:
-                if to_buffer:
-                    ctypes.memmove(at, region.address, region.nbytes)
-                else:
-                    ctypes.memmove(region.address, at, region.nbytes)
-                at += region.nbytes
-
-    def close(self, limit: float) -> None:
-        """Close the store. Later calls answer that there is nothing."""
-        self.tier.close(limit)
-        self.tier.poll()
 
 
 class Prefixes(NamedTuple):

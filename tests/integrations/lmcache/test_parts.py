@@ -17,9 +17,8 @@ from kvactors.integrations.lmcache.catalog import (
     layout_of,
     stored_object,
 )
-from kvactors.integrations.lmcache.settings import read_settings, staging_memory, store_config
+from kvactors.integrations.lmcache.settings import read_settings, store_config
 from tests.integrations.lmcache.world import KEYS, LAYOUT
-from tests.support.numa import bound_node
 
 SHAPE = ObjectShape(LAYOUT, 10_000)
 GOOD = {"directory": "/x", "capacity_bytes": "1GB"}
@@ -37,8 +36,6 @@ GOOD = {"directory": "/x", "capacity_bytes": "1GB"}
         ({"page_bytes": 0}, "page_bytes must be a multiple"),
         ({"staging_bytes": "1MB"}, "staging_bytes must be at least"),
         ({"durability": "maybe"}, "durability"),
-        ({"numa_node": -1}, "numa_node must be"),
-        ({"numa_node": 1.5}, "numa_node must be"),
         ({"io_depth": 0}, "io_depth must be at least 1"),
         ({"timeout_s": -1}, "timeout_s must be above 0"),
         ({"timeout_s": float("inf")}, "timeout_s must be at most"),
@@ -53,14 +50,6 @@ def test_bad_settings_are_named(changes: dict[str, object], text: str) -> None:
 def test_missing_settings_are_named(missing: str) -> None:
     with pytest.raises(ConfigError, match=f"adapter_params.*{missing} is missing"):
         read_settings({name: value for name, value in GOOD.items() if name != missing})
-
-
-def test_the_staging_memory_comes_from_the_node_of_the_settings() -> None:
-    memory = staging_memory(read_settings(GOOD | {"numa_node": 0}))
-    assert bound_node(memory.address) == 0
-    assert bound_node(staging_memory(read_settings(GOOD)).address) is None
-    with pytest.raises(ConfigError, match="adapter_params: numa_node is 1022"):
-        staging_memory(read_settings(GOOD | {"numa_node": 1022}))
 
 
 def test_fields_do_not_run_into_one_another() -> None:

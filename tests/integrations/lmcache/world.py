@@ -14,7 +14,8 @@ from typing import Any
 
 from kvactors.integrations.lmcache.catalog import Key, KeyCatalog, KeyFile, ObjectShape
 from kvactors.integrations.lmcache.object_store import Buffer, ObjectStore, TransferTask
-from kvactors.tier_cache import SlotMemory, StorageTier, open_storage
+from kvactors.integrations.page_store import PageStore
+from kvactors.tier_cache import StorageTier, open_storage
 from tests.tier_cache.stores import FaultyStore
 
 PAGE = 4096
@@ -71,8 +72,8 @@ class World:
         self.keys = KeyFile(folder / "keys.jsonl")
         self.keys.read()
         self.keys.rewrite([])
-        staging = SlotMemory(8, tier.block_bytes)
-        self.objects = ObjectStore(tier, self.keys, KeyCatalog(capacity), self, staging)
+        pages = PageStore(tier, tier.block_bytes, timeout, buffer_bytes=2 * tier.block_bytes)
+        self.objects = ObjectStore(pages, self.keys, KeyCatalog(capacity), self)
 
     # -- the receiver
 
