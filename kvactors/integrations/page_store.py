@@ -28,7 +28,7 @@ AT_ONCE = 2  # buffers of a call: one is filled while the store works on the oth
 KEPT = 8  # buffers kept for later calls
 
 
-class Batch(NamedTuple):
+class PageBatch(NamedTuple):
     """Pages of a call, by number, and the job that moves them between a buffer and the store."""
 
     pages: Sequence[int]
@@ -111,7 +111,7 @@ class PageStore:
     ) -> list[bool]:
         """Move the wanted pages by buffers, and mark those that were moved in `ok`."""
         end = until or time.monotonic() + self._timeout
-        in_flight: deque[Batch] = deque()
+        in_flight: deque[PageBatch] = deque()
         for first in range(0, len(wanted), self._batch_pages):
             if len(in_flight) == AT_ONCE and not self._end(in_flight.popleft(), pages, ok, end):
                 return ok
@@ -133,17 +133,17 @@ class PageStore:
         some: Sequence[int],
         *,
         save: bool,
-    ) -> Batch:
+    ) -> PageBatch:
         """Begin to move some of the pages. CacheClosed."""
         buffer, size = self._buffer(), self._page_bytes
         if save:
             self._copy(buffer, enumerate(pages[i] for i in some), to_buffer=True)
         views = [buffer.data[i * size : (i + 1) * size] for i in range(len(some))]
         submit = self.tier.submit_store if save else self.tier.submit_load
-        return Batch(some, buffer, submit(next(self._jobs), [keys[i] for i in some], views))
+        return PageBatch(some, buffer, submit(next(self._jobs), [keys[i] for i in some], views))
 
     def _end(
-        self, batch: Batch, pages: Sequence[Sequence[PageRegion]], ok: list[bool], until: float
+        self, batch: PageBatch, pages: Sequence[Sequence[PageRegion]], ok: list[bool], until: float
     ) -> bool:
         """Wait for a batch, and mark its pages in `ok`. Returns whether the call goes on."""
         self.tier.poll()  # results are taken from the jobs
