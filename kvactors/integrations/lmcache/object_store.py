@@ -72,7 +72,7 @@ class TransferTask:
         self.ok = [False] * len(self.keys)
 
 
-class Transfer(NamedTuple):
+class ObjectTransfer(NamedTuple):
     """The move of one object of a task between LMCache's memory and the store."""
 
     task: TransferTask
@@ -222,7 +222,7 @@ class ObjectStore:
             found = self.catalog.objects.get(key)
             if found is not None and buffer is not None and found.shape == buffer.shape:
                 self.catalog.lock(key)
-                self._start(Transfer(task, index, buffer, found))
+                self._start(ObjectTransfer(task, index, buffer, found))
 
     def _begin_save(self, task: TransferTask) -> None:
         keep = set(task.keys)
@@ -237,7 +237,7 @@ class ObjectStore:
             if self._make_space(key, wanted.pages, keep):
                 self._storing[key] += 1
                 self.catalog.reserved += wanted.pages
-                self._start(Transfer(task, index, buffer, wanted))
+                self._start(ObjectTransfer(task, index, buffer, wanted))
         self.catalog.touch(task.keys)
 
     def _make_space(self, key: Key, pages: int, keep: set[Key]) -> bool:
@@ -252,12 +252,12 @@ class ObjectStore:
         self._drop(victims)
         return True
 
-    def _start(self, transfer: Transfer) -> None:
+    def _start(self, transfer: ObjectTransfer) -> None:
         transfer.task.left += 1
         moved = self._movers[transfer.task.save].submit(partial(self._move, transfer))
         moved.add_done_callback(lambda done: self.post(partial(self._moved, transfer, done)))
 
-    def _move(self, transfer: Transfer) -> bool:
+    def _move(self, transfer: ObjectTransfer) -> bool:
         """Move the pages of an object, in a thread. Ends at the task's deadline."""
         if not self.running or time.monotonic() >= transfer.task.deadline:
             return False
@@ -267,7 +267,7 @@ class ObjectStore:
         move = self._pages.save if transfer.task.save else self._pages.load
         return all(move(transfer.found.page_keys(), parts, transfer.task.deadline))
 
-    def _moved(self, transfer: Transfer, done: Future[bool]) -> None:
+    def _moved(self, transfer: ObjectTransfer, done: Future[bool]) -> None:
         task, position, _, found = transfer
         key, ok = task.keys[position], done.exception() is None and done.result()
         if task.save:
