@@ -6,7 +6,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import sys
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -321,19 +320,4 @@ def test_a_store_that_fails_is_a_miss(memory: Memory) -> None:
     FaultyStore.mode = "raise"
     assert store.load(KEYS[:2], memory.regions(range(2))) == [False, False]
     assert store.save(KEYS[2:], memory.regions(range(2, 6))) == [False] * 4
-    store.close(5.0)
-
-
-def test_loads_and_saves_of_two_threads(memory: Memory) -> None:
-    store = open_pages(FaultyStore)
-    assert all(store.save(KEYS[:3], memory.regions(range(3))))
-    other, results = Memory(), []
-    loads = threading.Thread(
-        target=lambda: results.append(store.load(KEYS[:3], other.regions(range(3))))
-    )
-    loads.start()
-    assert all(store.save(KEYS[3:], memory.regions(range(3, 6))))
-    loads.join(60)
-    assert results == [[True] * 3]
-    assert (other.bytes[:, :3] == memory.bytes[:, :3]).all()
     store.close(5.0)

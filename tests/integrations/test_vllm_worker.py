@@ -14,15 +14,12 @@ import numpy as np
 import pytest
 
 from kvactors import DeviceError
-from kvactors.data_plane.cuda import copy_queue
 from kvactors.data_plane.cuda import driver as cuda_driver
-from kvactors.tier_cache import copies
 from tests.integrations.test_vllm import ROW, Config
 from tests.integrations.vllm_stand_in import Platform, stand_in
 from tests.support.cuda import Gpu, PointerTensor, opened_gpu
 
 LIMIT = 60.0
-SHORT = 0.05
 OUT_OF_MEMORY = 2
 PAGE = ROW // 2
 BLOCKS, CHUNK = 8, 2
@@ -110,23 +107,14 @@ def test_chunks_go_to_the_host_and_back_behind_the_models_stream(gpu: Gpu, tmp_p
         assert engine.chunk(1) == content(tensors, 2) + bytes(ROW)
         assert engine.chunk(0) == bytes(ROW) + content(tensors, 4)
 
+        with pytest.raises(DeviceError, match="are not 1 chunks"):
+            worker.submit_load(3, chunks(3), device_blocks(0, 1, 2))
         worker.submit_load(3, chunks(3, 1), device_blocks(6, 7, first=1))
         assert ended(worker, 3) == [(3, True, 2 * ROW)]
         assert content(tensors, 6) == content(tensors, 5)
         assert content(tensors, 7) == content(tensors, 2)
         engine.close(worker)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_vllms_worker_copies_on_a_gpu_unless_kvactors_is_chosen(gpu: Gpu, tmp_path: Path) -> None:
-    with on(gpu, tmp_path) as modules:
-        engine = Engine(modules, gpu.tensors(BLOCKS, PAGE, PAGE))
-        worker = engine.worker()
-        assert type(worker).__name__ == "CPUOffloadingWorker"
-        shared = worker.named["mmap_region"]
-        assert (worker.named["num_cpu_chunks"], worker.named["blocks_per_chunk"]) == (4, CHUNK)
-        engine.manager.shutdown()
-        shared.cleanup()
 
 
 def test_the_order_of_a_chunks_bytes_is_part_of_its_identity(gpu: Gpu, tmp_path: Path) -> None:
@@ -151,45 +139,3 @@ def test_a_copy_of_the_gpu_that_fails_is_named_and_is_no_success(gpu: Gpu, tmp_p
         with pytest.raises(DeviceError, match="a copy from the GPU failed: cuEventRecord"):
             worker.get_finished()
         engine.close(worker)
-
-
-def test_memory_of_a_copy_that_does_not_end_stays_mapped(
-    gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The GPU may still write to it."""
-    monkeypatch.setattr(copy_queue, "CLOSE_LIMIT", SHORT)
-    tensors = gpu.tensors(BLOCKS, PAGE, PAGE, kind=PointerTensor)
-    with on(gpu, tmp_path) as modules:
-        engine = Engine(modules, tensors, copy_worker="kvactors")
-        worker = engine.worker()
-        gpu.fake.gate(0)
-        worker.submit_store(1, device_blocks(0, 1), chunks(0))
-        worker.shutdown()
-        engine.manager.shutdown()
-    assert list(tmp_path.iterdir()) == []
-    (_, memory), rows = copies.KEPT.pop(), CHUNK * ROW
-    assert bytes(memory[:rows]) == bytes(rows)
-    gpu.fake.gate(-1)
-    (undo, *_) = cuda_driver.ABANDONED.pop()
-    with gpu.driver.current(gpu.context):
-        gpu.driver.call("cuStreamSynchronize", 0)
-        undo.close()
-    assert bytes(memory[:rows]) == content(tensors, 0) + content(tensors, 1)
-    gpu.forget()
-
-
-def test_chunks_go_to_the_host_and_back_on_a_cpu(tmp_path: Path) -> None:
-    tensors = [np.random.default_rng(i).integers(0, 255, (BLOCKS, PAGE), np.uint8) for i in (0, 1)]
-    with stand_in(tmp_path, Platform("cpu")) as modules:
-        engine = Engine(modules, tensors)
-        worker = engine.worker()
-        worker.submit_store(1, device_blocks(0, 5), chunks(3))
-        assert ended(worker, 1) == [(1, True, 2 * ROW)]
-        worker.submit_load(2, chunks(3), device_blocks(6, 7))
-        assert ended(worker, 2) == [(2, True, 2 * ROW)]
-        for one in tensors:
-            assert (one[[6, 7]] == one[[0, 5]]).all()
-        with pytest.raises(DeviceError, match="are not 1 chunks"):
-            worker.submit_load(3, chunks(3), device_blocks(0, 1, 2))
-        engine.close(worker)
-    assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,8 @@ import select
 import signal
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +41,20 @@ def descendants(process: int) -> list[int]:
             with suppress(OSError):  # it has ended
                 found += map(int, task.read_text().split())
     return found[1:]
+
+
+def call(url: str, body: Any = None, *, limit: float = HANG, **headers: str) -> bytes:
+    """The answer of a server to a GET, or to a POST with a body of JSON. OSError without one, or
+    for an error."""
+    data = None if body is None else json.dumps(body).encode()
+    headers |= {"content-type": "application/json"}
+    try:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, data, headers), timeout=limit
+        ) as answer:
+            return bytes(answer.read())
+    except urllib.error.HTTPError as error:
+        raise OSError(f"{url}: {error.code} {error.read()[:300]!r}") from None
 
 
 class Lines:
@@ -119,6 +135,15 @@ class Child:
             raise InteropError(
                 f"{self.name} ended with status {self.process.returncode}:\n{self.end_of_log()}"
             )
+
+    def answers(self, url: str) -> bool:
+        """Whether a server of the process answers."""
+        self.check()
+        try:
+            call(url, limit=5.0)
+        except OSError:
+            return False
+        return True
 
     def kill(self) -> None:
         """kill -9, of the processes that it has started too."""

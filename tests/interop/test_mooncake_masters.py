@@ -8,7 +8,6 @@ import shutil
 import socket
 import subprocess
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +23,7 @@ from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import HEADER, MooncakeBackend
 from tests.interop.environments import InteropError
-from tests.interop.processes import wait_until
+from tests.interop.processes import call, wait_until
 from tests.support.masters import Master, free_port
 
 pytestmark = pytest.mark.interop
@@ -41,8 +40,7 @@ def accepts(port: int) -> bool:
 
 def healthy(url: str) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return b'"true"' in answer.read()
+        return b'"true"' in call(f"{url}/health", limit=5.0)
     except OSError:
         return False
 

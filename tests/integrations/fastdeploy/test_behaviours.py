@@ -417,16 +417,6 @@ def test_without_a_store_or_a_full_block_nothing_is_written(engine, file, prompt
     assert one.manager.statistics().written_blocks == 0
 
 
-def test_a_failed_copy_for_storage_is_counted_and_the_request_ends(engine, monkeypatch):
-    one = engine(gpu=4, file=True)
-    monkeypatch.setattr(RankCopies, "store", lambda *_: "injected")
-    one.serve("a", A)
-    monkeypatch.undo()
-    assert one.manager.statistics().failed_blocks == 2
-    one.serve("b", A)
-    assert one.manager.statistics().written_blocks == 2
-
-
 # -- reset
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvactors.errors import CacheClosed, ConfigError, DeviceError, LayoutError, NoRoom
+from kvactors.errors import CacheClosed, DeviceError, LayoutError, NoRoom
 from kvactors.integrations.fastdeploy import PrefixCacheManager
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
 from tests.integrations.fastdeploy.config import BLOCK_SIZE, Position, Request, make_config
@@ -224,19 +224,6 @@ def test_repeated_calls_change_nothing(busy):
 
 
 # -- before the start and after the end
-
-
-def test_calls_before_the_tensors_are_attached(engine):
-    """A manager answers, and blocks of then keep the tensors from being attached."""
-    one = engine(gpu=4, cpu=2, attach=False)
-    one.serve("a", A)
-    with pytest.raises(ConfigError, match="blocks are in use"):
-        one.manager.attach()
-    one.manager.reset()
-    one.manager.attach()
-    one.serve("a", A)
-    one.manager.free_block_ids(2)
-    assert one.serve("b", A)["cpu_match_token_num"] == 8
 
 
 def test_calls_after_the_end(engine):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -126,41 +124,6 @@ def test_equal_keys_of_several_tasks_are_stored_once(world: World) -> None:
     world.wait(lambda: all(task.number in world.results for task in tasks))
     assert [task.ok for task in tasks] == [[True] * 3] * 3
     world.check()
-
-
-def test_many_threads_store_and_load_what_fits_and_what_does_not(tmp_path: Path) -> None:
-    world = World(open_files(tmp_path, 20 * PAGES), tmp_path, 20 * PAGES)
-
-    def work(seed: int) -> None:
-        draw = random.Random(seed)
-        for _ in range(12):
-            keys = draw.sample(KEYS[:40], draw.randint(1, 6))
-            world.store(keys)
-            found = world.look_up(keys)
-            hits = [key for key, there in zip(keys, found, strict=True) if there]
-            loaded = world.load(hits)
-            assert loaded == [payload(key) for key in hits], "a locked object was not loaded"
-            world.objects.post(partial(world.objects.unlock, hits))
-            if draw.random() < 0.3:
-                world.objects.post(partial(world.objects.delete, keys))
-
-    failures: list[BaseException] = []
-
-    def caught(seed: int) -> None:
-        try:
-            work(seed)
-        except BaseException as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=caught, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert failures == []
-    world.check()
-    assert not world.objects.catalog.locks
-    world.close()
 
 
 # -- stores that hang or fail

@@ -3,15 +3,14 @@ every interface."""
 
 from __future__ import annotations
 
-import http.client
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.interop.consumers.base import MODEL, Index, Source, held_of
-from tests.interop.environments import Environments, InteropError
-from tests.interop.processes import Child, wait_until
+from tests.interop.environments import Environments
+from tests.interop.processes import Child, call, wait_until
 from tests.interop.truth import Answer
 from tests.interop.workload import BLOCK, Prompt
 
@@ -32,7 +31,7 @@ class Indexer(Index):
         port: int = 8090,
         threads: int = 1,
     ) -> None:
-        self.port = port
+        self._url = f"http://127.0.0.1:{port}"
         self._block_hashes = block_hashes
         command = [
             environments.program("dynamo"),
@@ -46,33 +45,11 @@ class Indexer(Index):
         self.child = Child(
             self.name, command, folder / f"indexer-{port}.log", env={"NO_COLOR": "1"}
         )
-        wait_until(f"{self.name} answers", self._answers)
+        wait_until(f"{self.name} answers", lambda: self.child.answers(f"{self._url}/health"))
 
-    def _answers(self) -> bool:
-        self.child.check()
-        try:
-            self.http("GET", "/health")
-        except OSError:
-            return False
-        return True
-
-    def http(self, method: str, path: str, body: Any = None) -> Any:
-        """One request; InteropError for an answer that is an error."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            connection.request(
-                method,
-                path,
-                json.dumps(body) if body is not None else None,
-                {"content-type": "application/json"},
-            )
-            response = connection.getresponse()
-            data = response.read()
-            if response.status >= 300:
-                raise InteropError(f"{self.name}: {path}: {response.status} {data[:300]!r}")
-            return json.loads(data) if data else None
-        finally:
-            connection.close()
+    def _ask(self, path: str, body: Any = None) -> Any:
+        found = call(f"{self._url}/{path}", body)
+        return json.loads(found) if found else None
 
     def register(self, *sources: Source) -> None:
         """See `Index.register`."""
@@ -85,11 +62,11 @@ class Indexer(Index):
                 "model_name": MODEL,
                 "block_size": BLOCK,
             }
-            self.http("POST", "/register", body)
+            self._ask("register", body)
 
     def held(self, source: Source) -> dict[str, set[int]]:
         """See `Index.held`."""
-        return held_of(self.http("GET", "/dump"), source)
+        return held_of(self._ask("dump"), source)
 
     def answers(self, source: Source, prompts: Sequence[Prompt]) -> list[Answer]:
         """See `Index.answers`."""
@@ -108,12 +85,10 @@ class Indexer(Index):
                 "lora_name": prompt.lora,
                 "cache_salt": prompt.salt,
             }
-            found = self.http("POST", "/query", body)
+            found = self._ask("query", body)
         else:
             signed = [number - (1 << 64) if number >> 63 else number for number in hashes]
-            found = self.http(
-                "POST", "/query_by_hash", {"model_name": MODEL, "block_hashes": signed}
-            )
+            found = self._ask("query_by_hash", {"model_name": MODEL, "block_hashes": signed})
         summary = found["instances"].get(
             str(source.worker), {"dp": {}, "gpu": 0, "cpu": 0, "disk": 0}
         )

@@ -3,7 +3,6 @@ asked."""
 
 from __future__ import annotations
 
-import http.client
 import http.server
 import json
 import re
@@ -13,11 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.interop.consumers.base import MODEL, Source
-from tests.interop.environments import Environments, InteropError
-from tests.interop.processes import Child, wait_until
+from tests.interop.environments import Environments
+from tests.interop.processes import Child, call, wait_until
 from tests.interop.workload import BLOCK, Prompt
 
 PORT = 18100
+ROUTER = f"http://127.0.0.1:{PORT}"
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 CREDITED = re.compile(r"KV prefix decision .*credited_prefix_tokens=(\d+)")
 
@@ -136,29 +136,7 @@ class Router:
         ]
         command = router_command(environments, PORT, options, workers)
         self.child = Child(self.name, command, folder / "router.log", env={"NO_COLOR": "1"})
-        wait_until(f"{self.name} answers", self._answers)
-
-    def _answers(self) -> bool:
-        self.child.check()
-        try:
-            return self.http("GET", "/health")[0] == 200
-        except OSError:
-            return False
-
-    def http(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
-        """One request."""
-        connection = http.client.HTTPConnection("127.0.0.1", PORT, timeout=30)
-        try:
-            connection.request(
-                method,
-                path,
-                json.dumps(body) if body is not None else None,
-                {"content-type": "application/json"},
-            )
-            response = connection.getresponse()
-            return response.status, response.read()
-        finally:
-            connection.close()
+        wait_until(f"{self.name} answers", lambda: self.child.answers(f"{ROUTER}/health"))
 
     def route(self, prompt: Prompt) -> Decision:
         """Send a prompt. Returns where it went, and why."""
@@ -166,9 +144,7 @@ class Router:
         if prompt.salt is not None:
             body["cache_salt"] = prompt.salt
         logged = self.child.log.stat().st_size
-        status, data = self.http("POST", "/v1/completions", body)
-        if status != 200:
-            raise InteropError(f"{self.name}: {status} {data[:300]!r}\n{self.child.end_of_log()}")
+        data = call(f"{ROUTER}/v1/completions", body)
         credited = credited_tokens(self.child, logged)
         return Decision(int(json.loads(data)["choices"][0]["text"]), credited)
 

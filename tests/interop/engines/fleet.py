@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tests.interop.engines.stores import offloading
 from tests.interop.engines.vllm_child import TINY
 from tests.interop.engines.vllm_engine import VARIABLES
 from tests.interop.environments import Environments
-from tests.interop.processes import Child, wait_until
+from tests.interop.processes import Child, call, wait_until
 
 MODEL = "tiny"
 START = 1200.0
@@ -26,28 +25,12 @@ ROUTER = f"http://127.0.0.1:{ROUTER_PORT}"
 def complete(url: str, prompt: Sequence[int], **options: Any) -> Any:
     """Complete a prompt of token ids. Returns the answer."""
     body = {"model": MODEL, "prompt": list(prompt), "max_tokens": 4, "temperature": 0}
-    request = urllib.request.Request(
-        f"{url}/v1/completions",
-        json.dumps(body | options).encode(),
-        {"content-type": "application/json"},
-    )
-    with urllib.request.urlopen(request, timeout=START) as answer:
-        return json.loads(answer.read())
+    return json.loads(call(f"{url}/v1/completions", body | options, limit=START))
 
 
 def sampled(url: str, prompt: Sequence[int]) -> list[int]:
     """The tokens that a server samples. vLLM's router ignores prefixes of such a request."""
     return list(complete(url, prompt, return_token_ids=True)["choices"][0]["token_ids"])
-
-
-def answers(child: Child, url: str) -> bool:
-    """Whether a server is up."""
-    child.check()
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 class Server:
@@ -104,12 +87,11 @@ class Server:
 
     def wait(self) -> None:
         """Return when it answers."""
-        wait_until(f"{self.url} answers", lambda: answers(self.child, self.url), START)
+        wait_until(f"{self.url} answers", lambda: self.child.answers(f"{self.url}/health"), START)
 
     def metric(self, name: str) -> float:
         """A counter, summed over its labels."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=START) as answer:
-            text = answer.read().decode()
+        text = call(f"{self.url}/metrics", limit=START).decode()
         values = re.findall(rf"^{name}(?:{{[^}}]*}})? ([0-9.e+]+)$", text, re.MULTILINE)
         return sum(map(float, values))
 
@@ -128,7 +110,7 @@ class FleetRouter:
 
     def wait(self) -> None:
         """Return when it answers."""
-        wait_until("the router answers", lambda: answers(self.child, ROUTER), START)
+        wait_until("the router answers", lambda: self.child.answers(f"{ROUTER}/health"), START)
 
     def route(self, prompt: Sequence[int]) -> int:
         """Complete a prompt through the router. Returns the tokens that it takes for cached."""

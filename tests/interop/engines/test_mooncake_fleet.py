@@ -7,7 +7,6 @@ import itertools
 import random
 import threading
 import time
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,7 +17,7 @@ import pytest
 from tests.interop.engines.fleet import ROUTER, START, FleetRouter, Server, sampled
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.environments import Environments
-from tests.interop.processes import wait_until
+from tests.interop.processes import call, wait_until
 from tests.support.masters import Master
 
 pytestmark = pytest.mark.engines
@@ -50,11 +49,9 @@ def storage(address: str) -> dict[str, object]:
 
 def objects(one: Master) -> float:
     """Objects of the pool."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{one.metrics_port}/metrics") as answer:
-        for line in answer.read().decode().splitlines():
-            if line.startswith("master_key_count "):
-                return float(line.split()[1])
-    raise AssertionError("the master has no master_key_count")
+    text = call(f"http://127.0.0.1:{one.metrics_port}/metrics").decode()
+    (line,) = (line for line in text.splitlines() if line.startswith("master_key_count "))
+    return float(line.split()[1])
 
 
 class Load(NamedTuple):

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ from typing import Any
 import pytest
 
 from tests.interop.conftest import ROOT
-from tests.interop.engines.fleet import answers
 from tests.interop.engines.sglang_child import TINY
 from tests.interop.engines.sglang_engine import ENVIRONMENT, LIMIT, VARIABLES
 from tests.interop.engines.test_sglang import PROMPTS, WHOLE
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.environments import Environments
-from tests.interop.processes import Child, wait_until
+from tests.interop.processes import Child, call, wait_until
 
 pytestmark = pytest.mark.engines_full
 
@@ -67,7 +65,7 @@ class Terminal:
         line = f"exec {command.strip()} {' '.join(added)}"
         log = self._folder / "server.log"
         server = self.server = Child("SGLang", ["bash", "-c", line], log, env=self._variables)
-        wait_until("the server answers", lambda: answers(server, SERVER), LIMIT)
+        wait_until("the server answers", lambda: server.answers(f"{SERVER}/health"), LIMIT)
 
     def run(self, command: str) -> str:
         """The output of a command of the page. It must succeed."""
@@ -85,10 +83,7 @@ class Terminal:
 
     def post(self, path: str, body: dict[str, Any]) -> bytes:
         """The answer of the server to a request."""
-        headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
-        request = urllib.request.Request(f"{SERVER}/{path}", json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return bytes(answer.read())
+        return call(f"{SERVER}/{path}", body, limit=300.0, authorization=f"Bearer {KEY}")
 
     def generate(self) -> tuple[list[list[int]], list[int]]:
         """Sample for the prompts, and drop what the server has in memory. Returns the tokens, and
