@@ -10,18 +10,22 @@ from kvactors.actor import PeerRestarted
 from kvactors.data_plane.local import LocalPlane
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
-from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathPart
+from kvactors.identity import PLAIN
 from kvactors.quotas import Quota, StorageQuotas
 from kvactors.storage.actors import BATCHES_IN_FLIGHT, StorageReader, StorageWriter
 from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import (
+    BatchDone,
     ClearStore,
     NextPage,
     Outcome,
+    PathsRead,
     Probed,
     ProbeStore,
     Read,
     ReadDone,
+    ReadPaths,
     ReportLost,
     StoreCleared,
     Write,
@@ -35,7 +39,7 @@ from tests.support.stepper import Stepper
 # -- StorageReader, turn by turn.
 
 
-A, B, C, D = (bytes([number]) * 32 for number in (1, 2, 3, 4))
+A, B, C, D, E, ROOT = (bytes([number]) * 32 for number in (1, 2, 3, 4, 5, 6))
 SIZE, NEVER = 8, 1e12
 
 
@@ -46,7 +50,9 @@ class Pool(MemoryBackend):
         return None
 
 
-def stepped(inner, kind=StorageWriter, name="storage_writer-0", incarnation=0) -> Stepper:
+def stepped(
+    inner, kind=StorageWriter, name="storage_writer-0", incarnation=0, **options
+) -> Stepper:
     plane = LocalPlane(None, Arena(4, SIZE), None, inner, store_timeout=60.0)
     return Stepper(
         lambda ref: kind(
@@ -55,6 +61,7 @@ def stepped(inner, kind=StorageWriter, name="storage_writer-0", incarnation=0) -
             plane=plane,
             evictor=receiver("cpu_evictor"),
             notifier=receiver("flush_notifier"),
+            **options,
         ),
         name,
         incarnation=incarnation,
@@ -294,3 +301,51 @@ def test_the_substitute_refuses_writes_and_carries_out_clears():
         assert (list(written.outcomes), effects.jobs) == ([Outcome.UNAVAILABLE] * 2, ())
         (job,) = writer.turn(ClearStore(2)).jobs
         assert end(writer, job).to("cpu_evictor")[0].op == 2
+
+
+# -- What the notifier is sent, and when.
+
+
+def reports(effects) -> list:
+    return [(type(one), one.hashes, one.reason) for one in effects.to("flush_notifier")]
+
+
+def test_a_delayed_report_is_checked_again_and_corrected():
+    inner = memory(A)
+    with stepped(inner, name="storage_writer-1") as writer:
+        waiting = writer.actor.context.outbox.waiting
+        waiting.append(None)  # the notifier's channel is full
+        (job,) = writer.turn(BatchDone(Written(1, b""), stored=A)).jobs
+        inner.catalog.remove([A])
+        waiting.clear()
+        corrected = writer.fail(job, RuntimeError())
+        assert (BlocksRemoved, A, Reason.STORAGE_EVICTION) in reports(corrected)
+
+
+def test_a_batch_reports_the_changes_that_are_still_true():
+    inner = memory(A, D)
+    with stepped(inner, name="storage_writer-1") as writer:
+        inner.catalog.departed.update((C, D, E))
+        effects = writer.turn(BatchDone(Written(1, b""), stored=A + B, evicted=C + D, corrupt=E))
+        assert reports(effects) == [
+            (BlocksRemoved, C, Reason.STORAGE_EVICTION),
+            (BlocksRemoved, E, Reason.CORRUPT),
+            (BlocksAdded, A, Reason.STORED),
+        ]
+        assert effects.jobs == ()
+        assert inner.catalog.departed == set(), "acknowledged"
+
+
+def test_paths_follow_the_keys_with_the_roots_that_requests_have_now():
+    inner = memory(A)
+    inner.keeps_lineages = True
+    with stepped(inner, root_of=lambda scope: ROOT) as writer:
+        assert reported(writer) == ([A], [])
+        assert writer.actor.reporting
+        parts = (PathPart(ROOT, A, b"1234", PLAIN), PathPart(B, C, b"1234", PLAIN))
+        (named,) = writer.turn(PathsRead(parts)).to("flush_notifier")
+        assert (named.parts, named.roots) == (parts, frozenset([ROOT]))
+        assert writer.turn(PathsRead(())).to("flush_notifier") == []
+        (job,) = writer.turn(ReadPaths()).jobs
+        writer.fail(job, OSError())
+        assert not writer.actor.reporting

@@ -349,24 +349,6 @@ async def test_the_number_that_the_sdk_returns_is_the_result(platform, least):
     await store.close()
 
 
-@pytest.mark.parametrize("name", ["match", "read", "write"])
-async def test_an_error_of_any_call_is_no_block(monkeypatch, name):
-    device = HostDevice(LAYOUT, 16)
-    store = store_over(device)
-    await store.open()
-    assert await store.save(path(4), 0, (0, 1, 2, 3), 5.0) == 4
-
-    async def fail(*_arguments) -> int:
-        raise SdkError("the service has gone")
-
-    monkeypatch.setattr(store.sdk, name, fail)
-    fetched = await store.fetch(path(4), 0, (8, 9, 10, 11), 5.0)
-    saved = await store.save(path(4, seed=2), 0, (4, 5, 6, 7), 5.0)
-    expected = {"match": (0, 0), "read": (0, 4), "write": (4, 0)}
-    assert (fetched, saved) == expected[name]
-    await store.close()
-
-
 class Panic(BaseException):
     """As an extension module may raise it."""
 

@@ -130,17 +130,6 @@ def salt_of(number):
     return None if number % 5 == 4 else number % SALTS
 
 
-def test_a_key_that_stays_beside_a_batch_beyond_the_capacity_is_not_refused():
-    """A quota frees a place for it: two of the batch's last keys are of a salt that may have one."""
-    quotas = StorageQuotas(1)
-    catalog = Catalog(2)
-    catalog.shares.follow(quotas)
-    catalog.admit([b"old"], {b"old": None})
-    admission = catalog.admit([b"old", b"new", b"newer"], {b"new": 1, b"newer": 1})
-    assert admission == ([b"newer"], [b"old"], [b"new"], [])
-    assert [*catalog] == [b"old", b"newer"]
-
-
 def test_many_small_stores_follow_the_model():
     """Few keys and small quotas, so that quotas decide in most steps."""
     for seed in range(300):

@@ -170,27 +170,6 @@ async def test_calls_that_are_cut_short_or_interrupted_go_on(tmp_path, size, ans
         assert await bench.get(1, 2) == [OK] * 2
 
 
-@pytest.mark.parametrize("call", [1, 2])
-async def test_a_later_call_of_a_large_object_that_fails_costs_that_object_alone(tmp_path, call):
-    async with opened(tmp_path, size=LARGE) as bench:
-        await bench.put(0, 1, 2)
-        stride = bench.store.files.meta.stride
-        table, slot = bench.store.files._table, bench.store.objects[key(1)][0]
-
-        def refuse(fd, at, _size):
-            return -errno.EIO if fd != table and at == slot * stride + (call << 20) else None
-
-        with faults(bench.store, read=refuse):
-            assert await bench.get(0, 1, 2) == [OK, UNAVAILABLE, OK]
-        assert await bench.get(0, 1, 2) == [OK] * 3
-        await bench.store.remove([key(1)])
-        slot = bench.store.supply.free[0]
-        with faults(bench.store, write=refuse):
-            assert await bench.put(1) == [UNAVAILABLE]
-        assert await bench.get(0, 1, 2) == [OK, MISS, OK]
-        whole(bench.store)
-
-
 @pytest.mark.parametrize("call", [0, 1, 2])
 async def test_a_device_that_refuses_one_direct_call_of_an_object_gets_buffered_ones(
     tmp_path, call
@@ -213,13 +192,6 @@ async def test_a_device_that_refuses_one_direct_call_of_an_object_gets_buffered_
             files.direct = True
             assert await bench.put(1) == [OK]
         assert await bench.get(0, 1) == [OK] * 2
-        whole(bench.store)
-
-
-async def test_a_write_that_moves_nothing_is_a_full_disk(tmp_path):
-    async with opened(tmp_path) as bench:
-        with faults(bench.store, write=lambda *_: 0):
-            assert await bench.put(1) == [NO_SPACE]
         whole(bench.store)
 
 

@@ -16,9 +16,8 @@ import structlog
 
 import kvactors
 from kvactors.errors import StoreError
-from kvactors.identity import Lineage, StoreIdentity
+from kvactors.identity import StoreIdentity
 from kvactors.settings import Config
-from kvactors.storage.backend import SlotViews
 from kvactors.storage.file import store as file_module
 from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.file.store import FileBackend
@@ -129,8 +128,8 @@ async def test_a_damaged_object_is_a_counted_miss_and_its_slot_is_left_alone(tmp
             change(slab(bench), slot * stride, other)
         else:
             change(table, PAGE + slot * ENTRY, table.read_bytes()[PAGE : PAGE + ENTRY])
-        expected = [CORRUPT, CORRUPT, CORRUPT] if fault == "empty" else [OK, OK, CORRUPT]
-        assert await bench.get(1, 2, 3) == expected
+        expected = [CORRUPT, CORRUPT, CORRUPT] if fault == "empty" else [CORRUPT, OK, OK]
+        assert await bench.get(3, 1, 2) == expected
         assert await bench.get(3) == [MISS]
         assert store.supply.quarantined == expected.count(CORRUPT)
         assert not store.holds(key(3))
@@ -155,14 +154,6 @@ async def test_objects_side_by_side_share_a_call_up_to_a_size(tmp_path, size, ca
             assert await bench.get(*range(16)) == [OK] * 16
         assert len(made) == 2 * calls
         assert sum(made) == 2 * 16 * bench.store.files.meta.stride
-
-
-async def test_a_damaged_object_fails_alone_in_its_group(tmp_path):
-    async with opened(tmp_path) as bench:
-        await bench.put(*range(8))
-        change(slab(bench), slot_of(bench, 2) * bench.store.files.meta.stride + 7, b"\xff\x00\xff")
-        assert await bench.get(*range(8)) == [OK, OK, CORRUPT, OK, OK, OK, OK, OK]
-        assert await bench.get(*range(8)) == [OK, OK, MISS, OK, OK, OK, OK, OK]
 
 
 @pytest.mark.parametrize("found_by", ["a read", "a write"])
@@ -414,37 +405,18 @@ async def test_the_namespace_rank_and_directory_of_fastdeploys_file_store(tmp_pa
     assert folder.is_dir()
 
 
-# -- Results of the file store's calls: one for each object of a batch, and a clear that touches no
-# other file.
-
-
-async def test_an_object_that_is_stored_is_not_written_again(tmp_path):
+async def test_a_batch_has_one_result_for_each_object(tmp_path):
+    """An object that is stored is not written again, a query ends at a gap, and no objects are no
+    error."""
     async with opened(tmp_path) as bench:
-        assert await bench.put(1) == [OK]
-        slots = len(bench.store.supply.free)
+        assert await bench.put(0, 1, 3) == [OK] * 3
         (view,) = bench.views(1)
         view[:] = b"\xee" * SIZE
         assert (await bench.store.write([key(1)], [view], never)).outcomes[0] in GOOD
-        assert len(bench.store.supply.free) == slots
         assert await bench.get(1, 2) == [OK, MISS], "a name stands for one content"
-
-
-async def test_a_query_counts_the_leading_run_and_no_object_behind_a_gap(tmp_path):
-    async with opened(tmp_path) as bench:
-        await bench.put(0, 1, 3)
         keys = [key(number) for number in range(4)]
-        assert bench.store.probe(keys) == 2
-        assert bench.store.probe(keys[2:]) == 0
-        assert bench.store.probe([]) == 0
-
-
-async def test_empty_batches_are_no_error(tmp_path):
-    async with opened(tmp_path) as bench:
-        before = bench.store.statistics()
-        assert list((await bench.store.read([], [], never)).outcomes) == []
-        assert list((await bench.store.write([], [], never)).outcomes) == []
-        await bench.store.remove([])
-        assert bench.store.statistics() == before
+        assert [bench.store.probe(some) for some in (keys, keys[2:], [])] == [2, 0, 0]
+        assert await bench.put() == await bench.get() == []
 
 
 async def test_a_clear_forgets_the_objects_and_touches_no_other_file(tmp_path):
@@ -462,38 +434,6 @@ async def test_a_clear_forgets_the_objects_and_touches_no_other_file(tmp_path):
         assert await bench.put(1) == [OK]
     for number, path in enumerate(others):
         assert path.read_bytes() == bytes([number]) * 99
-
-
-# -- Batches that are written at the same time and have keys in common, in a store that keeps what
-# hashes are made of.
-
-
-LATE, NO_SPACE, REFUSED = Outcome.LATE, Outcome.NO_SPACE, Outcome.REFUSED
-
-
-def lineage(number: int) -> Lineage:
-    return Lineage(bytes(32), number.to_bytes(4, "little") * 4)
-
-
-async def written(store, arena, *batches: tuple[int, ...]) -> list[list[Outcome]]:
-    """Write the batches at once. Returns the outcomes of each."""
-
-    async def one(first: int, batch: tuple[int, ...]) -> list[Outcome]:
-        kept = [lineage(number) for number in batch]
-        slots = range(first, first + len(batch))
-        report = await store.write(
-            [one.block_hash() for one in kept], SlotViews(arena, slots), lambda: False, kept
-        )
-        return [Outcome(outcome) for outcome in report.outcomes]
-
-    return await asyncio.gather(*(one(8 * index, batch) for index, batch in enumerate(batches)))
-
-
-async def test_a_key_evicted_while_it_is_written_may_be_in_another_batch(tmp_path):
-    async with opened(tmp_path, 2, block_size=4) as bench:
-        outcomes = await written(bench.store, bench.arena, (1,), (2, 3), (1,))
-        assert outcomes == [[REFUSED], [OK, OK], [LATE]]
-        whole(bench.store)
 
 
 # -- Tasks of a file store end when the loop ends, on any disk.

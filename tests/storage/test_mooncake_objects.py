@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import structlog
@@ -16,10 +15,9 @@ from hypothesis import strategies as st
 
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
-from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
-from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
-from kvactors.settings.mooncake import MooncakeConfig, resolve
+from kvactors.native import addresses, check_headers, make_headers
+from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.backend import SlotViews
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import (
@@ -32,7 +30,6 @@ from kvactors.storage.mooncake import (
     Fit,
     MooncakeBackend,
     PoolHeaders,
-    PoolMoved,
     outcome_of,
     transfers_of,
 )
@@ -254,18 +251,6 @@ async def test_a_node_that_verifies_misses_objects_without_checksums_and_counts_
     assert bench.store.counters.without_checksum == 5, "not the one that is not there"
 
 
-async def test_a_node_that_does_not_verify_reads_both_kinds(plain):
-    stored = plain.pool.objects
-    for i, (one, view) in enumerate(zip(plain.keys, plain.views, strict=True)):
-        payload = bytes(view)
-        stored[plain.name(one)] = payload + (header(one, payload), bare(one))[i % 2]
-    wanted = [bytes(view) for view in plain.views]
-    for view in plain.views:
-        view[:] = bytes(SIZE)
-    assert await plain.read(plain.keys, plain.views, never) == bytes([OK] * 8)
-    assert [bytes(view) for view in plain.views] == wanted
-
-
 @pytest.mark.parametrize("verifies", [True, False])
 async def test_an_object_without_checksum_of_another_identity_is_corrupt(verifies):
     bench = Bench(checksums=verifies)
@@ -284,21 +269,6 @@ async def test_an_object_without_checksum_of_another_identity_is_corrupt(verifie
         found = await bench.read(bench.keys[:1], bench.views[:1], never)
         assert list(found) == [CORRUPT], what
     assert bench.store.counters.without_checksum == 0
-
-
-@given(st.integers(0, SIZE + HEADER.size - 1), st.integers(0, 7))
-@settings(max_examples=60)
-async def test_a_changed_bit_without_checksums_is_found_in_the_header_only(place, bit):
-    """But for the checksum of an object that has one, which is not compared."""
-    for checksum in (False, True):
-        bench = Bench(slots=1, checksums=False)
-        payload = bytes(bench.views[0])
-        whole = bytearray(payload + (header(key(0), payload) if checksum else bare(key(0))))
-        whole[place] ^= 1 << bit
-        bench.pool.objects[bench.name(key(0))] = bytes(whole)
-        found = await bench.read(bench.keys, bench.views, never)
-        unseen = place < SIZE or (checksum and place >= SIZE + 88)
-        assert list(found) == [OK if unseen else CORRUPT]
 
 
 # -- a pool with nodes of both kinds
@@ -350,23 +320,7 @@ async def test_what_a_pool_costs_is_logged(pool, protocol, checksums):
     assert ("payload checksums are off" in told) == (not checksums)
 
 
-# -- the setting
-
-
-@pytest.mark.parametrize("value", ["false", 0, None, []])
-def test_a_value_in_mooncakes_file_that_is_no_boolean_is_named(tmp_path, value):
-    path = tmp_path / "mooncake.json"
-    path.write_bytes(msgspec.json.encode({"payload_checksums": value}))
-    with pytest.raises(ConfigError, match="payload_checksums"):
-        resolve(
-            MooncakeConfig(master_server_address="10.0.0.1:1"), {"MOONCAKE_CONFIG_PATH": str(path)}
-        )
-
-
 # -- Headers, names and addresses of the objects of a Mooncake pool, by the native calls.
-
-
-WHOLE = SIZE + HEADER.size
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
@@ -401,45 +355,6 @@ def test_lists_that_do_not_fit_are_refused():
             with pytest.raises(fault):
                 call(digest, keys, pointers, SIZE)
     assert not memory.any()
-
-
-@given(st.lists(st.binary(min_size=32, max_size=32), max_size=20))
-def test_names_are_the_prefix_and_the_keys_in_hex(keys):
-    assert object_names("p/", b"".join(keys)) == ["p/" + one.hex() for one in keys]
-
-
-@given(st.lists(st.integers(0, 1 << 20), max_size=20), st.sampled_from([list, tuple]))
-def test_a_slot_has_one_piece(slots, kind):
-    found = slot_pointers(1 << 40, 8192, kind(slots))
-    assert found == [[(1 << 40) + 8192 * slot] for slot in slots]
-    assert slot_pointers(7, 3, range(2)) == [[7], [10]]
-
-
-# -- headers of a batch
-
-
-@pytest.mark.parametrize("verifies", [True, False])
-@given(st.lists(st.sampled_from([WHOLE, WHOLE - 1, 0, NOT_FOUND, -800]), max_size=12), st.data())
-def test_only_objects_that_arrived_whole_are_compared(verifies, codes, data):
-    """By the codes of a read. Those that arrived have a checksum, or none, or a wrong key."""
-    headers, bare = PoolHeaders(DIGEST, SIZE, verifies), PoolHeaders(DIGEST, SIZE, False)
-    memory = np.zeros((len(codes), WHOLE), np.uint8)
-    keys = [key(i) for i in range(len(codes))]
-    pointers = [[int(row.ctypes.data)] for row in memory]
-    kinds = [data.draw(st.sampled_from(["checksum", "none", "other"])) for _ in codes]
-    wanted, without = [], 0
-    for one, where, code, kind in zip(keys, pointers, codes, kinds, strict=True):
-        named = key(99) if kind == "other" else one
-        (bare if kind == "none" else PoolHeaders(DIGEST, SIZE, True)).make(named, [where])
-        if code != WHOLE:
-            wanted.append(Outcome.CORRUPT if code >= 0 else outcome_of(code))
-        elif kind == "other":
-            wanted.append(Outcome.CORRUPT)
-        else:
-            refused = kind == "none" and verifies
-            without += refused
-            wanted.append(Outcome.MISS if refused else Outcome.OK)
-    assert headers.compare(b"".join(keys), pointers, codes) == PoolMoved(bytes(wanted), without)
 
 
 @pytest.mark.parametrize(

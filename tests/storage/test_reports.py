@@ -1,153 +1,21 @@
-"""Pages of a report on a whole store, and when its paths are read."""
+"""Reports on a whole store go to the notifier in pages of one turn each, and are right although the
+store changes between two pages."""
 
 from __future__ import annotations
-
-from collections import deque
-from types import SimpleNamespace
 
 import pytest
 
 import kvactors
-from kvactors.actor.context import State
 from kvactors.actor.message import Control
 from kvactors.flush_notifier.actor import FlushNotifier
-from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathPart, PathsFound
-from kvactors.identity import PLAIN
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved
 from kvactors.storage import actors as reports_module
 from kvactors.storage.actors import StorageWriter
-from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.local_store import REMOVED_PAGE
 from kvactors.storage.memory import MemoryBackend
-from kvactors.storage.messages import BatchDone, NextPage, PathsRead, ReadPaths, Recheck, ReportLost
-from kvactors.types import Reason, split_hashes
+from kvactors.storage.messages import ReportLost
+from kvactors.types import split_hashes
 from tests.storage.helpers import after_each_message
-
-# -- What the notifier is sent, and when, by a writer whose context the test plays.
-
-
-A, B, C, D, E, ROOT = (bytes([letter]) * 32 for letter in b"abcder")
-
-
-class Context:
-    """Keeps what the writer sends, to the notifier and to itself, and its jobs."""
-
-    answer = refuse = after = None
-    incarnation = 0
-
-    def __init__(self, *_: object) -> None:
-        self.state = State.RUNNING
-        self.outbox = SimpleNamespace(waiting=deque())
-        self.told: list = []
-        self.own: list = []
-        self.jobs: list = []
-
-    def tell(self, to, message) -> None:
-        if to is NOTIFIER:
-            self.told.append(message)
-
-    def to_self(self, message) -> None:
-        self.own.append(message)
-
-    def start_job(self, work, done, failed) -> None:
-        work.close()
-        self.jobs.append((done, failed))
-
-
-NOTIFIER = object()
-
-
-class Bench:
-    def __init__(self, *keys: bytes, paths: bool = False, root_of=lambda scope: ROOT) -> None:
-        self.store = MemoryBackend(bytes(32), 8)
-        self.store.catalog.admit(list(keys))
-        checked = GuardedBackend(self.store, 60.0)
-        checked.keeps_lineages = paths
-        self.actor = StorageWriter(
-            SimpleNamespace(name="storage-writer-0", make_context=Context),
-            backend=checked,
-            plane=None,
-            evictor=None,
-            notifier=NOTIFIER,
-            root_of=root_of,
-        )
-        self.context = self.actor.context
-
-    def page(self) -> list | None:
-        """Handle one NextPage. Returns its reports, None if there is none."""
-        if not self.context.own or not isinstance(self.context.own[-1], NextPage):
-            return None
-        before = len(self.context.told)
-        self.context.own.pop()
-        self.actor.next_page(NextPage())
-        return [(type(one), one.hashes) for one in self.context.told[before:]]
-
-    def pages(self) -> list:
-        """Handle NextPage until there is none. Returns the reports."""
-        while self.page() is not None:
-            pass
-        return [(type(one), one.hashes, one.reason) for one in self.context.told]
-
-    def lag(self) -> None:
-        """The notifier's lane is full from now on."""
-        self.context.outbox.waiting.append(object())
-
-
-async def test_a_delayed_report_is_checked_again_and_corrected():
-    bench = Bench(A)
-    bench.lag()
-    bench.actor.batch_done(BatchDone(None, stored=A))
-    ((done, failed),) = bench.context.jobs
-    again = failed(None)
-    assert (type(again), again.held, again.gone) == (Recheck, A, b"")
-    assert done(again) is again
-    bench.store.catalog.remove([A])
-    bench.context.outbox.waiting.clear()
-    bench.actor.recheck(again)
-    assert (BlocksRemoved, A, Reason.STORAGE_EVICTION) in bench.pages()
-
-
-async def test_a_batch_reports_the_changes_that_are_still_true():
-    bench = Bench(A, D)
-    bench.store.catalog.departed.update((C, D, E))
-    bench.actor.batch_done(BatchDone(None, stored=A + B, evicted=C + D, corrupt=E))
-    assert bench.pages() == [
-        (BlocksRemoved, C, Reason.STORAGE_EVICTION),
-        (BlocksRemoved, E, Reason.CORRUPT),
-        (BlocksAdded, A, Reason.STORED),
-    ]
-    assert bench.context.jobs == []
-    assert bench.store.catalog.departed == set(), "acknowledged"
-
-
-async def test_paths_are_read_after_the_keys_and_end_the_report():
-    bench = Bench(A, paths=True)
-    bench.actor.started()
-    assert bench.context.jobs == []
-    bench.pages()
-    (job,) = bench.context.jobs
-    done, failed = job
-    assert failed(None).parts is None
-    assert bench.actor.reporting
-    part = PathPart(ROOT, A, bytes(16), PLAIN)
-    bench.actor.paths_read(done([part]))
-    assert isinstance(bench.context.told[-1], PathsFound)
-    assert [type(one) for one in bench.context.own] == [ReadPaths]
-    bench.actor.paths_read(PathsRead(None))
-    assert not bench.actor.reporting
-
-
-async def test_a_message_has_the_roots_that_requests_have_now():
-    bench = Bench(paths=True)
-    parts = (PathPart(ROOT, A, b"1234", PLAIN), PathPart(B, C, b"1234", PLAIN))
-    bench.actor.paths_read(PathsRead(parts))
-    bench.actor.paths_read(PathsRead(()))
-    (named,) = bench.context.told
-    assert (named.parts, named.roots) == (parts, frozenset([ROOT]))
-
-
-# -- A report on the whole store goes to the notifier in pages of one turn each, and is right although
-# the store changes between two pages.
-
 
 BLOCK = 4
 
