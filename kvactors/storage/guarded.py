@@ -62,10 +62,8 @@ class GuardedBackend:
     def __init__(self, inner: Backend, timeout: float) -> None:
         self.inner = inner
         self.block_bytes = inner.block_bytes
-        self.slot_trailer_bytes = inner.slot_trailer_bytes
         self.keeps_lineages = bool(inner.keeps_lineages)
         self.shares = inner.shares
-        self.generation = 0
         self.stuck = False
         self.fence = (0, 0)
         self.faults = 0
@@ -88,10 +86,6 @@ class GuardedBackend:
 
     async def open(self) -> None:
         await self._begin("open", self.inner.open, "the store could not be opened")
-        self.generation = self._generation()
-
-    def _generation(self) -> int:
-        return int(self._call("generation", lambda: operator.index(self.inner.generation), 0))
 
     async def attach(self, arena: Arena) -> None:
         await self._begin(
@@ -296,7 +290,6 @@ class GuardedBackend:
         reads MISS."""
         async with self._clearing("clear"):
             await self.inner.clear(generation)
-            self.generation = max(self.generation + 1, generation, self._generation())
 
     async def forget(self, salt: int) -> int:
         """Reads and writes are treated as in `clear`. The whole store is

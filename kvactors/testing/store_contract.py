@@ -170,7 +170,7 @@ class StoreContract(ABC):
                 ]
                 await asyncio.sleep(pause)
                 await store.clear()
-                assert store.generation == 1
+                assert bench.store.generation == 1
                 assert await bench.found(1) == await bench.found(100) == 0
                 await asyncio.gather(*writing)
                 assert await bench.get(1, 2, *numbers) == [Outcome.MISS] * 34

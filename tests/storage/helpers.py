@@ -103,7 +103,7 @@ def after_each_message(monkeypatch, kind: type[Actor], call) -> None:
     monkeypatch.setattr(kind, "__init__", recording_init)
 
 
-def cached_config(**storage) -> Config:
+def cached_config(*sinks: dict, **storage) -> Config:
     """Of a small cache whose finished requests are written through."""
     return Config.from_mapping(
         {
@@ -112,6 +112,7 @@ def cached_config(**storage) -> Config:
             "host": {"slots": 8, "transit_slots": 200},
             "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},
             "storage": {"backend": "file", "write_policy": "write_through", **storage},
+            "flush": {"sinks": list(sinks)},
         }
     )
 

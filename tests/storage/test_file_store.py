@@ -17,7 +17,6 @@ import structlog
 import kvactors
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
-from kvactors.settings import Config
 from kvactors.storage.file import store as file_module
 from kvactors.storage.file.layout import SlabFiles
 from kvactors.storage.file.store import FileBackend
@@ -25,8 +24,19 @@ from kvactors.storage.file.table import ENTRY_BYTES as ENTRY
 from kvactors.storage.file.table import PAGE
 from kvactors.storage.messages import Outcome
 from kvactors.testing.store_contract import GOOD, Bench, key, never
-from tests.storage.helpers import CORRUPT, MISS, OK, PRINT, SIZE, Hang, at_step, opened, whole
-from tests.support import cache as support
+from tests.storage.helpers import (
+    CORRUPT,
+    MISS,
+    OK,
+    PRINT,
+    SIZE,
+    Hang,
+    at_step,
+    cached_config,
+    opened,
+    serve,
+    whole,
+)
 from tests.support.killed_writer import kill_loop
 from tests.support.slab_calls import faults
 
@@ -344,30 +354,9 @@ async def test_after_a_kill_everything_announced_is_there_and_whole(tmp_path):
 # -- a whole cache
 
 
-def config(folder: Path, **storage) -> Config:
-    return Config.from_mapping(
-        {
-            "cache": {"model": "m", "block_size": 4},
-            "device": {"num_blocks": 16},
-            "host": {"slots": 8, "transit_slots": 16},
-            "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},
-            "storage": {
-                "backend": "file",
-                "directory": str(folder),
-                "write_policy": "write_through",
-                **storage,
-            },
-            "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
-        }
-    )
-
-
-async def serve(cache, seed: int) -> kvactors.Hits:
-    return (await support.serve(cache, f"r{seed}", [seed] * 17)).hits
-
-
 async def test_the_blocks_of_a_deleted_folder_are_reported_gone(tmp_path):
-    async with kvactors.open(config(tmp_path / "store")) as cache:
+    sink = {"kind": "memory", "tiers": ["device", "host", "storage"]}
+    async with kvactors.open(cached_config(sink, directory=str(tmp_path / "store"))) as cache:
         for seed in range(5):
             await serve(cache, seed)
         await cache.wait_idle()
@@ -390,7 +379,7 @@ async def test_the_blocks_of_a_deleted_folder_are_reported_gone(tmp_path):
 
 
 async def test_the_namespace_rank_and_directory_of_fastdeploys_file_store(tmp_path, monkeypatch):
-    settings = config(Path(), namespace="model-7b", rank=1, ranks=4)
+    settings = cached_config(directory=".", namespace="model-7b", rank=1, ranks=4)
     bare = msgspec.structs.replace(
         settings, storage=msgspec.structs.replace(settings.storage, directory="")
     )

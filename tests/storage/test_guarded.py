@@ -21,8 +21,7 @@ from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
 from kvactors.testing.store_contract import key, never
-from tests.storage.helpers import PRINT
-from tests.support import cache as support
+from tests.storage.helpers import PRINT, cached_config, serve
 
 OK, MISS, UNAVAILABLE, LATE = Outcome.OK, Outcome.MISS, Outcome.UNAVAILABLE, Outcome.LATE
 
@@ -258,7 +257,9 @@ async def test_a_batch_with_a_view_that_holds_no_object_is_refused(wrong):
 
 async def test_a_store_of_objects_of_another_size_is_an_error_at_the_start():
     with pytest.raises(StoreError, match="objects of 16 bytes, and the layout has blocks of 256"):
-        async with kvactors.open(config(), backend=MemoryBackend(bytes(32), 16)):
+        async with kvactors.open(
+            cached_config(backend="memory"), backend=MemoryBackend(bytes(32), 16)
+        ):
             pass
 
 
@@ -283,7 +284,7 @@ async def test_writes_that_begin_during_a_clear_are_late_and_reads_find_nothing(
     assert list((await store.write([key(2)], views(1), never)).outcomes) == [LATE]
     gate.set_result(None)
     await clearing
-    assert store.generation == 1
+    assert inner.generation == 1
     assert list((await store.write([key(2)], views(1), never)).outcomes) == [OK]
 
 
@@ -309,42 +310,21 @@ async def test_a_read_that_a_clear_overtakes_finds_nothing():
 # -- in a whole cache
 
 
-def config(**storage):
-    return Config.from_mapping(
-        {
-            "cache": {"model": "m", "block_size": 4, "default_deadline_s": 3.0},
-            "device": {"num_blocks": 16},
-            "host": {"slots": 4, "transit_slots": 16},
-            "layout": {"num_layers": 2, "num_kv_heads": 1, "head_dim": 8},
-            "storage": {
-                "backend": "memory",
-                "write_policy": "write_through",
-                "timeout_s": 2.0,
-                **storage,
-            },
-        }
-    )
-
-
 def memory_for(config: Config) -> MemoryBackend:
     layout = make_layout(config.layout, 4)
     return MemoryBackend(layout.fingerprint, layout.block_bytes)
 
 
-async def serve(cache, seed):
-    return (await support.serve(cache, f"r{seed}", [seed] * 17)).hits
-
-
 @pytest.mark.parametrize("call", ["read", "write"])
 async def test_a_cache_serves_with_a_back_end_that_answers_falsely(call):
-    inner = memory_for(config())
+    inner = memory_for(cached_config(backend="memory"))
 
     async def garbage(_keys, views, *_):
         for view in views if call == "read" else ():
             view[:] = b"\xee" * len(view)
         return ReadReport(b"\0", [])
 
-    async with kvactors.open(config(), backend=inner) as cache:
+    async with kvactors.open(cached_config(backend="memory"), backend=inner) as cache:
         for seed in range(12):
             await serve(cache, seed)
         await cache.wait_idle()
