@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import operator
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partialmethod
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
@@ -255,31 +255,23 @@ class Shared:
     def __init__(self, name: str) -> None:
         self.object: Any = None
         self.arguments: Any = None
-        self.opener: dict[str, object] = {}
         self.threads: dict[str, Workers] = {}
         self.handles: set[Sdk] = set()
         self._name = name
 
-    def thread(self, use: Use) -> Workers:
+    def thread(self, use: Use | Literal["open"]) -> Workers:
         return self.threads.setdefault(use, Workers(1, f"kvactors-attention-store-{use}"))
 
-    def make(self, wanted: Any, construct: Callable[[], Any], opener: object) -> bool:
-        """Make the object unless it exists. Returns False while another handle makes it."""
+    def make(self, wanted: Any, construct: Callable[[], Any]) -> None:
+        """Make the object unless it exists. In the thread "open", so that one handle makes it."""
         if self.object is None:
-            if self.opener.setdefault("opener", opener) is not opener:
-                return False
-            try:
-                if self.object is None:
-                    self.object, self.arguments = construct(), wanted
-            finally:
-                self.opener.pop("opener", None)
+            self.object, self.arguments = construct(), wanted
         if self.arguments != wanted:
             raise SdkError(
                 f"this process has opened {self._name} with {self.arguments}, so it cannot be "
                 f"opened with {wanted}: a process has one SDK object for "
                 "each shard, and names must differ between models, layouts and devices"
             )
-        return True
 
 
 SHARED: dict[Shard, Shared] = {}
@@ -313,20 +305,14 @@ class Sdk:
         self.shared.handles.add(self)
         try:
             with anyio.fail_after(limit):
-                await self._until(self._made)
-                await self._until(self._ready)
+                await self._run(
+                    self.shared.thread("open"),
+                    lambda: self.shared.make(self._arguments, self._construct),
+                )
+                while not await self._ready():  # noqa: ASYNC110  (the service announces nothing)
+                    await anyio.sleep(self.settings.store.ready_interval_s)
         except TimeoutError as error:
             raise DeadlineExceeded(f"AttentionStore was not ready in {limit} s") from error
-
-    async def _until(self, come: Callable[[], Awaitable[bool]]) -> None:
-        while True:
-            if await come():
-                return
-            await anyio.sleep(self.settings.store.ready_interval_s)
-
-    async def _made(self) -> bool:
-        made = await self.run(lambda: self.shared.make(self._arguments, self._construct, self))
-        return bool(made)
 
     def _construct(self) -> Any:
         positional, keywords = self._arguments
@@ -345,8 +331,12 @@ class Sdk:
             raise
         return True
 
-    async def run(self, call: Any) -> Any:
-        future = self.thread.submit(guarded(call))
+    async def run(self, call: Callable[[], Any]) -> Any:
+        return await self._run(self.thread, call)
+
+    @staticmethod
+    async def _run(thread: Workers, call: Callable[[], Any]) -> Any:
+        future = thread.submit(guarded(call))
         result = asyncio.wrap_future(future)
         result.add_done_callback(
             lambda done: done.cancelled() or done.exception()
@@ -419,9 +409,10 @@ class Sdk:
         return await wait_uncancelled(asyncio.wrap_future(future))
 
     def close(self) -> None:
-        """End this handle. The thread ends with its last handle, unless a call hangs in it. In that
+        """End this handle. A thread ends with its last handle, unless a call hangs in it. In that
         case it stays for the next handle, whose calls wait for the hanging one."""
-        handles = self.shared.handles
-        handles.discard(self)
-        if not any(one.use == self.use for one in handles) and not self.thread.busy:
-            self.thread.close()
+        self.shared.handles.discard(self)
+        used = {one.use for one in self.shared.handles}
+        for use, thread in self.shared.threads.items():
+            if use not in used and not (used and use == "open") and not thread.busy:
+                thread.close()

@@ -152,14 +152,14 @@ class World(Ground):
 
     def _on_service(self, sdk: Sdk) -> None:
         assert self.service is not None
-        sdk.thread = cast("Workers", SimThread(self.service))
+        sdk.thread = sdk.shared.threads["open"] = cast("Workers", SimThread(self.service))
 
     def _rank_on_service(self, number: int, count: int) -> None:
         """The handle that a rank will open calls the service in virtual time."""
         assert self.service is not None
         shard = sdk_settings(self.drawn.config, self.layout, shard=(number, count)).shard
         threads: dict[str, Any] = SHARED.setdefault(shard, Shared(f"shard {number}")).threads
-        threads["storage"] = SimThread(self.service)
+        threads["storage"] = threads["open"] = SimThread(self.service)
 
     def _make_rank(self, number: int) -> SimRank:
         store = self.stores[number] if self.stores else None
