@@ -93,8 +93,7 @@ class Actor:
     """Base of all actors.
 
     ROLE names the class in the channel graph. SENDS declares, for each receiver's role, the message
-    types that this class sends it. The supervisor checks the whole graph before anything starts,
-    and `tell` checks each message.
+    types that this class sends it. The supervisor checks the whole graph before anything starts.
 
     `tell`, `answer`, `refuse`, `start_job`, `after` and `to_self` are those of its `Context`.
     """
@@ -115,7 +114,7 @@ class Actor:
     def __init__(self, ref: ActorRef) -> None:
         self.ref = ref
         self.log = get_logger(actor=ref.name)
-        self.context = context = (ref.make_context or Context)(ref, self.ROLE, self.SENDS)
+        self.context = context = (ref.make_context or Context)(ref)
         self.handlers: dict[type[Message], Handler] = {
             message: getattr(self, name) for message, name in self.HANDLERS.items()
         }

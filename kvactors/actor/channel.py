@@ -29,7 +29,6 @@ class ChannelStatistics(NamedTuple):
         control: items in the control lane, and steps of the receiver's own work.
         senders_waiting: senders parked because the data lane is full.
         peak: most items that the data lane ever held.
-        peak_control: most items that the control lane ever held.
         taken: items that the receiver has taken, both lanes.
     """
 
@@ -38,7 +37,6 @@ class ChannelStatistics(NamedTuple):
     control: int
     senders_waiting: int
     peak: int
-    peak_control: int
     taken: int
 
 
@@ -66,7 +64,7 @@ class Channel(Generic[T]):
         self._senders: deque[asyncio.Future[None]] = deque()
         self._granted = 0  # places promised to senders that were woken but have not run yet
         self._closed: Callable[[], Exception] | None = None
-        self._peak = self._peak_control = self.taken = 0
+        self._peak = self.taken = 0
         self.idle = False
 
     # -- sending
@@ -75,8 +73,6 @@ class Channel(Generic[T]):
         """Put into the control lane. Never waits. Raises ChannelClosed if the channel is closed."""
         self._check_open()
         self._control.append(item)
-        if len(self._control) > self._peak_control:
-            self._peak_control = len(self._control)
         self.wake()
 
     def put_later(self, item: T) -> None:
@@ -196,7 +192,6 @@ class Channel(Generic[T]):
             len(self._control) + len(self._later),
             len(self._senders),
             self._peak,
-            self._peak_control,
             self.taken,
         )
 

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
+from weakref import WeakSet
 
 from kvactors.actor.instrument import Turn
 from kvactors.actor.message import Control, Envelope, InlineReply, Message
 from kvactors.actor.ref import ActorRef, InFlight, Waiters
-from kvactors.errors import WiringError, as_exception
+from kvactors.errors import as_exception
 
 T = TypeVar("T")
 
@@ -173,26 +174,8 @@ class Outbox:
             await self._empty.wait()
 
 
-class Timer:
-    """A message of an actor to itself in the future."""
-
-    __slots__ = ("_active", "_handle")
-
-    def __init__(
-        self, active: set[Timer], delay: float, send: Callable[[Control], None], message: Control
-    ) -> None:
-        self._active = active
-        self._handle = asyncio.get_running_loop().call_later(delay, self._due, send, message)
-        active.add(self)
-
-    def _due(self, send: Callable[[Control], None], message: Control) -> None:
-        self._active.discard(self)
-        send(message)
-
-    def cancel(self) -> None:
-        """Drop the message. No effect if it has been sent."""
-        self._active.discard(self)
-        self._handle.cancel()
+Timer: TypeAlias = asyncio.TimerHandle
+"""A message of an actor to itself in the future."""
 
 
 class Context:
@@ -200,26 +183,19 @@ class Context:
     accepted. peer_incarnations: the incarnations of the other actors that this one has been
     notified of. A message carries the receiver's, so that a later incarnation drops it."""
 
-    def __init__(
-        self, ref: ActorRef, role: str, sends: Mapping[str, tuple[type[Message], ...]]
-    ) -> None:
+    def __init__(self, ref: ActorRef) -> None:
         self.ref = ref
         self.incarnation = ref.incarnation
         self.peer_incarnations: dict[str, int] = {}
         self.state = State.STARTING
         self.outbox = Outbox(ref)
         self.jobs = Jobs(ref.name, ref.in_flight, self.to_self)
-        self.timers: set[Timer] = set()
+        self.timers: WeakSet[Timer] = WeakSet()  # one that nothing keeps is due or over
         self.unanswered: dict[Envelope[Any], None] = {}
         self.sent = self.late = 0
-        self._role = role
-        self._allowed = {role: frozenset(types) for role, types in sends.items()}
 
     def tell(self, to: ActorRef[M], message: M) -> None:
-        """Send a message from within a turn. Messages are sent in order. Raises WiringError: SENDS
-        of this actor's class does not declare the message for `to`."""
-        if type(message) not in self._allowed.get(to.role, ()):
-            raise self.undeclared(to, message)
+        """Send a message from within a turn. Messages are sent in order."""
         self.sent += 1
         envelope: Envelope[Any] = Envelope(
             message, None, None, self.peer_incarnations.get(to.name, to.incarnation)
@@ -227,9 +203,6 @@ class Context:
         outbox = self.outbox
         if (outbox.waiting and not isinstance(message, Control)) or not to.try_send(envelope):
             outbox.add(to, envelope)
-
-    def undeclared(self, to: ActorRef, message: Message) -> WiringError:
-        return WiringError(f"{self._role} does not declare {type(message)} to {to.role}")
 
     def answer(self, envelope: Envelope[T], value: T) -> bool:
         """Answer an ask. False, and counted as late, if its asker no longer waits."""
@@ -271,7 +244,9 @@ class Context:
     def after(self, delay: float, message: Control) -> Timer:
         """Send this actor a message `delay` seconds from now. The timer ends with the actor. Cancel
         it when the message is no longer needed."""
-        return Timer(self.timers, delay, self.to_self, message)
+        timer = asyncio.get_running_loop().call_later(delay, self.to_self, message)
+        self.timers.add(timer)
+        return timer
 
     def to_self(self, message: Control) -> None:
         """Send this actor a message, on the loop. Dropped once the incarnation has ended."""

@@ -412,7 +412,7 @@ class MailboxLoop:
             context.unanswered[envelope] = None
             handler(message, envelope)
             return
-        if isinstance(message, PeerRestarted) and message.incarnation >= 0:
+        if isinstance(message, PeerRestarted):
             context.peer_incarnations[message.name] = message.incarnation
         if handler is not None:
             handler(message)

@@ -42,7 +42,7 @@ class PeerRestarted(Control, frozen=True, eq=False):
     incarnation: the new one. When this arrives none of its child jobs runs any more."""
 
     name: str
-    incarnation: int = -1
+    incarnation: int
 
 
 class InlineReply(msgspec.Struct, eq=False, gc=False):

@@ -148,7 +148,7 @@ class ActorRef(Generic[M_contra]):
         self.instruments = instruments or Instruments()
         self.incarnation = 0
         self.switched_off = False
-        self.make_context: Callable[..., Context] | None = None
+        self.make_context: Callable[[ActorRef], Context] | None = None
         self._asks: OpenAsks[Any] = OpenAsks(name)
         self._restarting = 0
         self.entrance: ActorRef[Any] | InlineTurns = self

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import anyio.to_thread
 
-from kvactors.actor import ActorRef, Channel, InFlight, Timer
+from kvactors.actor import ActorRef, Channel, Context, InFlight
 from kvactors.actor.context import JOB, is_job
 from kvactors.actor.loop import MailboxLoop
 from kvactors.actor.ref import OpenAsks
@@ -354,8 +354,8 @@ def is_timeout(timer: asyncio.TimerHandle) -> bool:
     or of asyncio's."""
     callback, args = timer._callback, timer._args  # type: ignore[attr-defined]
     owner, name = getattr(callback, "__self__", None), getattr(callback, "__name__", "")
-    if isinstance(owner, Timer):
-        return type(args[1]).__name__ in DEADLINES
+    if isinstance(owner, Context):
+        return type(args[0]).__name__ in DEADLINES
     return isinstance(owner, OpenAsks | ThreadWaits) or name in ("_timeout", "_on_timeout")
 
 

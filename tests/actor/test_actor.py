@@ -276,14 +276,6 @@ async def test_a_misfit_graph_starts_nothing():
             pass
 
 
-async def test_an_undeclared_message_is_a_fault():
-    wired = Wired()
-    async with wired.running():
-        server = wired.supervisor.actor("server")
-        with pytest.raises(WiringError, match="does not declare"):
-            server.tell(wired.sink, Slow(1))
-
-
 async def test_only_a_sent_ask_without_an_answer_is_open():
     """At every moment an open ask is in flight too, and so is one that waits for a place, so that
     at rest there is none."""

@@ -146,7 +146,6 @@ async def test_timers_end_with_their_actor():
         actor = weakref.ref(wired.actor)
         wired.actor.after(3600, kept)
         wired.actor.after(3600, cancelled).cancel()
-        assert len(wired.actor.context.timers) == 1
     del wired
     await asyncio.sleep(0)
     gc.collect()

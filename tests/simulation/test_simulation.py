@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import pytest
 
+from kvactors.actor import edges
 from kvactors.testing.faults import Fault
 from kvactors.testing.plan import FaultPlan
 from tests.simulation import run_seed
-from tests.simulation.coverage import coverage, universe
+from tests.simulation.coverage import ACTORS, coverage, universe
 from tests.simulation.draw import draw_run
 
 SEEDS, PART = 160, 20
@@ -46,6 +47,9 @@ def test_so_few_seeds_reach_most_of_it(reports):
     for group, least in {"faults": 1.0, "messages": 0.85, "outcomes": 0.5, "states": 0.7}.items():
         reached = 1 - len(found.never[group]) / len(groups[group])
         assert reached >= least, (group, found.never[group])
+    sent = {name for one in reports.values() for name in one.seen if name.startswith("message ")}
+    declared = {f"message {e.sender} {e.receiver} {e.message.__name__}" for e in edges(ACTORS)}
+    assert sent - declared == set()
 
 
 def test_a_device_that_loses_writes_is_caught(monkeypatch):

@@ -88,8 +88,8 @@ class Effects(NamedTuple):
 class SteppedContext(Context):
     """Keeps the effects of a turn for the stepper in place of carrying them out."""
 
-    def __init__(self, clock: SimLoop, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, clock: SimLoop, ref: ActorRef) -> None:
+        super().__init__(ref)
         self._clock = clock
         self.told: list[Told] = []
         self.started: list[Job] = []
@@ -97,8 +97,6 @@ class SteppedContext(Context):
 
     def tell(self, to: ActorRef[M], message: M) -> None:
         """See `Context.tell`."""
-        if type(message) not in self._allowed.get(to.role, ()):
-            raise self.undeclared(to, message)
         self.told.append(Told(to.name, message))
 
     def start_job(
