@@ -42,7 +42,7 @@ from kvactors.data_plane.ranks.plane import RanksPlane, make_ranks_plane
 from kvactors.device import config_for, layout_for
 from kvactors.device.base import Device
 from kvactors.errors import CacheClosed, CacheFailed, ConfigError, KVActorsError, SinkError
-from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.actor import FlushNotifier, NoNotifier
 from kvactors.flush_notifier.deliver import SinkStatistics, close_sink, open_sink
 from kvactors.flush_notifier.messages import Report, SetIdleLimit, WaitFlushed
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
@@ -63,7 +63,6 @@ from kvactors.storage.catalog import keep_quotas
 from kvactors.storage.device_store import DeviceStoreActor
 from kvactors.storage.factory import object_bytes
 from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
-from kvactors.substitutes import NoDeviceStore, NoNotifier, NoReader, NoWriter
 
 
 def summarize(system: System) -> dict[str, Any]:
@@ -503,9 +502,9 @@ class System:
             (
                 ActorSpec(GpuSwapper, swapper, self.swapper),
                 ActorSpec(CpuEvictor, self._make_evictor, evictor),
-                *_optional(self.readers, StorageReader, NoReader, reading),
-                *_optional(self.writers, StorageWriter, NoWriter, reading | {"root_of": roots}),
-                *_optional(self.device_stores, DeviceStoreActor, NoDeviceStore, direct),
+                *_optional(self.readers, StorageReader, reading),
+                *_optional(self.writers, StorageWriter, reading | {"root_of": roots}),
+                *_optional(self.device_stores, DeviceStoreActor, direct),
             ),
         )
         core = Group("core", (ActorSpec(PrefixIndex, self._make_index, self.index), movers))
@@ -533,9 +532,7 @@ class System:
         return self.supervisor.actor(self.notifier.name)  # type: ignore[return-value]
 
 
-def _optional(
-    refs: Sequence[ActorRef], kind: type[Actor], substitute: type[Actor], parts: Mapping[str, Any]
-) -> list[Group]:
-    """A group for each actor with a substitute. Both are made of the same parts."""
-    make, without = partial(kind, **parts), partial(substitute, **parts)
-    return [Group(ref.name, (ActorSpec(kind, make, ref, without),)) for ref in refs]
+def _optional(refs: Sequence[ActorRef], kind: type[Actor], parts: Mapping[str, Any]) -> list[Group]:
+    """A group for each actor that refuses all work while it is switched off."""
+    make = partial(kind, **parts)
+    return [Group(ref.name, (ActorSpec(kind, make, ref, make),)) for ref in refs]

@@ -87,7 +87,8 @@ class ActorSpec(NamedTuple):
 
     Attributes:
         substitute: for an actor that the system can do without, alone in its group: makes the one
-            that runs in its place while it is switched off, and answers every message at once.
+            that runs in its place while it is switched off (`ActorRef.switched_off`), and answers
+            every message at once.
     """
 
     kind: type[Actor]

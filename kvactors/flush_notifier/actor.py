@@ -9,6 +9,7 @@ from itertools import islice
 from typing import ClassVar
 
 from kvactors.actor import Actor, ActorRef, Envelope, on
+from kvactors.errors import SinkError
 from kvactors.flush_notifier.deliver import STEP_BLOCKS, SinkDelivery, SinkSet, error_of
 from kvactors.flush_notifier.ledger import IDLE_LIMIT, Ledger, RootOf
 from kvactors.flush_notifier.messages import (
@@ -243,3 +244,43 @@ class FlushNotifier(Actor):
 
     def check(self) -> None:
         self.ledger.check()
+
+
+OFF = "the flush notifier is switched off after too many failures: see cache.health()"
+
+
+class NoNotifier(Actor):
+    """In place of a notifier that is switched off: drops every fact, as its successor is sent
+    all of them. The ledger has none, for inspection."""
+
+    ROLE: ClassVar[str] = "flush_notifier"
+
+    def __init__(self, ref: ActorRef, *, block_size: int, config: FlushConfig) -> None:
+        super().__init__(ref)
+        self.ledger = Ledger(block_size, ())
+        self.sinks = SinkSet((), self.ledger, config)
+
+    @on(PathCached)
+    @on(BlocksAdded)
+    @on(BlocksRemoved)
+    @on(TierCleared)
+    @on(PathsFound)
+    @on(NamespaceChanged)
+    def fact(self, fact: Report) -> None:
+        """Drop a fact."""
+
+    @on(SetIdleLimit)
+    def set_idle_limit(self, message: SetIdleLimit) -> None:
+        """The successor is made with the limit."""
+
+    @on(WaitFlushed)
+    def wait_flushed(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:
+        """End a wait for the healthy sinks, as there are none. Refuse a wait for all sinks."""
+        if message.healthy:
+            self.answer(envelope, True)
+        else:
+            self.refuse(envelope, SinkError(OFF))
+
+    @on(Resync)
+    def resync(self, message: Resync, envelope: Envelope[bool]) -> None:
+        self.refuse(envelope, SinkError(OFF))

@@ -129,6 +129,9 @@ class StorageWorker(Actor):
     # -- batches
 
     def enqueue(self, batch: Batch) -> None:
+        if self.ref.switched_off:
+            self.tell(self.evictor, batch.failed.answer)
+            return
         self._waiting.append(batch)
         self._start_batches()
 
@@ -299,7 +302,7 @@ class StorageReader(StorageWorker):
     def probe(self, message: ProbeStore) -> None:
         """A store that this process owns answers immediately. A shared pool must be asked."""
         keys = split_hashes(message.keys)
-        found = self.backend.probe(keys)
+        found = 0 if self.ref.switched_off else self.backend.probe(keys)
         if found is not None:
             self.tell(self.evictor, Probed(message.op, found))
             return

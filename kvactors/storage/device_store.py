@@ -180,7 +180,7 @@ class DeviceStoreActor(Actor):
 
     def _next(self) -> None:
         for waiting in (self._fetches, self._saves):
-            while self._late and waiting:
+            while (self._late or self.ref.switched_off) and waiting:
                 self._refuse(waiting.popleft())
         if self._busy or not (self._fetches or self._saves):
             return

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvactors.actor import ActorRef, ActorSpec, Group, InFlight, Supervisor
 from kvactors.errors import ActorFailed, CacheClosed, ConfigError, KVActorsError
-from kvactors.flush_notifier.actor import FlushNotifier
+from kvactors.flush_notifier.actor import FlushNotifier, NoNotifier
 from kvactors.flush_notifier.deliver import close_sink, open_sink
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
@@ -33,7 +33,6 @@ from kvactors.identity import CacheScope, RequestScope
 from kvactors.settings.check import convert
 from kvactors.settings.sinks import AnySinkConfig, AttentionStoreSinkConfig
 from kvactors.settings.tables import FlushConfig
-from kvactors.substitutes import NoNotifier
 from kvactors.tier_cache.checks import checked_keys, checked_limit
 from kvactors.types import Reason, Tier
 

@@ -31,7 +31,6 @@ from kvactors.storage.messages import (
     Write,
     Written,
 )
-from kvactors.substitutes import NoWriter
 from kvactors.types import Reason, split_hashes
 from tests.support.effects import receiver
 from tests.support.stepper import Stepper
@@ -66,6 +65,11 @@ def stepped(
         name,
         incarnation=incarnation,
     )
+
+
+def switched_off(ref, **parts):
+    ref.switched_off = True
+    return StorageWriter(ref, **parts)
 
 
 def stepped_reader(inner: MemoryBackend) -> Stepper[StorageReader]:
@@ -260,7 +264,7 @@ def test_a_batch_that_waited_during_a_clear_is_not_written():
         assert inner.keys() == [C]
 
 
-@pytest.mark.parametrize("kind", [StorageWriter, NoWriter])
+@pytest.mark.parametrize("kind", [StorageWriter, switched_off])
 def test_a_restarted_writer_or_its_substitute_reports_everything_again(kind):
     with stepped(memory(A), kind, "storage_writer-1", incarnation=2) as writer:
         assert reported(writer) == ([A], [])
@@ -295,7 +299,7 @@ def test_a_write_that_raises_is_unavailable():
 
 
 def test_the_substitute_refuses_writes_and_carries_out_clears():
-    with stepped(memory(A), NoWriter, "storage_writer-1", incarnation=1) as writer:
+    with stepped(memory(A), switched_off, "storage_writer-1", incarnation=1) as writer:
         effects = writer.turn(Write(1, A + B, (0, 1), NEVER))
         (written,) = effects.to("cpu_evictor")
         assert (list(written.outcomes), effects.jobs) == ([Outcome.UNAVAILABLE] * 2, ())
