@@ -76,12 +76,7 @@ from kvactors.lifecycle import Opening
 from kvactors.lookup import FreeBlocks, PromptHits, count_stored, hits_of
 from kvactors.native import Path
 from kvactors.observe.health import Health, health
-from kvactors.observe.invariants import (
-    divergence_in_slices,
-    in_slices,
-    invariants,
-    invariants_in_slices,
-)
+from kvactors.observe.invariants import in_slices, invariants, invariants_in_slices
 from kvactors.observe.statistics import (
     CacheStatistics,
     Tenants,
@@ -1001,15 +996,9 @@ class KVCache:
         self._context.check_loop()
         return await invariants_in_slices(self.system)
 
-    async def count_divergent_blocks_slices(self, sinks: Collection[str] | None = None) -> int:
-        """See `count_divergent_blocks`: the same in short steps. Changes during the call may
-        count."""
-        self._context.check_loop()
-        return await divergence_in_slices(self.system, self._sink_names(sinks))
-
     def count_divergent_blocks(self, sinks: Collection[str] | None = None) -> int:
         """Blocks on which the view of one of `sinks` (all if None) and the tiers differ. 0 after
-        `wait_flushed`."""
+        `wait_flushed`. Blocks the loop as `check` does."""
         self._context.check_thread()
         tiers, names = residency(self.system), self._sink_names(sinks)
         return self.system.notifier_actor.sinks.divergence(tiers, names)
@@ -1197,6 +1186,5 @@ class FromThread(LoopCaller):
     check = threaded(KVCache.check)
     check_slices = threaded(KVCache.check_slices)
     count_divergent_blocks = threaded(KVCache.count_divergent_blocks)
-    count_divergent_blocks_slices = threaded(KVCache.count_divergent_blocks_slices)
     step = blocking(KVCache.step, end_stepped)
     record_pass = threaded(KVCache.record_pass)

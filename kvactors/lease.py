@@ -122,17 +122,21 @@ class LeaseHandle(msgspec.Struct, eq=False):
 
     # -- asks
 
-    async def ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
+    async def ask(
+        self, message: Ask[Any], at: float, *, has_effect: bool = False, queued: bool = False
+    ) -> Any:
         """Ask the index, in the same step as the call of `begin_call`. has_effect: the call changes
         the lease, so the lease ends if the caller is cancelled after the change."""
-        asked = self.begin_ask(message, at, has_effect=has_effect)
+        asked = self.begin_ask(message, at, has_effect=has_effect, queued=queued)
         return await asked if isinstance(asked, CoroutineType) else asked
 
-    def begin_ask(self, message: Ask[Any], at: float, *, has_effect: bool = False) -> Any:
+    def begin_ask(
+        self, message: Ask[Any], at: float, *, has_effect: bool = False, queued: bool = False
+    ) -> Any:
         """`ask` up to its first wait: the answer, or a coroutine to be awaited in the same step."""
         lost = self._lost if has_effect else None
         try:
-            asked = self.context.index.entrance.begin_ask(message, at, lost)
+            asked = self.context.index.entrance.begin_ask(message, at, lost, queued=queued)
         except LeaseEnded as error:
             raise self.ended_by(error) from None
         return self._answer(asked) if isinstance(asked, CoroutineType) else asked
@@ -622,18 +626,15 @@ class Lease:
 
     async def _ask_forks(self, message: Fork, at: float) -> ForkResult:
         """Send a message that makes further leases. If it fails or is cancelled none is left."""
-        handle, context = self._handle, self._handle.context
+        handle = self._handle
         handle.begin_change("fork")
         try:
-            return await context.index.ask(message, deadline=at, queued=message.wait_for_room)
+            made: ForkResult = await handle.ask(message, at, queued=message.wait_for_room)
+            return made
         except BaseException as error:
             for lease in message.leases:
-                context.abandon(lease)
-            if isinstance(error, LeaseEnded):
-                raise handle.ended_by(error) from None
-            if isinstance(error, ActorFailed):
-                context.raise_if_closed(error)
-            elif isinstance(error, CANCELLED):
+                handle.context.abandon(lease)
+            if isinstance(error, CANCELLED):
                 handle.withdraw()
             raise
         finally:

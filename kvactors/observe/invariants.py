@@ -10,7 +10,7 @@ two steps can look like a violation: such an actor is checked again in one step.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from kvactors.actor import Actor
@@ -39,15 +39,6 @@ def invariants(system: System) -> list[str]:
 async def invariants_in_slices(system: System) -> list[str]:
     """`invariants` in slices of less than two milliseconds, with other tasks in between."""
     found: list[str] = await in_slices(check_steps(system))
-    return found
-
-
-async def divergence_in_slices(system: System, sinks: Collection[str] | None) -> int:
-    """See `KVCache.count_divergent_blocks_slices`."""
-    where: Residency = {}
-    await in_slices(residency_steps(system, where))
-    found: int = await in_slices(system.notifier_actor.sinks.divergence_steps(where, sinks))
-    await in_slices(free(where))
     return found
 
 
