@@ -1,5 +1,5 @@
 """Benchmark of copies: gather and scatter against plain memcpy of the same bytes, interleaved, then
-whole layouts, ranks, and a GPU if there is one."""
+whole layouts and ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from kvactors.device.host import HostDevice
 from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout
 from kvactors.native import copy_bytes, gather, scatter, touch
 from kvactors.signals import run_terminable
-from tests.benchmarks.copy_gpu import gpu_rows
 from tests.benchmarks.copy_ranks import rank_rows
 from tests.benchmarks.frame import Report, Row, rate_row
 
@@ -32,7 +31,6 @@ def run(*, quick: bool = False) -> Report:
             rows += piece_rows(piece, total, rounds)
     rows += layout_rows(total, rounds)
     rows += run_terminable(rank_rows(20 if quick else 2000))
-    rows += run_terminable(gpu_rows(quick=quick))
     settings = {"regions": 2 * LAYERS, "total_bytes": total, "rounds": rounds, "threads": 1}
     return Report(rows, settings | {"quick": quick})
 

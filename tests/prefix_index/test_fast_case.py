@@ -206,3 +206,16 @@ def test_memory_of_a_clear_is_returned_although_nobody_waits():
     effects = effects_of(state.clear, Clear(), Request())
     assert [type(one) for one in effects if isinstance(one, NextSlice)] == [NextSlice]
     assert isinstance(answers(effects)[0], Ack)
+
+
+def test_a_held_request_has_a_timer_until_it_is_admitted():
+    state, message = core(4), acquire(1, 2)
+    state.pause(Pause(), Request())
+    [timer] = effects_of(state.acquire, message, Request(message))
+    assert isinstance(timer, StartTimer)
+    assert timer.deadline == message.deadline
+    state.admit_waiting()
+    assert len(state.queue.held) == 1, "during a pause"
+    state.resume(Resume(), Request())
+    assert timer.operation.timer is None
+    assert (len(state.queue.held), len(state.leases)) == (0, 1)
