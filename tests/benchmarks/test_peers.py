@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvactors import ConfigError
-from tests.benchmarks import decode, engine, flush, frame, index, service, store
+from tests.benchmarks import decode, engine, frame, index, service, store
 from tests.benchmarks.frame import Report, Row
 from tests.benchmarks.index_child import LENGTH
 
@@ -196,68 +195,3 @@ def test_an_engine_that_does_not_run_is_named(
     path.chmod(0o755)
     with pytest.raises(ConfigError, match=text):
         engine.run(quick=True, vllm_python=str(path))
-
-
-VLLM = """
-import threading
-from queue import Queue
-
-import msgspec
-import zmq
-from vllm.v1.core.kv_cache_utils import ExternalBlockHash
-
-class BlockStored(msgspec.Struct, tag=True):
-    block_hashes: list[ExternalBlockHash]
-    parent_block_hash: ExternalBlockHash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-
-class KVEventBatch(msgspec.Struct, array_like=True):
-    ts: float
-    events: list[BlockStored]
-
-class ZmqEventPublisher:
-    def __init__(self, rank, endpoint, hwm):
-        self.socket = zmq.Context.instance().socket(zmq.PUB)
-        self.socket.set_hwm(hwm)
-        self.socket.bind(endpoint)
-        self.queue = Queue()
-        threading.Thread(target=self.run, daemon=True).start()
-
-    def publish(self, batch):
-        self.queue.put(batch)
-
-    def run(self):
-        number = 0
-        while True:
-            payload = msgspec.msgpack.encode(self.queue.get())
-            self.socket.send_multipart((b"", number.to_bytes(8, "big"), payload))
-            number += 1
-"""
-
-
-def with_vllm(folder: Path, source: str) -> str:
-    """A Python in which a module in the place of vLLM's can be imported, but nothing else of it
-    (vLLM itself needs torch)."""
-    package = folder / "vllm" / "distributed"
-    package.mkdir(parents=True)
-    (folder / "vllm" / "__init__.py").write_text("import torch_is_missing_here")
-    (package / "kv_events.py").write_text(source)
-    script = folder / "python"
-    path = f"PYTHONPATH={folder}:$PYTHONPATH"
-    script.write_text(f'#!/bin/sh\n{path} exec {sys.executable} "$@"\n')
-    script.chmod(0o755)
-    return os.fspath(script)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("events", [1, 5])
-async def test_vllms_publisher_is_measured_in_a_process_of_its_python(
-    tmp_path: Path, events: int
-) -> None:
-    python, load = with_vllm(tmp_path, VLLM), flush.Load(2, 16, events, 500)
-    found = await flush.beside_vllm(python, load, os.fspath(tmp_path), rounds=2)
-    assert min(found) > 0
