@@ -101,7 +101,7 @@ class TierCache:
         if storage is None:
             storage = make_storage(config, memory=memory, clock=clock)
         self._storage, self._results, self._clock = storage, storage.results, storage.clock
-        self._stores_on = storage.make is not None  # whether there is storage
+        self._has_storage = storage.make is not None
         self._thread: int = NONE  # the owner
         self._opener: dict[str, int] = {}  # the thread that opens: one of several at once
         self._opened = False
@@ -152,7 +152,7 @@ class TierCache:
 
         # Saves. A block that waits to be saved is pinned until `_release`. One that is evicted
         # before its turn is not saved.
-        self._policy = settings.write_policy if self._stores_on else "none"
+        self._policy = settings.write_policy if self._has_storage else "none"
         self._streams = self._policy in ("write_through", "write_back")  # blocks go on to storage
         self._pins = settings.on_full == "wait"  # whether waiting blocks are pinned
         self._behind = False  # pins were released, and the saves of then have not ended
@@ -289,7 +289,7 @@ class TierCache:
             self._enter()
         block = self._blocks.get(key)
         if block is None:
-            return self._lookup_stored(key) if storage and self._stores_on else MISS
+            return self._lookup_stored(key) if storage and self._has_storage else MISS
         if block.arriving:
             since = self._fetching.get(block)
             late = since is not None and self._clock() - since > self._storage.timeout + 1.0
@@ -346,7 +346,7 @@ class TierCache:
         if self._hands_over(self.end_step):
             return
         self._end_step()
-        if self._fetching or (self._stores_on and self._short[0]):
+        if self._fetching or (self._has_storage and self._short[0]):
             self._pace.step_ended()
 
     def _end_step(self) -> None:
