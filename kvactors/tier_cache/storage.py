@@ -21,9 +21,8 @@ from kvactors.tier_cache.settings import TierConfig, checked_config
 if TYPE_CHECKING:
     from kvactors.storage.backend import Backend
     from kvactors.storage.guarded import GuardedBackend
-    from kvactors.tier_cache.copies import LoopThread, Service
     from kvactors.tier_cache.slots import SlotMemory
-    from kvactors.tier_cache.storage_loop import StorageLoop
+    from kvactors.tier_cache.storage_loop import LoopThread, Service, StorageLoop
 
 KNOWN = 65_536
 """Objects at most that are known to be in a store that lists none. Beyond that the oldest is
@@ -137,7 +136,9 @@ class StorageJob:
     done: Future[StorageResult]
 
 
-CLOSING = 3.0  # seconds beyond its limit that `close` may take
+CLOSING = 3.0
+"""Seconds beyond its limit that `close` waits for the thread: a file store abandons threads that
+hang after one second."""
 
 
 class StorageTier:
@@ -211,7 +212,7 @@ class StorageTier:
         atexit_close(self)
 
     def _make_thread(self, services: Sequence[Service]) -> LoopThread:
-        from kvactors.tier_cache.copies import LoopThread
+        from kvactors.tier_cache.storage_loop import LoopThread
 
         return LoopThread(services)
 

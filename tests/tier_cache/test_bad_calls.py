@@ -14,8 +14,8 @@ import pytest
 
 from kvactors import CacheClosed, ConfigError, LayoutError, TierCache, open_tiers
 from kvactors.tier_cache import CopyWorker, Lookup, SlotMemory, open_storage, shared_memory
-from kvactors.tier_cache.copies import LoopThread
 from kvactors.tier_cache.settings import TierConfig, TierStorage
+from kvactors.tier_cache.storage_loop import LoopThread
 from tests.tier_cache.helpers import BLOCK, KEYS, LIMIT, alone, make, payload, store
 
 MEMORY: dict[str, Any] = {"backend": "memory", "capacity_blocks": 64}

@@ -19,8 +19,8 @@ from kvactors.integrations.fastdeploy.lower_tiers import LowerTiers
 from kvactors.integrations.fastdeploy.requests import EngineBlocks, RequestRecord, whole
 from kvactors.native import BlockTree
 from kvactors.storage.device_store import DeviceStore
-from kvactors.tier_cache.copies import LoopThread
 from kvactors.tier_cache.sinks import SinkFeed, SinkService
+from kvactors.tier_cache.storage_loop import LoopThread
 from kvactors.types import Reason, Tier, split_hashes
 
 log = get_logger()
