@@ -31,7 +31,7 @@ A, B = list(range(8)), list(range(100, 108))
 @pytest.fixture
 def held(service, monkeypatch):
     """Calls of the SDK take an item from this queue once `hold` is set to it."""
-    monkeypatch.setattr("kvactors.tier_cache.copies.CLOSING", 0.05)
+    monkeypatch.setattr("kvactors.tier_cache.storage_loop.CLOSING", 0.05)
     queue: SimpleQueue[None] = SimpleQueue()
     yield queue
     stand_in.service().hold = None
