@@ -61,9 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "engines_full: as `engines`, for cases that take too long for every change"
     )
-    config.addinivalue_line(
-        "markers", "programs: runs Debian's chromium or prometheus (docs/contributing.md)"
-    )
+    config.addinivalue_line("markers", "programs: runs Debian's prometheus (docs/contributing.md)")
     config.addinivalue_line(
         "markers", "traces: replays whole request traces; needs --traces DIR (docs/contributing.md)"
     )
@@ -93,8 +91,8 @@ def pytest_terminal_summary(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Interop tests run only when they are asked for, by their marker or by --interop, and those
-    with whole traces by theirs or by --traces. Tests inside engines, and those of Debian's
-    programs, need their marker."""
+    with whole traces by theirs or by --traces. Tests inside engines, and those with
+    Debian's programs, need their marker."""
     markers = config.getoption("-m")
     asked_for = {
         "interop": config.getoption("--interop") is not None or "interop" in markers,

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-import kvactors as kvactors_package
 from kvactors import cli
 from kvactors.layout import make_layout
 from kvactors.observe.lag import SCHEDSTAT
@@ -254,19 +253,6 @@ def test_config_and_size(kvactors, tmp_path):
     for options in (("--device", "1KB"), ("--host", "x"), ("--block-size", 0)):
         status, _, err = kvactors("size", model, *options)
         assert (status, err.count("\n")) == (2, 1)
-
-
-def test_as_a_module(tmp_path):
-    here = {
-        **os.environ,
-        "PYTHONPATH": str(Path(kvactors_package.__file__).parents[1]),
-    }  # the one under test, wherever it is
-    command = [sys.executable, "-m", "kvactors", "--version"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=here, capture_output=True, text=True, timeout=60
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip()
 
 
 @pytest.mark.parametrize(

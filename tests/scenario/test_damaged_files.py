@@ -176,7 +176,7 @@ def test_a_damaged_replay_config_is_named_or_read(tmp_path_factory, data):
 @pytest.mark.parametrize(
     ("key", "value"),
     [(key, value) for key in ("speed", "patience") for value in ("inf", "nan", "0", "-1")]
-    + [("coarse", "0"), ("limit", "-1")],
+    + [("coarse", "0"), ("limit", "-1"), ("step_tokens", "0"), ("most_running", "0")],
 )
 def test_replay_settings_that_cannot_be_are_named(key, value):
     with pytest.raises(ConfigError, match=key):

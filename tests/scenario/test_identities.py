@@ -65,27 +65,6 @@ def test_two_blocks_with_equal_identities_are_one(one, other, ambiguous):
     assert mirror(stored(1, **one), stored(2, **other)).ambiguous() == ambiguous
 
 
-def test_a_difference_between_two_blocks_separates_the_blocks_below_them():
-    parts = salt("a", extra_keys=[["a"]]), salt("b", extra_keys=[["b"]])
-    chains = [stored(i, **part) for i, part in enumerate(parts, 1)] + [
-        stored(10 + i, i, **parts[i - 1]) for i in (1, 2)
-    ]
-    for chain in chains[2:]:
-        chain["extra_keys"] = None  # as vLLM: in the first block alone
-    assert mirror(*chains).ambiguous() == 0
-
-
-def test_events_that_disagree_about_a_block_count():
-    below = stored(2, 1, **salt("a"))
-    assert mirror(stored(1, **salt("a")), below, {**below, "medium": "CPU"}).ambiguous() == 0
-    assert (
-        mirror(
-            stored(1, **salt("a")), below, {**below, "medium": "CPU", "cache_salt": None}
-        ).ambiguous()
-        == 1
-    )
-
-
 def test_blocks_that_are_nowhere_are_not_counted():
     made = mirror(
         stored(1), stored(2), {"type": "BlockRemoved", "block_hashes": [2], "medium": "GPU"}
@@ -104,28 +83,6 @@ def test_conversations_with_one_text_differ_in_one_part_each():
     assert len(identities) == 12
     assert speakers[0].scope == {}
     assert len({speaker.image_of(turn) for speaker in speakers for turn in range(3)}) == 9
-
-
-@pytest.mark.parametrize(
-    ("options", "hits"), [({}, True), ({"tenants": 2}, False), ({"adapters": 2}, False)]
-)
-def test_two_conversations_share_only_equal_prefixes(options, hits):
-    data = {
-        "scenario": {"name": "two"},
-        "cache": {"block_size": 4},
-        "device": {"num_blocks": 64},
-        "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 8},
-        "workload": {
-            "sessions": 2,
-            "turns": 1,
-            "concurrency": 1,
-            "system_tokens": 16,
-            "user_tokens": 8,
-            **options,
-        },
-    }
-    _, report = run_scenario(data, virtual=True)
-    assert (report.errors, report.hit_rate["device"] > 0) == ([], hits)
 
 
 def test_a_script_gives_each_request_its_identity():

@@ -47,15 +47,6 @@ def test_no_sequence_of_contents_hits_more(trace, size, whole):
     assert found(trace, size, whole=whole) == searched(trace, size, whole=whole)
 
 
-@settings(max_examples=25)
-@given(trace=chained(), whole=st.booleans())
-def test_lru_never_hits_more(trace, whole):
-    paths = paths_of(trace, whole=whole)
-    for size in range(1, paths.distinct + 1):
-        uses = uses_of(paths, size)
-        assert optimal_hits(uses, len(paths.ends), size) >= uses.hits[min(size, paths.distinct)]
-
-
 def test_a_cache_of_every_block_hits_every_known_block():
     trace = [[0, 1, 2], [0, 1, 3], [4], [0, 1, 2]]
     assert found(trace, 5) == 2 + 0 + 3
@@ -66,23 +57,6 @@ def test_requests_larger_than_the_device_use_nothing():
     trace = [[0, 1, 2], [0, 1], [0, 1, 2], [0, 1]]
     assert found(trace, 2, device=2) == 2
     assert found(trace, 3, device=3) == 2 + 3 + 2
-
-
-@pytest.mark.traces
-@pytest.mark.parametrize(
-    ("name", "shards", "expected"),
-    [
-        ("mooncake_conversation", 1, {1000: 0.1907, 3000: 0.2945, 10_000: 0.3664}),
-        ("claude_code_a", 8, {1000: 0.2673, 3000: 0.5573, 10_000: 0.8759, 30_000: 0.9578}),
-    ],
-)
-def test_the_hit_rates_of_whole_traces(traces, name, shards, expected):
-    requests = read(traces / f"{name}.jsonl.gz", shard=shards - 1, shards=shards)
-    paths = read_paths(np.array(one.ids, "u8") for one in requests)
-    uses = uses_of(paths)
-    for size, rate in expected.items():
-        hits = optimal_hits(uses, len(paths.ends), size)
-        assert hits / len(paths.blocks) == pytest.approx(rate, abs=0.0001)
 
 
 def test_the_hit_rate_of_the_first_requests_lies_above_that_of_lru():

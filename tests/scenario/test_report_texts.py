@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.scenario.report import count_text, storage_row
+from kvactors.scenario.report import count_text
 
 
 @pytest.mark.parametrize(
@@ -21,9 +21,3 @@ from kvactors.scenario.report import count_text, storage_row
 )
 def test_counts_are_shown_in_full(value, text):
     assert count_text(value) == text
-
-
-def test_the_counts_of_a_store():
-    counts = {"writes": 1_234_567, "reads": 2, "object_bytes": 9, "corrupt": 0, "capacity": 1 << 21}
-    expected = "written 1234567  read 2  late 0  shed 0  capacity 2097152"
-    assert storage_row(counts) == expected

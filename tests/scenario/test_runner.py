@@ -161,17 +161,8 @@ def test_pause_refuses_until_resume():
 )
 def test_a_failing_script_reports_its_line(step, complaint):
     _, report = run_scenario(script(step))
-    assert report.errors == [complaint]
-
-
-def test_an_error_in_a_script_is_reported():
-    steps = [
-        {"do": "acquire", "request": "a", "tokens": 8},
-        {"do": "commit", "request": "a", "tokens": 99},
-    ]
-    _, report = run_scenario(script(*steps))
-    [complaint] = report.errors
-    assert complaint.startswith("step 2 (commit a): ValueError: ")
+    [found] = report.errors
+    assert found.startswith(complaint)
 
 
 SCENARIOS = sorted((Path(__file__).parents[2] / "scenarios").glob("*.toml"))
@@ -273,46 +264,3 @@ def test_a_fault_may_last_for_some_turns():
     _, report = run_scenario({**CHAT, "workload": workload, "fault": fault}, virtual=True)
     assert report.sinks["memory"]["retried"] > 0
     assert report.flush["divergence"] == report.flush["pending"] == 0
-
-
-def test_the_table_shows_the_stores_counters(capsys):
-    from rich.console import Console
-
-    from kvactors.scenario.report import print_report
-
-    _, report = run_scenario(
-        {**CHAT, "storage": {"backend": "memory", "write_policy": "write_through"}}, virtual=True
-    )
-    print_report(report, Console(width=200))
-    row = next(
-        line for line in capsys.readouterr().out.splitlines() if line.startswith("│ storage")
-    )
-    assert (
-        f"written {report.storage['writes']:g}  read {report.storage['reads']:g}  late 0  shed"
-        in row
-    )
-    bare = {key: value for key, value in CHAT.items() if key != "storage"}
-    print_report(run_scenario(bare, virtual=True)[1], Console(width=200))
-    assert "│ storage" not in capsys.readouterr().out
-
-
-def test_scenarios_are_shipped():
-    assert {path.stem for path in SCENARIOS} >= {
-        "quickstart",
-        "flush_on_request_finish",
-        "flush_on_cpu_eviction",
-        "no_room",
-        "flush_only_mode",
-        "sink_outage",
-        "sink_hangs",
-        "two_sinks_one_dead",
-        "salted_tenants",
-        "media",
-    }
-
-
-def test_a_cache_sleeps_and_its_blocks_are_found_below():
-    [path] = [path for path in SCENARIOS if path.stem == "sleep"]
-    scenario, report = run_scenario(read_toml(path), virtual=True)
-    assert disappointments(scenario.expect, report) == []
-    assert report.verified_blocks == 60

@@ -23,7 +23,6 @@ from kvactors.scenario.replay import (
     Serving,
     ServingJob,
     cache_config,
-    percentiles,
     replay,
     serve_on_model,
 )
@@ -126,10 +125,6 @@ def test_decode_steps_without_a_call_between_are_one_stride():
     assert scheduler.carry_out(stride).full == [job]
 
 
-def test_percentiles_of_nothing_are_zero():
-    assert percentiles([]) == {"p50": 0.0, "p90": 0.0, "p99": 0.0}
-
-
 # -- on a cache
 
 
@@ -230,31 +225,12 @@ def write_trace(path, *requests):
     return path
 
 
-FIELDS = {
-    "requests",
-    "rejected",
-    "first_token_s",
-    "queue_s",
-    "request_s",
-    "seconds",
-    "requests_per_s",
-    "prompt_tokens_per_s",
-    "output_tokens_per_s",
-    "prompt_tokens",
-    "saved_tokens",
-    "computed_tokens",
-    "preemptions",
-    "steps",
-}
-
-
 async def test_the_report_has_the_cache_and_the_baselines(tmp_path):
     path = write_trace(tmp_path / "t.jsonl", *((i, 2, [1, 2, i]) for i in range(10, 15)))
     settings = config(replay={"mode": "timed", "speed": 100})
     report = await replay(path, settings)
     assert list(report.serving) == ["cache", "none", "lru"]
     for figures in report.serving.values():
-        assert set(figures) == FIELDS
         assert set(figures["first_token_s"]) == {"p50", "p90", "p99"}
         assert figures["requests"] == 5
     assert report.serving["none"]["saved_tokens"] == 0
@@ -301,12 +277,6 @@ async def test_an_interrupted_replay_leaves_no_lease():
         await cache.wait_idle()
         assert cache.statistics().prefix.leases == 0
         assert cache.check() == []
-
-
-@pytest.mark.parametrize("name", ["step_tokens", "most_running"])
-def test_counts_must_be_positive(name):
-    with pytest.raises(ValueError, match=rf"replay\.{name}"):
-        config(replay={name: 0})
 
 
 def test_a_replay_without_device_blocks_is_refused():

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.replay import ReplayConfig, replay
+from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.sweep import rates_of, read_paths, sizes_to_show, uses_of
 
 
@@ -58,40 +56,7 @@ def test_a_curve_equals_a_plain_lru_cache_of_every_size(trace, whole, device):
         assert curve.rate(size) == hits / max(1, curve.looked_up)
 
 
-@given(trace=chained(), whole=st.booleans())
-def test_devices_of_every_size_refuse_what_does_not_fit(trace, whole):
-    paths = paths_of(trace, whole=whole)
-    for size in range(1, 14):
-        uses = uses_of(paths, size)
-        assert (uses.hits[min(size, paths.distinct)], uses.refused) == lru(
-            trace, size, device=size, whole=whole
-        )
-
-
 TRACE = [[0, 1, 2], [0, 1, 3, 4], [5], [0, 1, 2, 6, 7, 8], [0, 1, 3, 4], [5, 9], [0, 1, 2, 6]] * 3
-
-
-@pytest.mark.parametrize("device", [4, 6, 9])
-@pytest.mark.parametrize("mode", ["exclusive", "inclusive"])
-async def test_tiers_hit_as_in_a_replay(device, mode, tmp_path):
-    (tmp_path / "t.jsonl").write_text(
-        "".join(json.dumps({"timestamp": i, "hash_ids": ids}) + "\n" for i, ids in enumerate(TRACE))
-    )
-    config = ReplayConfig.from_mapping(
-        {
-            "cache": {"block_size": 4, "recompute_last_token": False},
-            "device": {"num_blocks": device, "policy": "lru"},
-            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8"},
-            "host": {"slots": device + 2, "mode": mode},
-        }
-    )
-    report = await replay(tmp_path / "t.jsonl", config)
-    paths = read_paths(np.array(ids, "u8") for ids in TRACE)
-    rates = rates_of(paths, config)
-    assert report.rejected == rates["refused"]
-    served = report.blocks_looked_up / len(paths.blocks)  # a replay does not count refused requests
-    for tier in ("device", "host"):
-        assert report.hit_rate[tier] * served == pytest.approx(rates[tier], abs=2e-6)
 
 
 def test_a_trace_that_is_not_chained_is_named():

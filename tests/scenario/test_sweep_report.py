@@ -39,18 +39,15 @@ def test_sizes_that_are_asked_for_and_the_whole_range(trace):
     assert every.points[-1].blocks == every.distinct_blocks == 10
     assert every.points[-1].hit_rate == every.most == given.most
     assert (every.requests, every.blocks_looked_up, every.longest_request) == (21, 72, 6)
-    assert all(every.points[0].bytes is None for point in every.points)
-
-
-def test_retain_is_run_for_every_size_unless_it_is_left_out(trace):
-    assert all(point.retain is not None for point in sweep(trace).points)
-    assert all(point.retain is None for point in sweep(trace, retain=False).points)
-
-
-def test_no_policy_hits_more_than_the_optimum(trace):
-    for point in sweep(trace, sizes=range(1, 11)).points:
+    for point in every.points:
+        assert point.bytes is None
         assert max(point.hit_rate, point.retain) <= point.optimum
-    assert point.hit_rate == point.retain == point.optimum  # a device of all blocks
+    assert list(sweep_chart(every).lines) == ["LRU", "RETAIN", "offline optimum", "most possible"]
+    assert sweep_chart(every).x_label == "blocks"
+    least = sweep(trace, sizes=[4], block_bytes=1000, retain=False)
+    assert (least.points[0].bytes, least.points[0].retain) == (4000, None)
+    assert "RETAIN" not in sweep_chart(least).lines
+    assert sweep_chart(least).x_label == "KiB"
 
 
 def test_the_progress_of_a_sweep_rises_to_its_end(trace):
@@ -58,13 +55,6 @@ def test_the_progress_of_a_sweep_rises_to_its_end(trace):
     sweep(trace, sizes=[4, 6, 8], progress=lambda text, share: seen.append((text, share)))
     assert [text for text, _ in seen] == [f"RETAIN, {size} blocks" for size in (4, 6, 8)]
     assert [share for _, share in seen] == pytest.approx([0, 1 / 3, 2 / 3])
-
-
-def test_a_chart_has_a_line_for_each_policy(trace):
-    lines = sweep_chart(sweep(trace)).lines
-    assert list(lines) == ["LRU", "RETAIN", "offline optimum", "most possible"]
-    assert len(lines["RETAIN"][1]) == len(lines["LRU"][1])
-    assert "RETAIN" not in sweep_chart(sweep(trace, retain=False)).lines
 
 
 @pytest.mark.parametrize("store", [{"capacity_blocks": 3}, {}])
@@ -84,13 +74,6 @@ async def test_the_tiers_of_a_config_hit_as_its_replay(trace, store, mode):
     real = await replay(trace, config)
     assert {k: report.tiers[k] for k in real.hit_rate} == pytest.approx(real.hit_rate, abs=2e-6)
     assert report.tiers["refused"] == real.rejected == 0
-
-
-def test_bytes_follow_from_the_block(trace):
-    report = sweep(trace, sizes=[4], block_bytes=1000)
-    assert report.points[0].bytes == 4000
-    assert sweep_chart(report).x_label == "KiB"
-    assert sweep_chart(sweep(trace, sizes=[4])).x_label == "blocks"
 
 
 def test_the_table_has_every_size_that_is_asked_for(trace):

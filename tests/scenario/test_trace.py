@@ -64,19 +64,12 @@ def test_limit_counts_requests(tmp_path):
         '{"timestamp": 1}',
         '{"hash_ids": [1], "hash_runs": [[1, 1]]}',
         '{"hash_runs": [[1]]}',
+        '{"hash_ids": [-1]}',
+        '{"hash_ids": [18446744073709551616]}',
+        '{"hash_runs": [[5, -1]]}',
     ],
 )
 def test_a_line_that_cannot_be_read_is_named(tmp_path, bad):
-    path = write(tmp_path / "t.jsonl", IDS, bad)
-    with pytest.raises(ConfigError, match="line 2"):
-        list(read_trace(path))
-
-
-@pytest.mark.parametrize(
-    "bad",
-    ['{"hash_ids": [-1]}', '{"hash_ids": [18446744073709551616]}', '{"hash_runs": [[5, -1]]}'],
-)
-def test_an_id_out_of_range_is_named(tmp_path, bad):
     path = write(tmp_path / "t.jsonl", IDS, bad)
     with pytest.raises(ConfigError, match="line 2"):
         list(read_trace(path))
