@@ -203,29 +203,16 @@ class FlushNotifier(Actor):
     def resync(self, message: Resync, envelope: Envelope[bool]) -> None:
         self._drop_abandoned()
         delivery = self.sinks[message.sink]
-        delivery.resync_asks.append(envelope)
-        self._send_again(delivery)
+        delivery.resync_due = True
+        self.sinks.wait(envelope, (delivery,))
+        self._deliver_soon()
 
     @on(ResyncDue)
     def resync_due(self, message: ResyncDue) -> None:
-        """Send a sink its view again: in slices, each after the sink has acknowledged the one
-        before, or all of it together if its index must be emptied first."""
         delivery = self.sinks[message.sink]
-        if not delivery.sink.repeats:
-            self._send_again(delivery)
-        else:
-            delivery.repeat_due = True
-            if not (delivery.in_flight or self._unfinished):
-                delivery.repeat_slice()
-                self._deliver_soon()
-        self.after(delivery.repeat_pause(), message)
-
-    def _send_again(self, delivery: SinkDelivery) -> None:
-        """Now, or after the call in flight: until then its batch is not in the view."""
-        if delivery.in_flight:
-            delivery.resync_due = True
-        else:
-            self._work(self.sinks.resync(delivery))
+        delivery.resync_due |= not delivery.resyncing
+        self._deliver_soon()
+        self.after(delivery.sink.resync_interval, message)
 
     @on(WaitFlushed)
     def wait_flushed(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:

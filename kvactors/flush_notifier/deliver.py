@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
-from itertools import islice
 from typing import Any, NamedTuple
 
 import anyio
@@ -20,7 +19,7 @@ from kvactors.actor.log import described, get_logger
 from kvactors.actor.sliced import Sliced, finish
 from kvactors.errors import KVActorsError, SinkError
 from kvactors.flush_notifier.ledger import Ledger, Tiers
-from kvactors.flush_notifier.messages import WaitFlushed
+from kvactors.flush_notifier.messages import Resync, WaitFlushed
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.view import DeliveryBatch, SinkView
 from kvactors.settings import FlushConfig
@@ -28,8 +27,6 @@ from kvactors.types import Residency, Tier
 
 STEP_BLOCKS = 256  # in one slice of work
 CLOSE_GRACE_S = 0.5  # time in which a cancelled call may end before the cache closes without it
-LONGEST_PAUSE_S = 1.0  # between two slices of a slow repetition
-SHORTEST_PAUSE_S = 0.005
 
 
 class SinkStatistics(NamedTuple):
@@ -79,7 +76,7 @@ class SinkDelivery:
         stuck: a call that missed its deadline has not ended.
         undelivered: the failures in a row include a delivery.
         since: when something became pending, None if nothing is.
-        repeat, repeat_due: the slices left of a slow repetition, and whether one is due.
+        resync_due: the complete state is due, from the next call on.
     """
 
     def __init__(self, sink: Sink, view: SinkView, config: FlushConfig) -> None:
@@ -91,9 +88,7 @@ class SinkDelivery:
         self.number = 0
         self.timer: Timer | None = None
         self.since: float | None = None
-        self.resync_due = self.repeat_due = False
-        self.resync_asks: list[Envelope[bool]] = []
-        self.repeat: Iterator[None] | None = None
+        self.resync_due = False
         self.resyncs = 0
         self.delay = config.retry_min_s
         self.failures = 0  # in a row
@@ -106,15 +101,29 @@ class SinkDelivery:
 
     def ready(self) -> bool:
         return not (self.in_flight or self.backing_off or self.stuck) and (
-            bool(self.view.dirty) or not self.begun
+            bool(self.view.dirty) or self.resyncing or not self.begun
         )
+
+    @property
+    def resyncing(self) -> bool:
+        """Whether blocks of a resync are not among the pending ones yet."""
+        return self.resync_due or self.view.repeated is not None
 
     def note_pending(self) -> None:
         if self.since is None and self.view.dirty:
             self.since = now()
 
     def take(self, epoch: int) -> Iterator[None]:
-        """Make the next call's batch, in slices. There is none before the epoch has begun."""
+        """Make the next call's batch, in slices. There is none before the epoch has begun. A resync
+        begins here, since the batch of a call in flight is not in the view."""
+        if self.resync_due and self.view.repeated is None:
+            self.resync_due = False
+            self.resyncs += 1
+            if self.sink.repeats:
+                self.view.repeat()
+            else:
+                self.begun = False
+                yield from self.view.reset()
         if self.begun:
             self.batch = yield from self.view.take(self._config.batch, epoch)
         self.number += 1
@@ -126,7 +135,8 @@ class SinkDelivery:
         async def call() -> None:
             if begun:
                 self.sink.num_acknowledged = 0
-                await self.sink.deliver(tasks)
+                if tasks:
+                    await self.sink.deliver(tasks)
             else:
                 self.sink.set_snapshot_source(self.view.held_blocks)
                 await self.sink.begin_epoch(epoch)
@@ -189,43 +199,11 @@ class SinkDelivery:
         sound = type(count) is int and 0 <= count <= len(self.batch.tasks) and self.begun
         return self.batch.split(count if sound else 0)
 
-    # -- resync
-
-    def resync(self) -> Sliced[list[Envelope[bool]]]:
-        """Mark the complete state to be sent again. No call is in flight. Returns the asks that
-        wait until it is acknowledged."""
-        self.resync_due = False
-        if self.sink.repeats:
-            yield from self.view.repeat()
-        else:
-            self.begun = False
-            yield from self.view.reset()
-        self.resyncs += 1
-        asks, self.resync_asks = self.resync_asks, []
-        return asks
-
-    def repeat_slice(self) -> None:
-        """One slice of a slow repetition, if one is due and the sink keeps up. Not during a call:
-        the index may lose its tasks before the slice."""
-        if self.repeat_due and self.view.pending < self._config.batch:
-            self.repeat_due = False
-            self.repeat = self.repeat or self.view.repeat()
-            if next(islice(self.repeat, STEP_BLOCKS - 1, None), self) is self:
-                self.repeat = None
-                self.resyncs += 1
-
-    def repeat_pause(self) -> float:
-        """Seconds until the next slice of a slow repetition, or until the next repetition."""
-        interval = self.sink.resync_interval
-        if not self.repeat_due and self.repeat is None:
-            return interval
-        return slice_pause(interval, len(self.view.tree), STEP_BLOCKS)
-
     # -- inspection
 
     def has_delivered(self, mark: int | None) -> bool:
         """Whether the sink has the changes that began up to a `SinkView.clock`."""
-        current = self.begun and not self.batch.cleared
+        current = self.begun and not (self.resync_due or self.batch.cleared)
         return mark is not None and current and self.view.delivered_until >= mark
 
     def own_account(self) -> Tiers | None:
@@ -264,17 +242,12 @@ class SinkDelivery:
         )
 
 
-def slice_pause(interval: float, blocks: int, step: int) -> float:
-    """Seconds between the slices of a repetition, which take about half of `interval` in all."""
-    return min(LONGEST_PAUSE_S, max(SHORTEST_PAUSE_S, interval * step / (2 * max(1, blocks))))
-
-
 class SinkSet:
     """The deliveries of all sinks, in the ledger's order, and the asks that wait for sinks.
 
     Attributes:
         waiters: asks, each with the `SinkView.clock` that each sink's view must reach, None until
-            the call in flight ends.
+            a call ends.
     """
 
     def __init__(self, sinks: Sequence[Sink], ledger: Ledger, config: FlushConfig) -> None:
@@ -291,19 +264,12 @@ class SinkSet:
     def finish_call(self, one: SinkDelivery) -> Iterator[None]:
         """Apply the end of a call to the ledger, then the work that waited for it. Slices."""
         yield from one.apply_result()
-        if one.resync_due:
-            yield from self.resync(one)
-        one.repeat_slice()
         # blocks that have come back since everything was removed are sent again
         cleared = one.call_ended()
-        for _, marks in self.waiters:
-            if one in marks and (marks[one] is None or cleared):
+        for envelope, marks in self.waiters:
+            known = not (one.resyncing and isinstance(envelope.message, Resync))
+            if one in marks and known and (marks[one] is None or cleared):
                 marks[one] = one.view.clock
-
-    def resync(self, delivery: SinkDelivery) -> Iterator[None]:
-        """Mark everything to be sent again to a sink that is not called now. Slices."""
-        for envelope in (yield from delivery.resync()):
-            self.wait(envelope, (delivery,))
 
     # -- waiters
 
@@ -318,8 +284,10 @@ class SinkSet:
         self.wait(envelope, asked)
 
     def wait(self, envelope: Envelope[bool], sinks: Iterable[SinkDelivery]) -> None:
-        """What a call in flight leaves to be corrected is known when it ends."""
-        marks = {one: None if one.in_flight else one.view.clock for one in sinks}
+        """What a call in flight leaves to be corrected is known when it ends, and the blocks of a
+        resync when they are pending."""
+        resync = isinstance(envelope.message, Resync)
+        marks = {one: None if resync or one.in_flight else one.view.clock for one in sinks}
         self.waiters.append((envelope, marks))
 
     def take_done(self) -> list[Envelope[bool]]:

@@ -180,7 +180,7 @@ class CallLate(Control, frozen=True, eq=False):
 
 
 class ResyncDue(Control, frozen=True, eq=False):
-    """To itself: it is time to send a sink again what it was sent, or the next part of that."""
+    """To itself: it is time to send a sink again what it was sent."""
 
     sink: str
 

@@ -318,6 +318,7 @@ class SinkView:
             differ, in that order.
         coalesced: differences that ended before they were sent.
         clear_due: everything in the view was removed at once, and the sink was not sent that.
+        repeated: the blocks left of a repetition of the view, None without one.
     """
 
     def __init__(self, tree: LedgerTree, sink_filter: SinkFilter) -> None:
@@ -332,6 +333,7 @@ class SinkView:
         self.clock = 0
         self.coalesced = 0
         self.clear_due = False
+        self.repeated: Iterator[int] | None = None
 
     @property
     def pending(self) -> int:
@@ -383,6 +385,12 @@ class SinkView:
                 task = FlushTask(b"", 0, 0, b"", b"", gone, tiers, Reason.CLEAR, epoch)
                 return DeliveryBatch([task], [], cleared=True)
         tree.begin()
+        while self.repeated is not None and len(self.dirty) < limit:
+            if block := next(self.repeated, 0):
+                self._send_again(block)
+            else:
+                self.repeated = None
+            yield
         selection = Selection(self, limit)
         yield from selection.choose()
         runs = yield from selection.runs(node=self.filter.node, paths=not by_name)
@@ -448,12 +456,11 @@ class SinkView:
         self.clear_due = False
         yield from self.tree.change_all(self._lose)
 
-    def repeat(self) -> Iterator[None]:
-        """The sink's index may have lost any part of the view: all of it is sent again, parents
-        before children. Nothing is removed first, and the ledger may change in between."""
-        for block in self.tree.scan():
-            self._send_again(block)
-            yield
+    def repeat(self) -> None:
+        """The sink's index may have lost any part of the view: the next batches have all of it
+        again, parents before children, after the changes that are pending. Nothing is removed
+        first."""
+        self.repeated = self.tree.scan()
 
     def _lose(self, block: int) -> None:
         if self.held[block]:
@@ -468,22 +475,21 @@ class SinkView:
 
     def _send_again(self, block: int) -> None:
         if self.held[block] & TIERS:
-            self.tree.version += 1
             self.doubt(block)
             self.compare(block)
 
     # -- inspection
 
-    def held_blocks(self, *, every: bool = False) -> Iterator[HeldBlock]:
-        tree = self.tree
-        for block in tree.scan():
-            if (tiers := self.held[block] & TIERS) or every:
-                yield HeldBlock(
-                    tree.rows.hash(block),
-                    tree.parent_hash(block),
-                    tree.depth[block] - 1,
-                    tree.rows.tokens_of([block]),
-                    tiers,
-                    tree.scope(block),
-                    tree.extra_key(block),
-                )
+    def held_blocks(self) -> Iterator[HeldBlock]:
+        """See `SnapshotSource`."""
+        tree, held = self.tree, bytes(self.held)
+        for block in tree.scan():  # a block that is added later is not in the scan
+            yield HeldBlock(
+                tree.rows.hash(block),
+                tree.parent_hash(block),
+                tree.depth[block] - 1,
+                tree.rows.tokens_of([block]),
+                held[block] & TIERS,
+                tree.scope(block),
+                tree.extra_key(block),
+            )

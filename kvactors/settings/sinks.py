@@ -168,9 +168,8 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             take a lower number for a restart.
         heartbeat_s: seconds without a batch after which an empty one is published, so that a reader
             that missed batches or has just joined sees a gap (0: none).
-        topic: of the events. In it and in detail_topic, {model} stands for cache.model, {host} for
-            this machine's name (in Kubernetes the pod's) and {dp_rank} for dp_rank: llm-d expects
-            "kv@{host}@{model}".
+        topic: of the events. In it, {model} stands for cache.model, {host} for this machine's name
+            (in Kubernetes the pod's) and {dp_rank} for dp_rank: llm-d expects "kv@{host}@{model}".
         dialect: "map" (vLLM after 0.23, SGLang) or "array" (older readers).
         maps_for: readers that salts and media are written for in maps (docs/kv_events.md). "all"
             writes fields for every reader. vLLM's router refuses a batch with a field that vLLM
@@ -184,10 +183,6 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
         replay_bytes: bytes of them at most.
         high_water_mark: messages queued for a subscriber before it loses some.
         max_blocks: blocks in one event batch.
-        detail_topic: of the second stream (epochs, removal reasons, snapshots). Off if empty.
-        detail_endpoint: of that stream's socket, the events' socket if empty.
-        snapshot_interval_s: seconds between snapshots on that stream (0: only when a reader
-            requests one through replay_endpoint).
     """
 
     tiers: tuple[TierName, ...] = ("device", "host", "storage")
@@ -208,9 +203,6 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     replay_bytes: Annotated[int, Meta(ge=1, le=1 << 40)] = 256 << 20
     high_water_mark: Annotated[int, Meta(ge=1, le=MAX_HIGH_WATER_MARK)] = 100_000
     max_blocks: SmallCount = 256
-    detail_topic: str = ""
-    detail_endpoint: str = ""
-    snapshot_interval_s: SecondsOrZero = 0.0
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
@@ -220,8 +212,7 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             self.endpoints()
         except ValueError as error:
             yield str(error)
-        for name in ("topic", "detail_topic"):
-            yield from _topic_faults(name, getattr(self, name))
+        yield from self._topic_faults()
         if self.arrays_for != "vllm" and self.dialect != "array":
             yield (
                 "arrays_for is for dialect 'array' only: maps carry salts and media for every "
@@ -229,36 +220,31 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             )
         if self.maps_for != "all" and self.dialect != "map":
             yield "maps_for is for dialect 'map' only: see arrays_for"
-        if (self.detail_endpoint or self.snapshot_interval_s) and not self.detail_topic:
-            yield "detail_endpoint and snapshot_interval_s need a detail_topic"
-        yield from self._detail_faults()
 
-    def _detail_faults(self) -> Iterator[str]:
-        detail = "" if self.detail_endpoint else self.detail_topic
-        if detail and detail.startswith(self.topic):
-            yield (
-                f"a reader of topic {self.topic!r} would get {detail!r} as well, and it "
-                "may not bear that: give the details a topic that does not begin like the events', "
-                "or a detail_endpoint of their own"
-            )
+    def _topic_faults(self) -> Iterator[str]:
+        try:
+            parts = list(Formatter().parse(self.topic))
+        except ValueError as error:
+            yield f"topic {self.topic!r}: {error} (a brace itself is written twice)"
+            return
+        for _, field, form, conversion in parts:
+            if field is not None and (field not in TOPIC_FIELDS or form or conversion):
+                known = ", ".join(f"{{{known}}}" for known in TOPIC_FIELDS)
+                yield f"topic {self.topic!r}: there are {known}, and no other field"
 
     def for_model(self, model: str) -> KvEventsSinkConfig:
-        """The same with topics that name model, machine and rank, or ConfigError."""
-        values = {"model": model, "host": socket.gethostname(), "dp_rank": self.dp_rank}
-        topics = {name: getattr(self, name).format(**values) for name in ("topic", "detail_topic")}
-        resolved = msgspec.structs.replace(self, **topics)
-        for fault in resolved._detail_faults():
-            raise ConfigError(f"flush.sinks {self.label!r}: {fault}")
-        return resolved
+        """The same with a topic that names model, machine and rank."""
+        topic = self.topic.format(model=model, host=socket.gethostname(), dp_rank=self.dp_rank)
+        return msgspec.structs.replace(self, topic=topic)
 
     def endpoints(self) -> dict[str, Endpoint]:
         """The endpoints of this rank, by setting.
 
         Raises:
-            ValueError: one cannot be, or two are the same.
+            ValueError: one cannot be, or both are the same.
         """
         found: dict[str, Endpoint] = {}
-        for name in ("endpoint", "replay_endpoint", "detail_endpoint"):
+        for name in ("endpoint", "replay_endpoint"):
             text = getattr(self, name)
             if not text and name != "endpoint":
                 continue
@@ -271,18 +257,6 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
                     raise ValueError(f"{name} {text!r} is taken by {other}")
             found[name] = one
         return found
-
-
-def _topic_faults(name: str, topic: str) -> Iterator[str]:
-    try:
-        parts = list(Formatter().parse(topic))
-    except ValueError as error:
-        yield f"{name} {topic!r}: {error} (a brace itself is written twice)"
-        return
-    for _, field, form, conversion in parts:
-        if field is not None and (field not in TOPIC_FIELDS or form or conversion):
-            known = ", ".join(f"{{{known}}}" for known in TOPIC_FIELDS)
-            yield f"{name} {topic!r}: there are {known}, and no other field"
 
 
 def sink_faults(sinks: Sequence[SinkConfig]) -> Iterator[str]:

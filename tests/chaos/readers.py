@@ -146,5 +146,5 @@ async def compare_with(cache: KVCache, readers: Readers, tally: Tally) -> None:
             f"a reader of KV events was sent {said['orphans']} blocks without the block above "
             "them, or removals in this order"
         )
-    for what in ("snapshots", "gaps", "replayed", "connections"):
+    for what in ("states", "gaps", "replayed", "connections"):
         tally.count(f"{what} of the readers' last processes", said[what])

@@ -79,9 +79,7 @@ SINKS = [
             ("kind = 'kv_events', dp_rank = -1", "dp_rank must be at least 0"),
             ("kind = 'kv_events', replay_window = 0", "replay_window must be at least 1"),
             ("kind = 'kv_events', high_water_mark = 2147483648", "must be at most 2147483647"),
-            ("kind = 'kv_events', detail_topic = 'x'", "would get 'x' as well"),
-            ("kind = 'kv_events', detail_endpoint = 'tcp://*:1'", "need a detail_topic"),
-            ("kind = 'kv_events', topic = 'y', snapshot_interval_s = nan", "snapshot_interval_s"),
+            ("kind = 'kv_events', heartbeat_s = nan", "heartbeat_s"),
         )
     ),
 ]

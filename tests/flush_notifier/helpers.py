@@ -109,6 +109,11 @@ def refused(book: Ledger, sink: int, batch: DeliveryBatch) -> None:
     finish(book.sinks[sink].refused(batch))
 
 
+def held(book: Ledger, sink: int = 0) -> dict[bytes, int]:
+    """A sink's view: the tiers of each block that it has."""
+    return {block.hash: block.tiers for block in book.sinks[sink].held_blocks() if block.tiers}
+
+
 def settle(book: Ledger, sink: int = 0):
     """Deliver everything that is pending. Returns the tasks."""
     batch = take(book, sink, 10**6, 1)

@@ -100,7 +100,6 @@ class Model:
         self.mirrors: list[dict[bytes, int]] = [{} for _ in self.sinks]
         self.flying: list[DeliveryBatch | None] = [None for _ in self.sinks]
         self.ending: dict[int, Iterator[None]] = {}
-        self.repeating: dict[int, Iterator[None]] = {}
         self.fact: Fact | None = None
         self.before: dict[bytes, int] = {}  # the truth before the fact that ends now
         self.suspects: dict[
@@ -190,9 +189,6 @@ class Model:
             if next(steps, self) is self:
                 del self.ending[sink]
             self._notice_forgotten()
-        for sink, steps in list(self.repeating.items()):
-            if next(steps, self) is self:
-                del self.repeating[sink]
 
     def complete(self) -> None:
         while self.fact is not None or self.ending:
@@ -228,8 +224,8 @@ class Model:
     # -- deliveries
 
     def repeat(self, sink: int) -> None:
-        """All of a sink's view is sent again. Anything may happen between the steps."""
-        self.repeating.setdefault(sink, self.book.sinks[sink].repeat())
+        """All of a sink's view is sent again."""
+        self.book.sinks[sink].repeat()
 
     def lose_index(self, sink: int) -> None:
         """A sink's index is emptied while no delivery to it is in flight."""
@@ -372,11 +368,9 @@ class Model:
         for sink in self.sinks:
             self.end(sink, answered=True, arrived=0)
         self.complete()
-        while self.repeating:
-            self.go_on()
         for sink in self.sinks:
             for round_ in itertools.count():
-                if not self.book.sinks[sink].pending:
+                if not (self.book.sinks[sink].pending or self.book.sinks[sink].repeated):
                     break
                 assert round_ < 10_000, "it does not settle"
                 self.take(sink, 4)

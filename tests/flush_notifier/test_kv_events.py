@@ -16,9 +16,8 @@ import zmq.asyncio
 
 import kvactors
 from kvactors.errors import SinkError
-from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks.kv_events import SNAPSHOT, KvEventsSink, Window
+from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, Window
 from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, decode_batch
 from kvactors.identity import PLAIN, RequestScope, media_extra
 from kvactors.settings import Config
@@ -341,78 +340,6 @@ async def test_a_reader_that_leaves_or_does_not_read_costs_the_others_nothing(tm
             assert len(await answers(dealer)) == 3002
 
 
-# -- the second topic, and snapshots
-
-
-def holdings(*, every=False):
-    """Three blocks, the second on two tiers."""
-    own = [TOKENS[16 * i : 16 * (i + 1)] for i in range(3)]
-    yield HeldBlock(KEYS[0], ROOT, 0, own[0], Tier.DEVICE, RequestScope())
-    yield HeldBlock(KEYS[1], KEYS[0], 1, own[1], Tier.DEVICE | Tier.STORAGE, RequestScope())
-    yield HeldBlock(KEYS[2], KEYS[1], 2, own[2], Tier.HOST, RequestScope())
-
-
-async def test_epochs_and_reasons_go_to_a_second_topic_with_its_own_sequence(tmp_path):
-    own = f"ipc://{tmp_path}/d"
-    async with (
-        opened(tmp_path, detail_topic="detail", detail_endpoint=own) as sink,
-        socket(zmq.SUB, sink.endpoint) as events,
-        socket(zmq.SUB, own) as details,
-    ):
-        await sink.begin_epoch(7)
-        await sink.deliver([gone(1, 1, reason=Reason.STORAGE_EVICTION), task(0, 1)])
-        got = [await receive(details) for _ in range(2)]
-        assert [(topic, number(n)) for topic, n, _ in got] == [(b"detail", 0), (b"detail", 1)]
-        assert [msgspec.msgpack.decode(p)[1] for _, _, p in got] == [
-            [{"type": "Epoch", "epoch": 7, "next_sequence": 1}],
-            [{"type": "Reasons", "sequence": 1, "reasons": ["storage_eviction", "commit"]}],
-        ]
-        seen = [await receive(events) for _ in range(2)]
-        assert [topic for topic, _, _ in seen] == [b"", b""]
-        assert not await events.poll(100), "readers of events see nothing of it"
-
-
-async def test_the_second_topic_may_share_the_socket(tmp_path):
-    async with (
-        opened(tmp_path, topic="kv", detail_topic="detail") as sink,
-        socket(zmq.SUB, sink.endpoint, "kv") as events,
-    ):
-        await sink.begin_epoch(7)
-        assert (await receive(events))[0] == b"kv"
-        assert not await events.poll(100)
-        assert sink.details.sequence == 1
-
-
-async def test_a_snapshot_and_the_later_events_give_the_whole_state(tmp_path):
-    async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
-        sink.set_snapshot_source(holdings)
-        await sink.begin_epoch(7)
-        await dealer.send_multipart([b"", SNAPSHOT])
-        *parts, _ = await answers(dealer)
-        records = [msgspec.msgpack.decode(frames[-1])[1][0] for frames in parts]
-        assert [
-            (r["type"], r["epoch"], r["next_sequence"], r["part"], r["last"]) for r in records
-        ] == [("Snapshot", 7, 1, 0, False), ("Snapshot", 7, 1, 1, True)]
-        mirror = Mirror()
-        mirror.restart(1)
-        mirror.apply(decode_batch(msgspec.msgpack.encode([0.0, records[0]["events"], 0]))[1])
-        one, two, three = map(hash_of, KEYS[:3])
-        assert mirror.view == {"GPU": {one, two}, "STORAGE": {two}, "CPU": {three}}
-
-
-async def test_snapshots_at_an_interval(tmp_path):
-    own = f"ipc://{tmp_path}/d"
-    async with (
-        opened(tmp_path, detail_topic="d", detail_endpoint=own, snapshot_interval_s=0.05) as sink,
-        socket(zmq.SUB, own) as details,
-    ):
-        sink.set_snapshot_source(holdings)
-        kinds = [
-            msgspec.msgpack.decode((await receive(details))[2])[1][0]["type"] for _ in range(4)
-        ]
-        assert kinds == ["Snapshot"] * 4
-
-
 # -- a whole cache
 
 CACHE = {
@@ -456,7 +383,7 @@ def tiers_of(cache) -> dict[str, set[int]]:
 
 @pytest.mark.parametrize(("lose", "window"), [(0.0, 10_000), (0.3, 10_000), (0.3, 2)])
 async def test_a_reader_that_loses_messages_ends_equal_to_the_tiers(tmp_path, lose, window):
-    """With a window of two batches it takes snapshots in the middle of the work."""
+    """With a window of two batches it is sent states in the middle of the work."""
     async with kvactors.open(config(tmp_path, replay_window=window)) as cache:
         sink: Any = cache.sinks["kv_events"]
         reader = Reader(sink.endpoint, sink.replay_endpoint, lose=lose, seed=4)

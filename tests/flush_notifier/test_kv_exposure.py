@@ -75,13 +75,8 @@ def test_by_default_this_machine_alone_can_read():
             "is taken by endpoint",
         ),
         (
-            {
-                "replay_endpoint": "tcp://[::1]:7000",
-                "detail_endpoint": "tcp://[::1]:7000",
-                "detail_topic": "d",
-                "topic": "x",
-            },
-            "detail_endpoint 'tcp://.::1.:7000' is taken by replay_endpoint",
+            {"endpoint": "tcp://[::1]:7000", "replay_endpoint": "tcp://[::1]:7000"},
+            "replay_endpoint 'tcp://.::1.:7000' is taken by endpoint",
         ),
     ],
 )
@@ -279,17 +274,21 @@ async def test_a_reader_that_asks_again_has_one_answer_at_a_time(tmp_path):
         assert number(last[-2]) == END
 
 
-async def test_a_snapshot_that_cannot_be_made_costs_its_reader_alone(tmp_path):
-    def broken(*, every=False):
+async def test_a_state_that_cannot_be_made_costs_its_reader_alone(tmp_path):
+    def broken():
         raise RuntimeError("no holdings")
 
-    async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
+    async with (
+        opened(tmp_path, replay_window=1) as sink,
+        socket(zmq.DEALER, sink.replay_endpoint) as dealer,
+    ):
         sink.set_snapshot_source(broken)
         await sink.begin_epoch(7)
-        await dealer.send_multipart([b"", b"kvactors.snapshot"])
+        await sink.deliver([task(0, 1)])
+        await dealer.send_multipart([b"", bytes(8)])
         assert len(await answers(dealer)) == 1, "the end marker alone"
         assert sink.server.given_up == 1
-        await dealer.send_multipart([b"", bytes(8)])
+        await dealer.send_multipart([b"", (1).to_bytes(8, "big")])
         assert len(await answers(dealer)) == 2
 
 

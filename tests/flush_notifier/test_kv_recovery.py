@@ -8,7 +8,6 @@ import random
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import structlog
@@ -19,8 +18,8 @@ import kvactors
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks import kv_events, kv_wire
-from kvactors.flush_notifier.sinks.kv_events import SNAPSHOT, StreamChanges, Window
+from kvactors.flush_notifier.sinks import kv_events
+from kvactors.flush_notifier.sinks.kv_events import Window
 from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, decode_batch
 from kvactors.identity import RequestScope
 from kvactors.settings import Config
@@ -72,18 +71,17 @@ class Node:
         parent = self.parents[block]
         return 0 if parent is None else self.depth(parent) + 1
 
-    def holdings(self, *, every: bool = False):
+    def holdings(self):
+        view = dict(self.view)
         for block, parent in list(self.parents.items()):
-            tiers = self.view.get(block, 0)
-            if tiers or every:
-                yield HeldBlock(
-                    self.key(block),
-                    self.key(parent),
-                    self.depth(block),
-                    self.tokens(block),
-                    tiers,
-                    RequestScope(),
-                )
+            yield HeldBlock(
+                self.key(block),
+                self.key(parent),
+                self.depth(block),
+                self.tokens(block),
+                view.get(block, 0),
+                RequestScope(),
+            )
 
     def task(self, block: int, tier: Tier, residency: Residency) -> FlushTask:
         own = self.tokens(block) if residency is Residency.RESIDENT else b""
@@ -205,27 +203,22 @@ async def linked(sink: Any, model: Any, **options):
 
 
 async def test_numbers_of_a_new_process_go_on_above_those_of_the_one_before(tmp_path):
-    seen: list[tuple[int, int]] = []
+    last = 1_700_000_000_000_000
     for _ in range(3):
-        async with opened(tmp_path, numbers="rising", detail_topic="d", topic="t") as sink:
-            assert (
-                sink.events.sequence
-                == sink.events.first
-                > (seen[-1][0] if seen else 1_700_000_000_000_000)
-            )
-            assert sink.details.sequence > (seen[-1][1] if seen else 1_700_000_000_000_000)
+        async with opened(tmp_path, numbers="rising") as sink:
+            assert sink.events.sequence == sink.events.first > last
             await sink.begin_epoch(7)
             for i in range(50):
                 await sink.deliver([task(i % 8, 1)])
             assert sink.events.sequence - sink.events.first == 51
             assert sink.events.sequence < 1 << 63, "a reader may take it for a signed number"
-            seen.append((sink.events.sequence, sink.details.sequence))
+            last = sink.events.sequence
 
 
 async def test_rising_is_the_default_and_from_zero_counts_from_zero(tmp_path):
     assert KvEventsSinkConfig().numbers == "rising"
     async with opened(tmp_path) as sink:
-        assert (sink.events.first, sink.details.sequence) == (0, 0)
+        assert sink.events.first == 0
 
 
 def test_a_clock_that_is_not_set_is_logged(monkeypatch):
@@ -395,9 +388,7 @@ async def test_a_clear_while_a_state_is_made(tmp_path):
 async def test_a_state_after_a_clear_is_empty_until_the_ledger_is_updated(tmp_path):
     async with opened(tmp_path, replay_window=1) as sink:
         sink.set_snapshot_source(
-            lambda *, every=False: iter(
-                [HeldBlock(KEYS[0], ROOT, 0, TOKENS[:16], Tier.DEVICE, RequestScope())]
-            )
+            lambda: iter([HeldBlock(KEYS[0], ROOT, 0, TOKENS[:16], Tier.DEVICE, RequestScope())])
         )
         await sink.begin_epoch(7)
         await sink.deliver([task(0, 1)])
@@ -422,9 +413,7 @@ async def test_the_state_has_the_last_published_batch_before_the_ledger_counts_i
             )
             for i, tiers in enumerate([Tier.DEVICE, Tier(0), Tier.DEVICE | Tier.HOST])
         ]
-        sink.set_snapshot_source(
-            lambda *, every=False: (one for one in known if one.tiers or every)
-        )
+        sink.set_snapshot_source(lambda: iter(known))
         await sink.begin_epoch(7)
         await sink.deliver([gone(2, 1), task(1, 1)])
         sink.events.hold()
@@ -436,38 +425,6 @@ async def test_the_state_has_the_last_published_batch_before_the_ledger_counts_i
             "GPU": {hash_of(KEYS[0]), hash_of(KEYS[1])},
             "CPU": {hash_of(KEYS[2])},
         }
-        sink.events.release()
-
-
-@pytest.mark.parametrize("max_blocks", [1, 256])
-async def test_a_batch_published_while_a_state_is_made_is_not_in_it(tmp_path, max_blocks):
-    """One batch and several: the reader gets all of them after the state."""
-    async with opened(tmp_path, max_blocks=max_blocks) as sink:
-        held = [Tier.DEVICE, Tier(0), Tier(0)]
-
-        def source(*, every=False):
-            for i in range(kv_events.SLICE_BLOCKS):
-                yield HeldBlock(i.to_bytes(32, "big"), ROOT, 0, b"", 0, RequestScope())
-            for i, tiers in enumerate(held):
-                parent = KEYS[i - 1] if i else ROOT
-                yield HeldBlock(
-                    KEYS[i], parent, i, TOKENS[16 * i : 16 * i + 16], tiers, RequestScope()
-                )
-
-        sink.set_snapshot_source(source)
-        await sink.begin_epoch(7)
-        sink.events.hold()
-        making = asyncio.create_task(sink.events.state())
-        while sink.events.state_number == kv_wire.END:
-            await asyncio.sleep(0)
-        number = sink.events.sequence
-        await sink.deliver([task(1, 2)])
-        held[1] = held[2] = Tier.DEVICE
-        state = await making
-        mirror = Mirror()
-        for events in state.batches(100):
-            mirror.apply(decode_batch(sink.events.payload(events))[1])
-        assert (state.number, mirror.view) == (number, {"GPU": {hash_of(KEYS[0])}})
         sink.events.release()
 
 
@@ -484,17 +441,6 @@ async def test_a_cancelled_call_counts_its_published_events(tmp_path):
         assert 0 < sink.num_acknowledged < 3
 
 
-async def test_changes_are_looked_at_in_steps():
-    changes = StreamChanges([task(0, 2), gone(1, 1)])
-    changes.note([gone(0, 1), task(0, 1), task(3, 1, tier=Tier.HOST)])
-    await changes.settle()
-
-    def tiers(i: int, now: int) -> int:
-        return changes.tiers(HeldBlock(KEYS[i], ROOT, i, b"", now, RequestScope()))
-
-    assert [tiers(0, 0), tiers(1, 1), tiers(2, 3), tiers(3, 3)] == [1, 0, 3, 1]
-
-
 async def test_a_window_keeps_the_events_after_a_state_within_bounds():
     window = Window(2, 100)
     window.needed = 5
@@ -507,34 +453,6 @@ async def test_a_window_keeps_the_events_after_a_state_within_bounds():
     window.needed = kv_events.END
     window.add(5_000, bytes(10))
     assert [n for n, _ in window.since(0)] == [4_999, 5_000]
-
-
-async def test_a_snapshot_repeats_no_change(tmp_path):
-    async with (
-        opened(tmp_path, replay_window=5) as sink,
-        socket(zmq.DEALER, sink.replay_endpoint) as dealer,
-    ):
-        node = Node(sink, 8)
-        await sink.begin_epoch(7)
-        await node.work(30)
-        work = asyncio.create_task(node.work(200))
-        await dealer.send_multipart([b"", SNAPSHOT])
-        *parts, _ = await answers(dealer)
-        await work
-        records = [msgspec.msgpack.decode(frames[-1])[1][0] for frames in parts]
-        index = LlmD().index
-        for record in records[:-1]:
-            index.batch(msgspec.msgpack.encode([0.0, record["events"], 0]))
-        await dealer.send_multipart([b"", records[-1]["next_sequence"].to_bytes(8, "big")])
-        *rest, _ = await answers(dealer)
-        if (
-            number(rest[0][-2]) == records[-1]["next_sequence"]
-            and decode_batch(rest[0][-1])[1][0] != CLEARED
-        ):
-            for frames in rest:
-                index.batch(frames[-1])
-            assert index.view() == node.held()
-            assert index.doubles == 0
 
 
 CLEARED = AllBlocksCleared()

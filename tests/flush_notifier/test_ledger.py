@@ -16,6 +16,7 @@ from tests.flush_notifier.helpers import (
     delivered,
     do,
     finished,
+    held,
     known,
     ledger,
     names,
@@ -151,7 +152,7 @@ def test_gone_while_resident_is_in_flight_is_sent_afterwards():
     assert book.sinks[0].coalesced == 0, "it did not vanish: the sink is hearing of it"
     delivered(book, 0, batch)
     assert shape(settle(book)) == [(GONE, Tier.DEVICE, 0, 1)]
-    assert not list(book.sinks[0].held_blocks())
+    assert not held(book)
 
 
 @pytest.mark.parametrize("still_resident", [True, False])
@@ -296,7 +297,7 @@ def test_a_full_clear_is_one_task_without_a_path():
     assert [(task.count, task.tokens, task.residency, task.reason) for task in settle(book, 1)] == [
         (0, b"", Residency.GONE, Reason.CLEAR)
     ]
-    assert not list(book.sinks[1].held_blocks())
+    assert not held(book, 1)
     book.check()
 
 
@@ -312,8 +313,7 @@ def test_blocks_that_return_while_a_clear_is_sent_are_sent_again(answered):
     book.check()
     tasks = [*settle(book), *settle(book)]
     assert [task.count for task in tasks] == ([2] if answered else [0, 2])
-    held = {block.hash: block.tiers for block in book.sinks[0].held_blocks()}
-    assert held == dict.fromkeys(names(1, 2), int(Tier.DEVICE))
+    assert held(book) == dict.fromkeys(names(1, 2), int(Tier.DEVICE))
     book.check()
 
 

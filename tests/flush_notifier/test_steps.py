@@ -30,6 +30,7 @@ from tests.flush_notifier.helpers import (
     announced,
     delivered,
     finished,
+    known,
     memory,
     names,
     path,
@@ -169,20 +170,21 @@ def test_divergence_is_counted_in_steps():
     assert len(bounded(book.divergence_steps(book.sinks[0], mirror, tiers))) == 8
 
 
-def test_a_snapshot_continues_while_entries_are_added_and_removed():
+def test_a_view_is_that_of_its_first_block_while_entries_are_added_and_removed():
     book = tiny(idle_limit=1)
     for i in range(40):
         finish(book.announce(announced(i)))
     delivered(book, 0, take(book, 0, 100, 1))
     holdings = book.sinks[0].held_blocks()
-    seen = [next(holdings).hash for _ in range(10)]
-    for i in (9, 10, 11, 39):
+    seen = [next(holdings) for _ in range(10)]
+    for i in (9, 10, 11, 38):
         finish(book.lose(names(i)[0], Tier.DEVICE, Reason.DEVICE_DROP))
     delivered(book, 0, take(book, 0, 100, 1))
     finish(book.announce(announced(50)))
-    seen += [held.hash for held in holdings]
-    expected = [names(i)[0] for i in range(40) if i not in (10, 11, 39)]
-    assert [key for key in seen if key in expected] == expected
+    assert {names(i)[0] for i in (9, 10, 11)}.isdisjoint(known(book)), "their rows are free"
+    seen += holdings
+    expected = [(names(i)[0], Tier.DEVICE) for i in range(40) if i not in (10, 11)]
+    assert [(block.hash, block.tiers) for block in seen] == expected
 
 
 def test_each_entry_is_visited_once_while_the_order_changes():

@@ -80,7 +80,7 @@ class Readers:
             world.fail(f"{mirror.orphans} blocks of KV events without the one above them")
         world.seen["KV events compared"] += 1
         world.seen["KV events replayed"] += reader.statistics.replayed
-        world.seen["KV events snapshots"] += reader.statistics.snapshots
+        world.seen["KV events states"] += reader.statistics.states
 
     async def close(self) -> None:
         if self._reader is not None:

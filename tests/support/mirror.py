@@ -20,14 +20,12 @@ import zmq
 from msgspec.structs import asdict
 from zmq.utils.monitor import recv_monitor_message
 
-from kvactors.flush_notifier.sinks.kv_events import SNAPSHOT
 from kvactors.flush_notifier.sinks.kv_wire import (
     END,
     BlockRemoved,
     BlockStored,
     Event,
     Hash,
-    MapEvents,
     decode_batch,
     encode_sequence,
 )
@@ -71,25 +69,14 @@ PATIENCE = 2.0
 
 class MirrorStatistics(msgspec.Struct):
     """applied: batches. dropped: lost on purpose. gaps: noticed. replayed: batches had from replay.
-    snapshots: taken. connections: made."""
+    states: replays from the beginning. connections: made."""
 
     applied: int = 0
     dropped: int = 0
     gaps: int = 0
     replayed: int = 0
-    snapshots: int = 0
+    states: int = 0
     connections: int = 0
-
-
-class SnapshotPart(msgspec.Struct, frozen=True, tag="Snapshot", tag_field="type"):
-    """One record of a snapshot."""
-
-    next_sequence: int
-    last: bool
-    events: MapEvents
-
-
-SNAPSHOTS = msgspec.msgpack.Decoder(tuple[float, tuple[SnapshotPart], int])
 
 
 class Mirror:
@@ -98,14 +85,12 @@ class Mirror:
     all blocks below it are removed as well (from GPU, or from everywhere).
 
     view: hashes by medium. expected: number of the next batch. orphans: blocks that were rejected
-    or cut off so, while the mirror followed the batches one by one. After a snapshot, which is
-    older than some of what it shows, none are counted until everything is cleared."""
+    or cut off so."""
 
     def __init__(self) -> None:
         self.view: dict[str, set[Hash]] = {}
         self.expected = 0
         self.orphans = 0
-        self._exact = True
         self._parents: dict[Hash, Hash | None] = {}  # of the blocks in the view
         self._below: dict[Hash, set[Hash]] = {}  # blocks in the view, by parent
         # what identifies each block for each kind of reader, and events that disagree about a block
@@ -125,7 +110,6 @@ class Mirror:
                     self._remove(block, event.medium or "")
             else:
                 self._forget()
-                self._exact = True
 
     def _held(self, block: Hash, medium: str) -> bool:
         """Whether a block is on RADIX, if that is the medium. For other media, whether it is on
@@ -134,7 +118,7 @@ class Mirror:
 
     def _store(self, block: Hash, parent: Hash | None, medium: str) -> None:
         if parent is not None and not self._held(parent, medium):
-            self.orphans += self._exact
+            self.orphans += 1
             return
         self.view.setdefault(medium, set()).add(block)
         self._parents[block] = parent
@@ -150,7 +134,7 @@ class Mirror:
         for below in list(self._below.get(block, ())):
             for other in [RADIX] if not nowhere else list(self.view):
                 if (nowhere or medium == RADIX) and below in self.view.get(other, ()):
-                    self.orphans += self._exact
+                    self.orphans += 1
                     self._remove(below, other)
         if nowhere:
             parent = self._parents.pop(block)
@@ -168,10 +152,14 @@ class Mirror:
             self.expected = number + 1
         return True
 
-    def restart(self, next_sequence: int) -> None:
+    def restart(self) -> None:
         self._forget()
-        self._exact = False
-        self.expected = next_sequence
+        self.expected = 0
+
+    def replayed(self, number: int, events: Sequence[Event]) -> None:
+        """Take a batch of an answer, which may begin at any number."""
+        self.expected = max(self.expected, number)
+        self.batch(number, events)
 
     def _forget(self) -> None:
         self.view.clear()
@@ -207,8 +195,8 @@ class Mirror:
 
 class Reader:
     """A subscriber with a mirror. lose: share of the live messages that it drops, drawn from
-    `seed`. Whenever a connection is (re)made it takes a snapshot, and what was queued is void:
-    numbers of a publisher that begins at 0 again could not tell.
+    `seed`. Whenever a connection is (re)made it forgets everything and asks for a replay from 0,
+    and what was queued is void: numbers of a publisher that begins at 0 again could not tell.
     """
 
     def __init__(
@@ -237,7 +225,9 @@ class Reader:
             self.statistics.connections += 1
             while self.socket.poll(0):
                 self.socket.recv_multipart()
-            self.catch_up(snapshot=True)
+            self.mirror.restart()
+            self.statistics.states += 1
+            self.catch_up()
         while self.socket.poll(0):
             _, number, payload = self.socket.recv_multipart()
             self._live(int.from_bytes(number, "big"), payload)
@@ -246,37 +236,18 @@ class Reader:
         if self._random.random() < self._lose:
             self.statistics.dropped += 1
             return
-        if not self._take(number, payload):
+        if number > self.mirror.expected:
             self.statistics.gaps += 1
             self.catch_up()
-            if not self._take(number, payload):  # too old for the window
-                self.catch_up(snapshot=True)
+        self.statistics.applied += number == self.mirror.expected
+        self.mirror.batch(number, decode_batch(payload)[1])
 
-    def _take(self, number: int, payload: bytes) -> bool:
-        before = self.mirror.expected
-        taken = self.mirror.batch(number, decode_batch(payload)[1])
-        self.statistics.applied += self.mirror.expected - before
-        return taken
-
-    def catch_up(self, *, snapshot: bool = False) -> bool:
-        """Request a snapshot, if needed, and the batches after it or lost. False without an
-        answer."""
-        if snapshot:
-            parts = self._ask(SNAPSHOT)
-            if parts is None:
-                return False
-            records = [SNAPSHOTS.decode(payload)[1][0] for _, payload in parts]
-            if not records or not records[-1].last:
-                return False
-            self.mirror.restart(records[-1].next_sequence)
-            for record in records:
-                self.mirror.apply(record.events)
-            self.statistics.snapshots += 1
+    def catch_up(self) -> bool:
+        """Request the batches that are missing. False without an answer."""
         answer = self._ask(encode_sequence(self.mirror.expected))
         for number, payload in answer or ():
-            before = self.mirror.expected
-            self._take(number, payload)
-            self.statistics.replayed += self.mirror.expected - before
+            self.statistics.replayed += number >= self.mirror.expected
+            self.mirror.replayed(number, decode_batch(payload)[1])
         return answer is not None
 
     def _ask(self, body: bytes) -> list[tuple[int, bytes]] | None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
 
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
@@ -13,17 +12,10 @@ from kvactors.flush_notifier.view import SinkFilter
 from kvactors.settings.sinks import SinkConfig
 from kvactors.types import Tier
 
-
-class SnapshotSource(Protocol):
-    """The blocks of a sink's view, on demand."""
-
-    def __call__(self, *, every: bool = False) -> Iterator[HeldBlock]:
-        """Blocks that the sink acknowledged as resident, parents before children.
-
-        Args:
-            every: also blocks of the ledger that are not in the view. Their `tiers` are 0.
-        """
-        ...
+SnapshotSource = Callable[[], Iterator[HeldBlock]]
+"""The blocks of the ledger, parents before children, with the tiers that the sink had acknowledged
+when the first was read (0 if it has the block nowhere). Blocks that the ledger drops while it is
+read are left out."""
 
 
 class Sink(ABC):

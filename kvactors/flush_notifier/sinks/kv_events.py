@@ -8,8 +8,7 @@ every batch from there on that was published before the request, oldest first, a
 sequence, payload], and [empty, empty, 2^64 - 1, empty] at the end (older readers: the same without
 the topic). Of batches that are no longer kept the answer has the state they add up to, as ordinary
 batches under the numbers before those that are kept: AllBlocksCleared, then BlockStored events,
-then empty batches where the reader insists on every number (`fill`). A request [empty,
-"kvactors.snapshot"] is answered in the same form with the parts of a snapshot, numbered from 0.
+then empty batches where the reader insists on every number (`fill`).
 """
 
 from __future__ import annotations
@@ -17,33 +16,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import anyio
-import msgspec
 
 from kvactors.actor.log import get_logger
 from kvactors.actor.sliced import pace
 from kvactors.errors import SinkError
-from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
 from kvactors.flush_notifier.sinks.kv_sockets import Send, Sockets, zmq
-from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, encode_batch, encode_sequence
+from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, encode_sequence
 from kvactors.settings.sinks import KvEventsSinkConfig, of_rank
-from kvactors.types import ALL_TIERS, HASH_BYTES, Residency, Tier
+from kvactors.types import Residency, Tier, split_hashes
 
 STATE_PART_BLOCKS = 256  # blocks in one batch of a state
-SLICE_BLOCKS = 128  # blocks read from the ledger, or corrected, in one slice
-KNOWN = 8  # bits by which `StreamChanges` shifts the known tiers
+SLICE_BLOCKS = 128  # blocks read from the ledger in one slice
 EARLIEST_TIME_S = 1_735_689_600  # the year 2025: a clock before that is not set
 LINGER_S = 0.5  # seconds in which published messages may leave after the sink is closed
 EXTRA_BYTES = 16 << 20  # beyond twice the bounds of a window that holds what follows a state
 EXTRA_BATCHES = 1_024
-SNAPSHOT = b"kvactors.snapshot"  # a replay request for a snapshot
 
 READERS = 64  # answered at once: a further one waits until one has its answer, or is too slow
 QUEUED_MESSAGES = 128  # messages that wait for one slow reader in ZMQ's queue
@@ -98,54 +93,6 @@ class Window:
         return [(i, self._kept[i - first]) for i in range(start, min(start + limit, end))]
 
 
-class StreamChanges:
-    """How the ledger's view of the sink differs from the stream up to a number. A state is read
-    from the ledger in slices, while deliveries continue, and is exactly that of its number: a
-    reader that applies it and then every batch from that number on applies each change once.
-
-    Attributes:
-        empty: the last task before the number removed everything.
-        cleared: a later task removed everything, also from the ledger.
-    """
-
-    def __init__(self, last: Sequence[FlushTask]) -> None:
-        self.empty = any(not task.count for task in last)
-        self.cleared = False
-        # by block hash: tiers at the number, and above them for which tiers that is known
-        self._tiers: dict[bytes, int] = {}
-        self._pending: deque[tuple[FlushTask, bool]] = deque((task, True) for task in last)
-
-    def note(self, tasks: Iterable[FlushTask]) -> None:
-        """Note tasks published after the number, before which each change was the other way."""
-        self._pending.extend((task, False) for task in tasks)
-
-    async def settle(self) -> None:
-        """Apply everything noted until the return."""
-        over = pace(SLICE_BLOCKS)
-        while self._pending:
-            task, holds = self._pending.popleft()
-            if not task.count:
-                self.cleared |= not holds
-                continue
-            bit, resident = int(task.tier), task.residency is Residency.RESIDENT
-            for start in range(0, len(task.hashes), HASH_BYTES):
-                block_hash = task.hashes[start : start + HASH_BYTES]
-                tiers = self._tiers.get(block_hash, 0)
-                if holds or not tiers >> KNOWN & bit:
-                    here = resident is holds
-                    self._tiers[block_hash] = tiers & ~bit | bit << KNOWN | (bit if here else 0)
-                if over():
-                    await asyncio.sleep(0)
-
-    def tiers(self, held: HeldBlock) -> int:
-        """The tiers of a block at the number."""
-        changed = self._tiers.get(held.hash)
-        if changed is None:
-            return held.tiers
-        known = changed >> KNOWN
-        return held.tiers & ~known | changed & known
-
-
 class StreamState(NamedTuple):
     """A state as encoded events: AllBlocksCleared, then the blocks, parents before children.
     number: of the first batch that is not part of it."""
@@ -166,26 +113,20 @@ class EventStream:
     Attributes:
         sequence, first: numbers of the next batch, and of this process's first.
         fill: whether readers insist on every number.
-        state_number: of the last state, END if no reader needs it.
     """
 
     def __init__(self, config: KvEventsSinkConfig, encoder: KvEventEncoder, first: int) -> None:
         self.first = self.sequence = first
         self.fill = config.numbers == "from_zero"
         self.topic = config.topic.encode()
-        self._dp_rank = config.dp_rank
         self.window = Window(config.replay_window, config.replay_bytes)
-        self.epoch = 0
         self.source: SnapshotSource = _no_blocks
         self.sender: Send = _not_open
         self.states_made = 0
-        self.state_number = END
         self._encoder = encoder
+        self._call: asyncio.Future[None] | None = None  # done at the end of the call in progress
         # published by the last call: may not be in the ledger's view of the sink yet
         self._last: Sequence[FlushTask] = ()
-        self._call: Sequence[FlushTask] | None = None  # tasks of the call in progress
-        self._call_from = first  # number of that call's first batch
-        self._changes: list[StreamChanges] = []  # of the states in progress
         self._readers = 0
         self._state: StreamState | None = None
         self._making: asyncio.Task[StreamState] | None = None
@@ -202,24 +143,15 @@ class EventStream:
         self.sender(self.topic, number, payload)
         self.sequence = number + 1
 
-    # -- calls
-
-    def begin_call(self, tasks: Sequence[FlushTask]) -> None:
-        self._call, self._call_from = tasks, self.sequence
-        self._keep()
-        for changes in self._changes:
-            changes.note(tasks)
+    def begin_call(self) -> None:
+        self._call = asyncio.get_running_loop().create_future()
 
     def end_call(self, published: Sequence[FlushTask]) -> None:
         """The tasks of the call that were published."""
-        self._last, self._call = published, None
-        self._keep()
-
-    def _keep(self) -> None:
-        """The window must keep the batches of the call in progress, and those after a state that
-        readers are sent."""
-        number = self.state_number
-        self.window.needed = number if self._call is None else min(number, self._call_from)
+        self._last = published
+        if self._call is not None:
+            self._call.set_result(None)
+            self._call = None
 
     # -- the state
 
@@ -237,50 +169,36 @@ class EventStream:
         return await asyncio.shield(self._making)
 
     async def _make_state(self) -> StreamState:
-        while True:
-            if self._call is None:
-                number, changes = self.sequence, StreamChanges(self._last)
-            else:  # the tasks of the call before this one are in the view
-                number, changes = self._call_from, StreamChanges(())
-                changes.note(self._call)
-            self._changes.append(changes)
-            self.state_number = number
-            self._keep()
-            try:
-                state = await self._state_at(number, changes)
-            finally:
-                self._changes.remove(changes)
-            if state is not None:
-                self._state = state
-                self.states_made += 1
-                return state
-
-    async def _state_at(self, number: int, changes: StreamChanges) -> StreamState | None:
-        """The state at a number. None if everything was removed before it was complete."""
-        encoder = self._encoder
-        parts: list[tuple[bytes, ...]] = [(encoder.cleared,)]
-        if changes.empty:
-            return StreamState(number, parts)
+        """The state after the last call: a copy of the ledger's view and the tasks of that call. It
+        is read in slices, while deliveries continue. Blocks that the ledger drops meanwhile are
+        left out, since a batch after the state removes them."""
+        while self._call is not None:
+            await asyncio.wait([self._call])
+        self.window.needed = number = self.sequence
+        held_blocks, last = self.source(), self._last
+        some = list(islice(held_blocks, SLICE_BLOCKS))  # the view is copied now
+        if any(not task.count for task in last):
+            some = []  # that task removed everything
+        parts: list[tuple[bytes, ...]] = [(self._encoder.cleared,)]
+        changed = await tiers_changed(last)
         events: list[bytes] = []
         blocks = 0
-        held_blocks = iter(self.source(every=True))
-        while True:
-            await changes.settle()
-            some = list(islice(held_blocks, SLICE_BLOCKS))
+        while some:
             for held in some:
-                tiers = changes.tiers(held) & ALL_TIERS.value
-                if tiers:
-                    events += [encoder.held(held, tier) for tier in Tier if tiers & tier]
-                    blocks += 1
-            if blocks >= STATE_PART_BLOCKS or not some:
-                if events:
-                    parts.append(tuple(events))
+                bits, now = changed.get(held.hash, (0, 0))
+                tiers = held.tiers & ~bits | now
+                events += [self._encoder.held(held, tier) for tier in Tier if tiers & tier]
+                blocks += bool(tiers)
+            if blocks >= STATE_PART_BLOCKS:
+                parts.append(tuple(events))
                 events, blocks = [], 0
-            if changes.cleared:
-                return None
-            if not some:
-                return StreamState(number, parts)
             await asyncio.sleep(0)
+            some = list(islice(held_blocks, SLICE_BLOCKS))
+        if events:
+            parts.append(tuple(events))
+        self.states_made += 1
+        self._state = StreamState(number, parts)
+        return self._state
 
     def hold(self) -> None:
         """A reader is being answered: a state made for it is kept."""
@@ -291,52 +209,32 @@ class EventStream:
         self._readers -= 1
         if not self._readers:
             self.drop_state()
-            self._keep()
 
     def drop_state(self) -> None:
         self._state = None
-        self.state_number = END
+        self.window.needed = END
         if self._making is not None:
             self._making.cancel()
             self._making = None
 
-    async def snapshot(self) -> AsyncIterator[bytes]:
-        """Parts of a snapshot, each a payload of one record. A reader discards its state, applies
-        every part, then every batch from `next_sequence` on."""
-        state = await self.state()
-        parts = [*state.parts[1:], ()]
-        for number, part in enumerate(parts, 1):
-            record = {
-                "type": "Snapshot",
-                "epoch": self.epoch,
-                "next_sequence": state.number,
-                "part": number - 1,
-                "last": number == len(parts),
-                "events": [msgspec.Raw(event) for event in part],
-            }
-            yield encode_batch(time.time(), [record], self._dp_rank)
-            await asyncio.sleep(0)
+
+async def tiers_changed(tasks: Sequence[FlushTask]) -> dict[bytes, tuple[int, int]]:
+    """By hash of the blocks of one call, the tiers that changed and those of them that hold the
+    block afterwards. In slices."""
+    changed: dict[bytes, tuple[int, int]] = {}
+    over = pace(SLICE_BLOCKS)
+    for task in tasks:
+        bit = task.tier.value
+        gained = bit if task.residency is Residency.RESIDENT else 0
+        for block_hash in split_hashes(task.hashes):
+            bits, tiers = changed.get(block_hash, (0, 0))
+            changed[block_hash] = bits | bit, tiers & ~bit | gained
+            if over():
+                await asyncio.sleep(0)
+    return changed
 
 
-class DetailStream:
-    """The second stream: epochs, reasons and snapshots. Off without a topic."""
-
-    def __init__(self, config: KvEventsSinkConfig, first: int) -> None:
-        self.topic = config.detail_topic.encode()
-        self.sequence = first
-        self.sender: Send = _not_open
-        self._dp_rank = config.dp_rank
-
-    def publish(self, record: dict[str, Any]) -> None:
-        if self.topic:
-            self.send(encode_batch(time.time(), [record], self._dp_rank))
-
-    def send(self, payload: bytes) -> None:
-        self.sender(self.topic, self.sequence, payload)
-        self.sequence += 1
-
-
-def _no_blocks(**_: bool) -> Iterator[Any]:
+def _no_blocks() -> Iterator[Any]:
     return iter(())
 
 
@@ -416,7 +314,7 @@ class ReplayServer:
         self._log.info("reader of a replay is gone", error=error)
 
     def _take(self, frames: list[bytes]) -> None:
-        if len(frames) != 3 or frames[1] or (frames[2] != SNAPSHOT and len(frames[2]) != 8):
+        if len(frames) != 3 or frames[1] or len(frames[2]) != 8:
             self.malformed += 1
             return
         reader, _, body = frames
@@ -438,10 +336,7 @@ class ReplayServer:
     async def _answer(self, answer: ReplayAnswer, body: bytes) -> None:
         try:
             try:
-                if body == SNAPSHOT:
-                    await self._send_snapshot(answer)
-                else:
-                    await self._send_batches(answer, int.from_bytes(body, "big"))
+                await self._send_batches(answer, int.from_bytes(body, "big"))
             except (zmq.ZMQError, TimeoutError):
                 raise
             except Exception as error:
@@ -482,12 +377,6 @@ class ReplayServer:
             if not at % BURST_MESSAGES:
                 await asyncio.sleep(0)
         return state.number
-
-    async def _send_snapshot(self, answer: ReplayAnswer) -> None:
-        number = 0
-        async for part in self._publisher.snapshot():
-            await self._send(answer, number, part, self._publisher.topic)
-            number += 1
 
     async def _send(self, answer: ReplayAnswer, number: int, payload: bytes, topic: bytes) -> None:
         frames = [answer.reader, b"", encode_sequence(number), payload]
@@ -534,11 +423,9 @@ class KvEventsSink(Sink):
         self.config = config
         self.endpoint = of_rank(config.endpoint, config.dp_rank)
         self.replay_endpoint = of_rank(config.replay_endpoint, config.dp_rank)
-        self.detail_endpoint = of_rank(config.detail_endpoint, config.dp_rank)
         self._encoder = KvEventEncoder(config, block_size)
         first = first_number(config.numbers, self.name)
         self.events = EventStream(config, self._encoder, first)
-        self.details = DetailStream(config, first)
         self.server: ReplayServer | None = None
         self._sockets: Sockets | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -547,14 +434,9 @@ class KvEventsSink(Sink):
         self._sockets = sockets = Sockets(self.name)
         config = self.config
         try:
-            queued, bind = config.high_water_mark, config.bind
-            socket = await sockets.publisher(self.endpoint, queued, bind)
+            socket = await sockets.publisher(self.endpoint, config.high_water_mark, config.bind)
             self.events.sender = sockets.sender(socket)
             self.endpoint = sockets.address(socket)
-            if self.detail_endpoint:
-                socket = await sockets.publisher(self.detail_endpoint, queued, bind)
-                self.detail_endpoint = sockets.address(socket)
-            self.details.sender = sockets.sender(socket)
             if self.replay_endpoint:
                 router = await sockets.router(self.replay_endpoint, QUEUED_MESSAGES)
                 self.replay_endpoint = sockets.address(router)
@@ -572,8 +454,6 @@ class KvEventsSink(Sink):
             )
         if config.heartbeat_s:
             self._start(self._publish_heartbeats(config.heartbeat_s))
-        if config.snapshot_interval_s and self.details.topic:
-            self._start(self._publish_snapshots(config.snapshot_interval_s))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.append(asyncio.get_running_loop().create_task(work))
@@ -591,21 +471,17 @@ class KvEventsSink(Sink):
         self.events.source = source
 
     async def begin_epoch(self, epoch: int) -> None:
-        """Publish AllBlocksCleared, and the epoch on the second stream."""
-        self.events.epoch = epoch
         self.events.publish([self._encoder.cleared])
         self.events.end_call(())
-        self.details.publish(
-            {"type": "Epoch", "epoch": epoch, "next_sequence": self.events.sequence}
-        )
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         self.num_acknowledged = 0
         stream, whole = self.events, self._encoder.batch_of_tasks(time.time(), tasks)
-        stream.begin_call(tasks)
+        stream.begin_call()
         try:
             if whole is not None:
-                self._publish(whole, tasks, len(tasks))
+                stream.send(whole)
+                self.num_acknowledged = len(tasks)
             else:
                 await self._deliver_parts(tasks, self.config.max_blocks)
         finally:
@@ -614,27 +490,19 @@ class KvEventsSink(Sink):
     async def _deliver_parts(self, tasks: Sequence[FlushTask], max_blocks: int) -> None:
         """Publish tasks of more blocks than one batch takes."""
         events: list[bytes] = []
-        sources: list[FlushTask] = []
         blocks = 0
         for done, task in enumerate(tasks):
             for event, size in self._encoder.events(task, max_blocks):
                 if events and blocks + size > max_blocks:
-                    self._publish(self.events.payload(events), sources, done)
+                    self.events.publish(events)
+                    self.num_acknowledged = done
                     await asyncio.sleep(0)
-                    events, sources, blocks = [], [], 0
+                    events, blocks = [], 0
                 events.append(event)
-                sources.append(task)
                 blocks += size
         if events:
-            self._publish(self.events.payload(events), sources, len(tasks))
-
-    def _publish(self, payload: bytes, sources: Sequence[FlushTask], done: int) -> None:
-        """Publish one batch, its reasons on the second stream, and count the tasks complete."""
-        self.events.send(payload)
-        self.num_acknowledged = done
-        if self.details.topic:
-            number, reasons = self.events.sequence - 1, [task.reason.value for task in sources]
-            self.details.publish({"type": "Reasons", "sequence": number, "reasons": reasons})
+            self.events.publish(events)
+            self.num_acknowledged = len(tasks)
 
     async def _publish_heartbeats(self, interval: float) -> None:
         stream = self.events
@@ -643,17 +511,3 @@ class KvEventsSink(Sink):
             await asyncio.sleep(interval)
             if stream.first < stream.sequence == number:
                 stream.publish([])
-
-    async def _publish_snapshots(self, interval: float) -> None:
-        while True:
-            await asyncio.sleep(interval)
-            self.events.hold()
-            try:
-                async for part in self.events.snapshot():
-                    self.details.send(part)
-            except Exception as error:
-                get_logger().warning(
-                    "snapshot failed", sink=self.name, error=f"{type(error).__name__}: {error}"
-                )
-            finally:
-                self.events.release()
