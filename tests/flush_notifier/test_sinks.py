@@ -3,7 +3,6 @@ own checks."""
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import os
@@ -11,16 +10,18 @@ import stat
 import subprocess
 import sys
 import textwrap
+import threading
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
-import aiofiles
 import msgspec
 import pytest
 
 import kvactors
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, FlushTask
-from kvactors.flush_notifier.sinks import make_sink
+from kvactors.flush_notifier.sinks import jsonl, make_sink
 from kvactors.flush_notifier.sinks.jsonl import (
     CHUNK_TOKENS,
     TAIL_BYTES,
@@ -154,34 +155,29 @@ async def test_a_file_with_only_a_cut_line_is_rewritten(tmp_path):
 async def test_a_call_that_is_given_up_ends_with_its_write(tmp_path, monkeypatch):
     """The first write hangs past its caller's patience, and then is cut short by an error: the file
     has whole lines only."""
-    sink, release = lines(tmp_path), asyncio.get_running_loop().create_future()
+    sink, release = lines(tmp_path), threading.Event()
     await sink.begin_epoch(1)
-    plain = aiofiles.open
 
-    class Slow:
-        def __init__(self, *args, **options):
-            self.context = plain(*args, **options)
+    @contextmanager
+    def slow(path, mode, **options):
+        with path.open(mode) as file:
+            whole = file.write
 
-        async def __aenter__(self):
-            self.file = await self.context.__aenter__()
-            return self
+            def write(data):
+                whole(data[: len(data) // 2])
+                release.wait()
+                raise OSError("no space")
 
-        async def __aexit__(self, *error):
-            return await self.context.__aexit__(*error)
+            yield SimpleNamespace(truncate=file.truncate, write=write)
 
-        async def write(self, data):
-            await self.file.write(data[: len(data) // 2])
-            await release
-            raise OSError("no space")
-
-    monkeypatch.setattr("kvactors.flush_notifier.sinks.jsonl.aiofiles.open", Slow)
+    monkeypatch.setattr(jsonl, "open", slow, raising=False)
     first = asyncio.create_task(sink.deliver([task(1)]))
     await asyncio.sleep(0.05)
     first.cancel()
     await asyncio.sleep(0.05)
     assert not first.done()
     monkeypatch.undo()
-    release.set_result(None)
+    release.set()
     await asyncio.wait([first])
     assert first.cancelled()
     await sink.deliver([task(1, 2)])
@@ -268,8 +264,7 @@ def test_a_process_ends_although_a_disk_does_not_answer(tmp_path, file):
 
 
 def test_no_module_uses_the_default_executor():
-    """A call in it that does not return keeps the process from its end. aiofiles uses it unless it
-    is given another."""
+    """A call in it that does not return keeps the process from its end."""
     package = Path(kvactors.__file__).parent
     words = ("run_in_executor", "asyncio.to_thread")
     tools = ("testing", "top.py")
@@ -277,18 +272,6 @@ def test_no_module_uses_the_default_executor():
         file for file in package.rglob("*.py") if file.relative_to(package).parts[0] not in tools
     ]
     assert [str(file) for file in files if any(word in file.read_text() for word in words)] == []
-    of_aiofiles = [
-        node
-        for file in files
-        for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("aiofiles.")
-    ]
-    assert len(of_aiofiles) > 5
-    assert [
-        ast.unparse(call)
-        for call in of_aiofiles
-        if "executor" not in [word.arg for word in call.keywords]
-    ] == []
 
 
 async def test_an_error_of_the_file_system_is_a_sink_error(tmp_path):
