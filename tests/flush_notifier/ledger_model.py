@@ -1,8 +1,8 @@
 """A naive model of the ledger: the truth, the tasks sent to each sink, and the entries that may be
 forgotten or must be kept.
 
-`Model` carries out one action at a time on a ledger and on itself, and compares. Hypothesis chooses
-the actions in test_ledger_machine.py. `walk` chooses them at random, which is faster:
+`Model` carries out one action at a time on a ledger and on itself, and compares. `walk` chooses
+them at random:
 
     python tests/flush_notifier/ledger_model.py --steps 1000000 [--seed N]
 """
@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.view import DeliveryBatch, SinkFilter
 from kvactors.types import ALL_TIERS, Reason, Residency, Tier, join_hashes, split_hashes
@@ -378,6 +379,9 @@ class Model:
                 self.complete()
         self.compare()
         assert not any(view.dirty for view in self.book.sinks)
+        tiers = {tier: {key for key, mask in self.truth.items() if mask & tier} for tier in Tier}
+        for view in self.book.sinks:
+            assert not finish(self.book.divergence_steps(view, None, tiers))
         kept = {key for key, mask in self.truth.items() if mask and key in self.known}
         assert len(self.book.tree) <= DEPTH * (len(kept) + self.settings.idle_limit), (
             "too much is remembered"

@@ -1,23 +1,22 @@
-"""The ledger after single histories: tasks, runs, views, and the entries it forgets."""
+"""The ledger: random histories against a naive model, and the form of the tasks of single ones."""
 
 from __future__ import annotations
 
 import pytest
 
+from kvactors.actor.sliced import finish
 from kvactors.flush_notifier.messages import PathCached
 from kvactors.flush_notifier.view import PATHS
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import (
-    AT_FINISH,
+    EVERYTHING,
     NODE,
     PER_TIER,
     ROOT,
     announced,
     delivered,
     do,
-    finished,
     held,
-    known,
     ledger,
     names,
     path,
@@ -25,6 +24,7 @@ from tests.flush_notifier.helpers import (
     settle,
     take,
 )
+from tests.flush_notifier.ledger_model import HOST_ALONE, Model, Settings, walk
 
 RESIDENT, GONE = Residency.RESIDENT, Residency.GONE
 
@@ -33,31 +33,48 @@ def shape(tasks):
     return [(task.residency, task.tier, task.start_block_idx, task.count) for task in tasks]
 
 
+# -- any history
+
+
+@pytest.mark.parametrize("seed", range(80))
+def test_random_walks_with_small_limits(seed):
+    walk(seed, 600)
+
+
+def test_the_walks_forget_and_interleave():
+    """The walks would prove nothing if these did not happen."""
+    walks = [walk(seed, 600) for seed in range(10)]
+    assert sum(model.forgotten for model in walks) > 50
+    assert len({model.settings for model in walks}) == 10
+    assert {model.settings.idle_limit for model in walks} & {1, 2, 3}
+
+
+def test_a_removal_takes_the_gain_of_the_same_block_along():
+    """The removal of block 2 goes with that of block 1, the oldest difference. Block 2 must be on
+    the host by then: block 3 stays. No walk is likely to come here."""
+    model = Model(Settings((EVERYTHING,), idle_limit=100, takes_clear=()))
+
+    def deliver(limit: int) -> None:
+        while model.book.sinks[0].pending:
+            model.take(0, limit)
+            model.end(0, answered=True, arrived=0)
+            model.complete()
+
+    model.announce((1, 2, 3), 0, 3, Tier.DEVICE)
+    model.announce((9,), 0, 1, Tier.DEVICE)
+    model.gain((1,), Tier.HOST)
+    model.announce((1, 2, 3), 2, 1, Tier.STORAGE)
+    model.lose((1, 2, 3), 1, Tier.DEVICE)
+    deliver(100)
+    model.lose((1,), 1, Tier.HOST)
+    model.lose((9,), 1, Tier.DEVICE)
+    model.announce((1, 2), 1, 1, Tier.HOST)
+    model.lose((1, 2), 1, Tier.DEVICE)
+    deliver(1)
+    assert [model.mirrors[0][key] for key in names(1, 2, 3)] == [1, 2, 4]
+
+
 # -- tasks
-
-
-def test_request_finish_gives_the_whole_path_from_block_0():
-    book = ledger(AT_FINISH)
-    do(book.announce(announced(1, 2, 3)))
-    assert settle(book) == []
-    do(book.announce(finished(1, 2, 3)))
-    (task,) = settle(book)
-    assert (task.residency, task.start_block_idx, task.count, task.reason) == (
-        RESIDENT,
-        0,
-        3,
-        Reason.REQUEST_FINISH,
-    )
-    assert (task.tokens, task.hashes, task.parent, task.epoch) == (*path(1, 2, 3), ROOT, 1)
-
-
-def test_losses_are_due_at_once_and_a_gain_on_another_tier_once_finished():
-    book = ledger(AT_FINISH)
-    do(book.announce(finished(1)))
-    settle(book)
-    do(book.gain(path(1)[1], Tier.HOST, Reason.OFFLOAD))
-    do(book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_EVICTION))
-    assert shape(settle(book)) == [(RESIDENT, Tier.HOST, 0, 1), (GONE, Tier.DEVICE, 0, 1)]
 
 
 def test_eviction_gives_one_task_a_run_with_the_complete_path_and_depth_minus_one():
@@ -110,27 +127,37 @@ def test_runs_split_where_the_reason_changes_and_each_tier_keeps_its_own():
     ]
 
 
-# -- views
-
-
-def test_a_node_view_is_gone_only_when_every_tier_is():
-    book = ledger(NODE)
-    do(book.announce(announced(1)))
-    assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 1)]
-    do(book.gain(path(1)[1], Tier.HOST, Reason.OFFLOAD))
-    do(book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_EVICTION))
-    assert settle(book) == []
-    do(book.lose(path(1)[1], Tier.HOST, Reason.CPU_EVICTION))
+def test_a_reason_is_that_of_the_block_above_which_it_waited_for():
+    book = ledger()
+    do(book.announce(announced(1, 2, 3)))
+    settle(book)
+    do(book.lose(names(1)[0], Tier.DEVICE, Reason.CORRUPT))
     (task,) = settle(book)
-    assert (task.residency, task.tier, task.reason) == (GONE, Tier.DEVICE, Reason.CPU_EVICTION)
+    assert (task.start_block_idx, task.count, task.reason) == (0, 3, Reason.CORRUPT)
 
 
-def test_a_sink_is_sent_only_its_tiers():
-    book = ledger(PER_TIER)
-    do(book.announce(announced(1, tier=Tier.STORAGE)))
-    assert book.sinks[0].pending == 0
-    do(book.gain(path(1)[1], Tier.HOST, Reason.LOAD))
-    assert shape(settle(book)) == [(RESIDENT, Tier.HOST, 0, 1)]
+@pytest.mark.parametrize("view", [EVERYTHING, NODE, HOST_ALONE])
+def test_divergence_counts_a_wrong_view_and_no_blocks_that_cannot_be_announced(view):
+    book = ledger(view)
+    do(book.announce(announced(1, 2, 3)))
+    do(book.gain(names(1, 2, 3)[2], Tier.HOST, Reason.OFFLOAD))
+    settle(book)
+    do(book.lose(names(1)[0], Tier.DEVICE, Reason.CORRUPT))
+    settle(book)
+    tiers = {Tier.DEVICE: set(names(1, 2, 3)[1:]), Tier.HOST: set(names(1, 2, 3)[2:])}
+    assert not finish(book.divergence_steps(book.sinks[0], None, tiers))
+    for wrong in (names(1, 2)[1], bytes(32)):  # the ledger has no entry of the second
+        mirror = {Tier.DEVICE: {wrong}}
+        assert len(finish(book.divergence_steps(book.sinks[0], mirror, tiers))) == 1
+
+
+def test_a_very_large_subtree_goes_in_batches():
+    book = ledger()
+    for leaf in range(10, 60):
+        do(book.announce(announced(1, 2, leaf, leaf)))
+    settle(book)
+    do(book.lose(names(1)[0], Tier.DEVICE, Reason.CORRUPT))
+    assert sum(task.count for task in take(book, 0, 8, 1).tasks) <= 16
 
 
 # -- pending tasks
@@ -155,20 +182,6 @@ def test_gone_while_resident_is_in_flight_is_sent_afterwards():
     assert not held(book)
 
 
-@pytest.mark.parametrize("still_resident", [True, False])
-def test_a_sink_whose_answer_was_lost_is_sent_its_state_again(still_resident):
-    book = ledger()
-    do(book.announce(announced(1)))
-    batch = take(book, 0, 10, 1)
-    if not still_resident:
-        do(book.lose(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
-    refused(book, 0, batch)
-    book.check()
-    (task,) = settle(book)
-    assert task.residency is (RESIDENT if still_resident else GONE)
-    assert settle(book) == []
-
-
 def test_a_batch_is_bounded_and_takes_gains_above_along():
     book = ledger()
     do(book.announce(announced(1, count=0)))
@@ -180,19 +193,6 @@ def test_a_batch_is_bounded_and_takes_gains_above_along():
     settle(book)
     do(book.gain(names(1)[0], Tier.DEVICE, Reason.COMMIT))
     assert shape(take(book, 0, 2, 1).tasks) == [(RESIDENT, Tier.DEVICE, 0, 3)]
-
-
-def test_blocks_below_a_path_that_was_not_sent_get_their_entries_when_it_is():
-    """A new incarnation of the notifier gets a commit before the announcement of what was resident
-    at its start."""
-    book = ledger()
-    do(book.announce(announced(1, 2, 3, start=1)))
-    assert (len(book.orphans.tiers), settle(book)) == (2, [])
-    book.check()
-    do(book.announce(announced(1, 2, 3)))
-    assert not book.orphans.tiers
-    (task,) = settle(book)
-    assert (task.start_block_idx, task.count, task.tokens) == (0, 3, path(1, 2, 3)[0])
 
 
 @pytest.mark.parametrize("order", [list, reversed])
@@ -221,52 +221,6 @@ def test_many_short_runs_deep_in_the_tree_are_sent_in_several_batches():
     assert sum(len(batch.tasks) for batch in batches) == 20
     assert len(batches) == 4
     assert all(sum(len(task.tokens) for task in batch.tasks) <= PATHS * 64 * 8 for batch in batches)
-
-
-# -- remembered entries
-
-
-def test_an_orphan_that_goes_is_forgotten():
-    book = ledger()
-    do(book.gain(join_hashes(names(1, 2)), Tier.HOST, Reason.LOAD))
-    do(book.lose(names(1)[0], Tier.HOST, Reason.CPU_EVICTION))
-    do(book.clear(Tier.HOST, Reason.CLEAR))
-    assert book.orphans.tiers == {}
-
-
-@pytest.mark.parametrize("first", ["path", "names"])
-def test_a_path_may_name_blocks_of_other_tiers_before_or_after_their_reports(first):
-    book = ledger()
-    facts = [
-        lambda: do(book.announce(announced(1, 2, 3, count=1))),
-        lambda: do(book.gain(join_hashes(names(1, 2, 3)[1:]), Tier.HOST, Reason.OFFLOAD)),
-    ]
-    for fact in facts if first == "path" else reversed(facts):
-        fact()
-        book.check()
-    assert shape(settle(book)) == [(RESIDENT, Tier.DEVICE, 0, 1), (RESIDENT, Tier.HOST, 1, 2)]
-
-
-def test_entries_are_bounded_by_the_resident_blocks_and_the_limbo():
-    book = ledger(idle_limit=10)
-    do(book.announce(announced(0, 0, 0)))
-    for i in range(1, 50):
-        do(book.announce(announced(i, i, i)))
-        settle(book)
-        do(book.lose(join_hashes(reversed(names(i, i, i))), Tier.DEVICE, Reason.DEVICE_DROP))
-        settle(book)
-        book.check()
-    assert len(book.tree) <= 3 + 10
-    assert set(names(0, 0, 0)) <= known(book)
-
-
-def test_the_ledger_keeps_one_entry_for_each_block_of_a_failed_sink():
-    book = ledger(idle_limit=1)
-    for _ in range(50):
-        do(book.announce(announced(1, 2, 3)))
-        do(book.lose(path(1, 2, 3)[1], Tier.DEVICE, Reason.DEVICE_DROP))
-    assert book.sinks[0].pending == 0
-    assert len(book.tree) <= 3
 
 
 def test_a_path_with_tokens_missing_is_refused():
@@ -298,22 +252,6 @@ def test_a_full_clear_is_one_task_without_a_path():
         (0, b"", Residency.GONE, Reason.CLEAR)
     ]
     assert not held(book, 1)
-    book.check()
-
-
-@pytest.mark.parametrize("answered", [True, False])
-def test_blocks_that_return_while_a_clear_is_sent_are_sent_again(answered):
-    book = ledger(PER_TIER, takes_clear=[0])
-    do(book.announce(announced(1, 2, 3)))
-    settle(book)
-    do(book.clear(Tier.DEVICE, Reason.CLEAR))
-    batch = take(book, 0, 100, 1)
-    do(book.announce(announced(1, 2)))
-    delivered(book, 0, batch) if answered else refused(book, 0, batch)
-    book.check()
-    tasks = [*settle(book), *settle(book)]
-    assert [task.count for task in tasks] == ([2] if answered else [0, 2])
-    assert held(book) == dict.fromkeys(names(1, 2), int(Tier.DEVICE))
     book.check()
 
 
