@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from typing import Any
 
-from kvactors.flush_notifier.sinks.kv_wire import BlockRemoved, BlockStored, decode_batch
+from tests.support.kv_events import BlockRemoved, BlockStored, decode_batch
 
 
 class Index:

@@ -8,8 +8,10 @@ import msgspec
 import numpy as np
 
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks.kv_wire import (
-    MEDIA,
+from kvactors.flush_notifier.sinks.kv_wire import MEDIA, identity_fields, text
+from kvactors.settings.sinks import KvEventsSinkConfig
+from kvactors.types import Residency, split_hashes
+from tests.support.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -17,11 +19,7 @@ from kvactors.flush_notifier.sinks.kv_wire import (
     RemovedArray,
     StoredArrayDynamo,
     StoredMap,
-    identity_fields,
-    text,
 )
-from kvactors.settings.sinks import KvEventsSinkConfig
-from kvactors.types import Residency, split_hashes
 
 
 class StoredArray(BlockStored, frozen=True, array_like=True, tag="BlockStored"):

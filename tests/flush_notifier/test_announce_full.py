@@ -3,18 +3,14 @@ does, regardless of earlier tasks."""
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 from msgspec.structs import replace
 
 import kvactors
 from kvactors.flush_notifier.ledger import Ledger
-from kvactors.observe.statistics import residency
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreSinkConfig
-from kvactors.types import Reason, Residency, Tier
+from kvactors.types import Residency
 from tests.flush_notifier.helpers import (
     BLOCK,
     PER_TIER,
@@ -23,11 +19,7 @@ from tests.flush_notifier.helpers import (
     delivered,
     do,
     finished,
-    known,
-    names,
     path,
-    path_tokens,
-    settle,
     take,
 )
 from tests.support import attentionstore_sdk as stand_in
@@ -63,31 +55,6 @@ def test_every_finish_sends_the_whole_path_from_block_0():
     assert sent(ledger, 0) == [(Residency.RESIDENT, 0, 3, path(1, 2, 9)[0])]
     assert sent(ledger, 1) == [(Residency.RESIDENT, 2, 1, path(1, 2, 9)[0])]
     assert (sent(ledger, 0), sent(ledger, 1)) == ([], [])
-    ledger.check()
-
-
-def test_a_block_evicted_before_it_is_sent_again_is_sent_as_gone():
-    ledger = book()
-    do(ledger.announce(finished(1, 2, 3)))
-    settle(ledger)
-    do(ledger.announce(finished(1, 2, 3)))
-    do(ledger.lose(names(1, 2, 3)[2], Tier.DEVICE, Reason.CPU_EVICTION))
-    assert set(sent(ledger, 0)) == {
-        (Residency.GONE, 2, 1, path(1, 2, 3)[0]),
-        (Residency.RESIDENT, 0, 2, path(1, 2)[0]),
-    }
-    assert ledger.sinks[0].pending == 0
-    ledger.check()
-
-
-def test_a_finish_during_a_call_is_sent_after_it():
-    ledger = book()
-    do(ledger.announce(finished(1, 2)))
-    batch = take(ledger, 0, 100, 1)
-    do(ledger.announce(finished(1, 2, 3)))
-    delivered(ledger, 0, batch)
-    assert sent(ledger, 0)[0][1:3] in ((0, 3), (2, 1))
-    assert ledger.sinks[0].pending == 0
     ledger.check()
 
 
@@ -130,39 +97,6 @@ async def test_an_index_that_lost_its_state_is_sent_finished_paths_again(announc
         await serve(cache, prompt, preempt=preempt)
         assert len(index) == held
         assert (cache.count_divergent_blocks(), cache.check()) == (0, [])
-
-
-async def test_requests_of_another_scope_are_not_sent_with_it():
-    async with kvactors.open(config("full")) as cache:
-        prompt = list(range(17))
-        async with await cache.acquire("r", prompt, salt="a") as lease:
-            await lease.wait_ready()
-            await lease.commit(17)
-        await cache.wait_flushed(20.0)
-        assert not stand_in.service().resident
-
-
-async def test_an_index_that_loses_its_state_now_and_then_has_no_more_than_the_node_and_all_that_finished_since():
-    draw = random.Random(5)
-    async with kvactors.open(config("full")) as cache:
-        index = stand_in.service().resident
-        finished_since: set[tuple[int, ...]] = set()
-        for step in range(60):
-            if step % 20 == 10:
-                index.clear()
-                finished_since.clear()
-            prompt = [draw.randrange(3)] * 4 + [draw.randrange(3)] * (4 * draw.randint(1, 3) + 1)
-            await serve(cache, prompt)
-            finished_since |= {tuple(prompt[: 4 * i]) for i in range(1, len(prompt) // 4 + 1)}
-            ledger, held = cache.system.notifier_actor.ledger, residency(cache.system)
-            keys = held[Tier.DEVICE] | held[Tier.HOST]
-            there = {
-                tuple(np.frombuffer(path_tokens(ledger, key), "<u4").tolist())
-                for key in keys & known(ledger)
-            }
-            assert index <= there
-            assert there & finished_since <= index
-        assert cache.check() == []
 
 
 def test_fastdeploys_variables_mean_the_full_path():

@@ -138,16 +138,6 @@ async def test_a_missing_sdk_is_named_at_start_and_nothing_is_half_started(monke
     assert len(asyncio.all_tasks()) == 1
 
 
-async def test_the_stand_in_can_be_imported_by_the_sdks_own_name():
-    stand_in.install()
-    try:
-        await sink(sdk="attentionstore_sdk").open()
-        assert calls("init")
-    finally:
-        for name in [name for name in sys.modules if name.split(".")[0] == "attentionstore_sdk"]:
-            del sys.modules[name]
-
-
 @pytest.mark.parametrize(("not_ready", "probes"), [(0, 1), (2, 3)])
 async def test_it_waits_until_the_other_side_is_ready(not_ready, probes):
     stand_in.service().not_ready = not_ready
@@ -196,27 +186,6 @@ async def test_a_finished_request_is_resident_from_block_0_and_an_evicted_tail_g
             None,
         )
         assert index() == paths(1, 2)
-
-
-async def test_the_whole_path_is_sent_of_a_block_that_another_request_made():
-    wired = Running(sink())
-    async with wired.running():
-        await wired.tell(finished(1, 2), announced(1, 2, 3, start=2), finished(1, 2, 3))
-        await wired.settle()
-        await wired.tell(BlocksRemoved(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_DROP))
-        await wired.settle()
-        assert calls("flush_token_index")[-1][1].ids == [1, 1, 2, 2, 3, 3]
-        assert index() == paths(1, 2)
-
-
-async def test_a_branch_that_goes_leaves_the_others():
-    wired = Running(sink())
-    async with wired.running():
-        await wired.tell(finished(1, 2, 3), finished(1, 2, 9))
-        await wired.settle()
-        await wired.tell(BlocksRemoved(names(1, 2, 9)[2], Tier.DEVICE, Reason.CPU_EVICTION))
-        await wired.settle()
-        assert index() == paths(1, 2, 3)
 
 
 @pytest.mark.parametrize("blocks", [500, 1000, 2000])

@@ -14,7 +14,6 @@ from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.settings import Config
 from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.testing.faults import FaultySink
-from kvactors.testing.loop import simulate
 from kvactors.types import Reason, Tier
 from tests.flush_notifier.helpers import Wired, announced, faulty, names
 from tests.support.deadline import deadline_after
@@ -39,17 +38,6 @@ async def request(cache, seed: int, blocks: int = 3) -> None:
     async with await cache.acquire(f"r{seed}", [seed] * (4 * blocks)) as lease:
         await lease.wait_ready()
         await lease.commit(4 * blocks)
-
-
-async def test_at_rest_every_sink_equals_the_tiers():
-    one, other = sink("one"), sink("other")
-    async with kvactors.open(CONFIG, sinks=[one, other]) as cache:
-        for seed in range(12):
-            await request(cache, seed)
-        await cache.wait_flushed(5.0)
-        assert cache.count_divergent_blocks() == 0
-        assert one.view() == other.view()
-        assert one.view()[Tier.HOST]
 
 
 async def test_under_load_the_barrier_covers_the_state_at_the_call():
@@ -124,19 +112,3 @@ async def test_the_barrier_covers_corrections_of_an_unfinished_call():
         await wired.tell(BlocksRemoved(names(1, 2)[1], Tier.DEVICE, Reason.DEVICE_DROP))
         assert await wired.ref.ask(WaitFlushed(), deadline=deadline_after(30.0))
         assert slow.view()[Tier.DEVICE] == {names(1, 2)[0]}
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_barrier_on_a_seeded_loop_with_faults(seed):
-    async def main() -> None:
-        one, other = sink("one"), sink("other")
-        async with kvactors.open(CONFIG, sinks=[one, other], inline_copies=True) as cache:
-            one.fault_mode, other.fault_mode, other.every = "lose_answers", "fail_every", 3
-            for number in range(20):
-                await request(cache, (seed + number) % 11)
-            one.fault_mode = ""
-            await cache.wait_flushed(60.0)
-            assert cache.count_divergent_blocks() == 0
-            assert cache.check() == []
-
-    simulate(main, seed)

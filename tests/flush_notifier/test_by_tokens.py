@@ -103,14 +103,6 @@ def test_only_leading_blocks_without_extra_keys_of_the_opened_scope_are_announce
     one.check()
 
 
-def test_an_error_here_is_seen_by_the_check():
-    one = book()
-    do(one.announce(other(1, 2)))
-    one.sinks[0].held[next(one.tree.scan())] = int(Tier.DEVICE)
-    with pytest.raises(AssertionError):
-        one.check()
-
-
 # -- a whole cache, whose index is compared with its tiers
 
 BLOCKS = 4

@@ -303,33 +303,6 @@ async def test_a_failed_open_is_a_sink_error_and_closes_the_opened_sinks(fault):
     assert closed == ["first"]
 
 
-async def test_after_a_restart_of_the_notifier_every_sink_matches_the_tiers():
-    good, bad, worse = (
-        Bad("good"),
-        Bad("bad", "deliver", FAULTS["CancelledError"]),
-        Bad("worse", "begin", FAULTS["hang"]),
-    )
-    async with kvactors.open(CONFIG, sinks=[good, bad, worse]) as cache:
-        for seed in range(8):
-            await request(cache, seed)
-        await cache.wait_flushed(10.0, sinks=["good"])
-        for incarnation in range(1, 4):
-            await cache.system.notifier.tell(kill())
-            await until(
-                lambda incarnation=incarnation: (
-                    cache.system.notifier_actor.incarnation == incarnation
-                )
-            )
-            await request(cache, 20 + incarnation)
-            await cache.wait_flushed(10.0, sinks=["good"])
-        bad.fault = worse.fault = None
-        await cache.wait_flushed(20.0)
-        assert cache.count_divergent_blocks() == 0
-        assert good.view() == bad.view() == worse.view()
-        assert good.view()[Tier.DEVICE]
-        assert cache.check() == []
-
-
 async def test_a_cache_with_failing_sinks_leaves_no_task_and_no_unseen_exception():
     seen = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: seen.append(context))

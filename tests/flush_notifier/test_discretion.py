@@ -16,7 +16,6 @@ from kvactors.errors import KVActorsError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask, PathCached
 from kvactors.flush_notifier.sinks import MemorySink
-from kvactors.flush_notifier.sinks.kv_wire import BlockStored, StoredMap
 from kvactors.flush_notifier.view import BlockRun, DeliveryBatch
 from kvactors.identity import CacheScope, RequestScope
 from kvactors.settings import Config
@@ -60,8 +59,6 @@ def marks_in(text: str) -> list[str]:
         CacheScope("model", "namespace", "adapter", SALT),
         DeliveryBatch([TASK], [BlockRun([], 1, True, Reason.COMMIT)]),
         HeldBlock(KEY, KEY, 0, TOKENS, 1, RequestScope(None, SALT)),
-        StoredMap([1], None, [TOKEN] * BLOCK, BLOCK, None, "GPU", None, [[SALT]], None, SALT),
-        BlockStored([1], None, [TOKEN] * BLOCK, BLOCK, None, "GPU", None, [[SALT]]),
     ],
     ids=lambda thing: type(thing).__name__,
 )

@@ -156,14 +156,6 @@ def test_an_identity_that_cannot_be_encoded_leaves_the_encoder_usable():
 
 
 @given(CONFIGS, st.integers(1, 16).flatmap(lambda size: st.tuples(st.just(size), tasks(size))))
-def test_events_have_the_blocks_that_they_count(config, one):
-    block_size, task = one
-    encoder = KvEventEncoder(config, block_size)
-    counted = [size for _, size in encoder.events(task, 7)]
-    assert sum(counted) == task.count
-    assert all(0 < size <= 7 for size in counted) or not task.count
-
-
 @given(CONFIGS, tasks(4))
 def test_a_block_of_a_snapshot_is_the_event_of_its_task(config, task):
     if task.residency is Residency.GONE:

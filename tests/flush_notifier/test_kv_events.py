@@ -18,11 +18,12 @@ import kvactors
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.kv_events import KvEventsSink, Window
-from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, decode_batch
+from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder
 from kvactors.identity import PLAIN, RequestScope, media_extra
 from kvactors.settings import Config
 from kvactors.settings.sinks import Endpoint, KvEventsSinkConfig, of_rank
 from kvactors.types import Reason, Residency, Tier
+from tests.support.kv_events import decode_batch
 from tests.support.mirror import Mirror, Reader
 
 pytestmark = pytest.mark.full
@@ -321,23 +322,6 @@ async def test_malformed_requests_are_counted_and_others_served(tmp_path, reques
         await dealer.send_multipart([b"", bytes(8)])
         assert len(await answers(dealer)) == 2
         assert (sink.server.malformed, sink.server.requests) == (1, 1)
-
-
-async def test_a_reader_that_leaves_or_does_not_read_costs_the_others_nothing(tmp_path):
-    async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
-        await sink.begin_epoch(7)
-        for i in range(3000):
-            await sink.deliver([task(i % 8, 1)])
-        async with (
-            socket(zmq.DEALER, sink.replay_endpoint) as idle,
-            socket(zmq.DEALER, sink.replay_endpoint) as leaving,
-        ):
-            for one in (idle, leaving):
-                await one.send_multipart([b"", bytes(8)])
-            await receive(leaving)
-            leaving.close()
-            await dealer.send_multipart([b"", bytes(8)])
-            assert len(await answers(dealer)) == 3002
 
 
 # -- a whole cache

@@ -22,7 +22,6 @@ from kvactors.settings.sinks import Endpoint, KvEventsSinkConfig, of_rank
 from tests.flush_notifier.test_kv_events import (
     BLOCK,
     answers,
-    gone,
     number,
     opened,
     receive,
@@ -237,28 +236,6 @@ async def test_many_readers_at_once_all_get_their_answer(tmp_path):
         assert [len(got) for got in await asyncio.gather(*map(answers, readers))] == [202] * len(
             readers
         )
-
-
-async def test_readers_that_take_nothing_lose_their_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvactors.flush_notifier.sinks.kv_events.STALL_S", 0.2)
-    async with opened(tmp_path, replay_window=5_000) as sink, AsyncExitStack() as stack:
-        await sink.begin_epoch(7)
-        for i in range(5_000):
-            await sink.deliver([task(i % 8, 8 - i % 8), gone(i % 8, 8 - i % 8)])
-        idle = zmq.asyncio.Context.instance()
-        for _ in range(READERS):
-            reader = idle.socket(zmq.DEALER)
-            reader.setsockopt(zmq.RCVHWM, 1)
-            reader.setsockopt(zmq.RCVBUF, 1024)
-            reader.connect(sink.replay_endpoint)
-            stack.callback(reader.close, 0)
-            await reader.send_multipart([b"", bytes(8)])
-        dealer = await stack.enter_async_context(socket(zmq.DEALER, sink.replay_endpoint))
-        await dealer.send_multipart([b"", (4_999).to_bytes(8, "big")])
-        assert await dealer.poll(30_000), "the others kept their turn"
-        *_, end = await answers(dealer)
-        assert number(end[-2]) == END
-        assert sink.server.given_up >= 1
 
 
 async def test_a_reader_that_asks_again_has_one_answer_at_a_time(tmp_path):

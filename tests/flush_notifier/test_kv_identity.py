@@ -21,7 +21,6 @@ from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
 from kvactors.flush_notifier.sinks.kv_wire import (
     EMPTY,
     KvEventEncoder,
-    decode_batch,
     identifier,
     identity_fields,
     mm_hash,
@@ -31,6 +30,7 @@ from kvactors.identity import RequestScope, block_extras
 from kvactors.settings import Config
 from kvactors.settings.sinks import JsonLinesSinkConfig, KvEventsSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier
+from tests.support.kv_events import decode_batch
 
 pytestmark = pytest.mark.full
 

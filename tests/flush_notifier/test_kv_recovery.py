@@ -20,7 +20,6 @@ from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import kv_events
 from kvactors.flush_notifier.sinks.kv_events import Window
-from kvactors.flush_notifier.sinks.kv_wire import AllBlocksCleared, decode_batch
 from kvactors.identity import RequestScope
 from kvactors.settings import Config
 from kvactors.settings.sinks import KvEventsSinkConfig
@@ -41,6 +40,7 @@ from tests.flush_notifier.test_kv_events import (
     socket,
     task,
 )
+from tests.support.kv_events import AllBlocksCleared, decode_batch
 from tests.support.mirror import Mirror
 
 pytestmark = pytest.mark.full

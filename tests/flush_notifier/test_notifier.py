@@ -73,37 +73,6 @@ async def test_only_the_difference_is_sent_after_an_outage():
         assert statistics.coalesced == 20
 
 
-async def test_a_batch_whose_answer_was_lost_is_corrected():
-    sink = faulty("one")
-    wired = Wired(sink)
-    async with wired.running():
-        await wired.settle()
-        sink.fault_mode = "lose_answers"
-        await wired.tell(announced(1))
-        await until(lambda: sink.view()[Tier.DEVICE])
-        await wired.tell(BlocksRemoved(path(1)[1], Tier.DEVICE, Reason.DEVICE_DROP))
-        sink.fault_mode = ""
-        await wired.settle()
-        assert sink.view() == NOTHING
-
-
-async def test_a_failed_sink_is_tried_less_and_less_often():
-    sink = faulty("one")
-    sink.fault_mode = "down"
-    wired = Wired(sink, retry_min_s=0.01, retry_max_s=0.08)
-    async with wired.running():
-        times: list[float] = []
-        while len(times) < 6:
-            if sink.calls > len(times):
-                times += [asyncio.get_running_loop().time()] * (sink.calls - len(times))
-            await asyncio.sleep(0)
-        assert times[-1] - times[0] >= 0.9 * (0.01 + 0.02 + 0.04 + 0.08 + 0.08), (
-            "a back-off of 10, 20, 40, 80, 80 ms"
-        )
-        sink.fault_mode = ""
-        await wired.settle()
-
-
 async def test_a_failed_sink_does_not_make_the_system_look_busy():
     sink = faulty("one")
     sink.fault_mode = "hang"
@@ -198,20 +167,6 @@ async def test_a_new_incarnation_begins_a_new_epoch_and_then_takes_new_reports()
         await wired.settle()
         assert good.view() == bad.view() == NOTHING | {Tier.DEVICE: set(names(1, 2))}
         assert good.tasks[-1].epoch == 101
-
-
-async def test_a_begin_that_fails_comes_again_before_any_task():
-    sink = faulty("one")
-    sink.fault_mode = "down"
-    wired = Wired(sink)
-    async with wired.running():
-        await wired.tell(announced(1))
-        await until(lambda: sink.calls >= 3)
-        assert sink.inner.epochs == []
-        sink.fault_mode = ""
-        await wired.settle()
-        assert sink.inner.epochs == [100]
-        assert sink.view()[Tier.DEVICE] == set(names(1))
 
 
 async def test_without_sinks_it_keeps_no_books():

@@ -10,11 +10,9 @@ import threading
 
 import pytest
 
-import kvactors
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.sinks.attention_store import Journal, PublishedBlocks
 from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink, replay_jsonl
-from kvactors.settings import Config
 from kvactors.settings.sinks import JsonLinesSinkConfig
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory
 from tests.flush_notifier.test_sinks import LAYOUT, lines, task
@@ -64,22 +62,6 @@ async def test_a_path_that_cannot_be_written_is_an_error_at_open(tmp_path, place
         await sink_at(tmp_path / "flush.jsonl").open()
     target = tmp_path / "target"
     assert not target.exists() or target.read_text() == "precious"
-
-
-@pytest.mark.parametrize("place", PLACES)
-async def test_a_cache_does_not_open_with_it_and_leaves_no_unseen_exception(tmp_path, place):
-    seen = []
-    asyncio.get_running_loop().set_exception_handler(lambda loop, context: seen.append(context))
-    place(tmp_path / "flush.jsonl")
-    config = Config.from_mapping(
-        {"flush": {"sinks": [{"kind": "jsonl", "path": str(tmp_path / "flush.jsonl")}]}}
-    )
-    with pytest.raises(SinkError, match="cannot write"):
-        async with kvactors.open(config):
-            raise AssertionError("not reached")
-    gc.collect()
-    await asyncio.sleep(0)
-    assert seen == []
 
 
 async def test_a_file_that_becomes_a_folder_fails_its_sink_alone(tmp_path):

@@ -15,11 +15,8 @@ from kvactors.errors import ConfigError, DeadlineExceeded, SinkError
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, FlushTask, Resync
 from kvactors.flush_notifier.sinks import Sink
-from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
-from kvactors.observe.statistics import residency
 from kvactors.settings import Config
 from kvactors.settings.sinks import SinkConfig
-from kvactors.testing.faults import FaultySink
 from kvactors.types import Reason, Residency, Tier, split_hashes
 from tests.flush_notifier.helpers import (
     BLOCK,
@@ -30,14 +27,12 @@ from tests.flush_notifier.helpers import (
     delivered,
     do,
     finished,
-    known,
     memory,
     names,
     path,
     refused,
     take,
 )
-from tests.flush_notifier.kv_consumers import LlmD
 from tests.support import attentionstore_sdk as stand_in
 from tests.support.deadline import deadline_after
 
@@ -369,17 +364,6 @@ def test_an_interval_that_cannot_be(interval):
         config({"kind": "memory", "resync_interval_s": interval})
 
 
-async def test_a_memory_sink_from_another_thread():
-    async with kvactors.open(config({"kind": "memory"})) as cache:
-        sink: Any = cache.sinks["memory"]
-        await serve(cache, range(6))
-        await cache.wait_flushed()
-        sink.lose_state()
-        assert cache.count_divergent_blocks() > 0
-        await asyncio.to_thread(cache.from_thread.resync, "memory")
-        assert cache.count_divergent_blocks() == 0
-
-
 async def test_attention_store_is_never_short_of_a_resident_block(tmp_path):
     sdk = {"sdk": "tests.support.attentionstore_sdk", "ready_interval_s": 0.01}
     sink = {"kind": "attention_store", "journal": str(tmp_path / "journal")}
@@ -404,52 +388,6 @@ async def test_attention_store_is_never_short_of_a_resident_block(tmp_path):
     assert not service.resident or (tmp_path / "journal").exists()
 
 
-async def test_a_file_of_json_lines_is_rewritten(tmp_path):
-    async with kvactors.open(config({"kind": "jsonl", "path": str(tmp_path / "lines")})) as cache:
-        await serve(cache, range(6))
-        await cache.wait_flushed()
-        before = replay_jsonl(tmp_path / "lines")
-        await cache.resync("jsonl")
-        assert replay_jsonl(tmp_path / "lines") == before
-        lines = (tmp_path / "lines").read_text().splitlines()
-        last = max(
-            i for i, line in enumerate(lines) if '"epoch"' in line and '"type":"epoch"' in line
-        )
-        assert last > 0
-        (tmp_path / "lines").write_text("\n".join(lines[last:]) + "\n")
-        assert replay_jsonl(tmp_path / "lines") == before, (
-            "what follows the last epoch is everything"
-        )
-
-
-@pytest.mark.full
-async def test_readers_of_kv_events_that_count_are_right_after_a_resync(tmp_path):
-    sink = {
-        "kind": "kv_events",
-        "endpoint": f"ipc://{tmp_path}/e",
-        "replay_endpoint": f"ipc://{tmp_path}/r",
-    }
-    async with kvactors.open(
-        config({**sink, "numbers": "from_zero", "heartbeat_s": 0, "tiers": ["device"]})
-    ) as cache:
-        publisher: Any = cache.sinks["kv_events"]
-        model = LlmD()
-        await serve(cache, range(6))
-        await cache.wait_flushed()
-        await cache.resync("kv_events")
-        await serve(cache, range(4, 9))
-        await cache.wait_flushed()
-        for number, payload in publisher.events.window.since(0):
-            model.live(number, payload)
-        ledger = cache.system.notifier_actor.ledger
-        held = {
-            int.from_bytes(key[-8:], "big")
-            for key in residency(cache.system)[Tier.DEVICE] & known(ledger)
-        }
-        assert model.index.view() == {"GPU": held}
-        assert model.index.doubles == 0
-
-
 async def test_without_a_notifier_it_is_an_error():
     tables = {"actors": {"max_restarts_per_minute": 0}}
     async with kvactors.open(config({"kind": "memory"}, **tables)) as cache:
@@ -459,9 +397,3 @@ async def test_without_a_notifier_it_is_an_error():
             await asyncio.sleep(0.01)
         with pytest.raises(SinkError, match="switched off"):
             await cache.resync("memory")
-
-
-async def test_a_wrapped_sink_is_sent_again_as_the_one_inside():
-    inner = Book(repeats=True, resync_interval=7.0)
-    outer = FaultySink(inner)
-    assert (outer.repeats, outer.resync_interval, outer.by_tokens) == (True, 7.0, False)

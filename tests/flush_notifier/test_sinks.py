@@ -145,13 +145,6 @@ async def test_a_line_cut_short_by_a_crash_is_removed_before_the_next(tmp_path, 
     assert sink.path.read_bytes() == whole + b'{"type":"epoch","epoch":2}\n'
 
 
-async def test_a_file_with_only_a_cut_line_is_rewritten(tmp_path):
-    (tmp_path / "flush.jsonl").write_bytes(b"half")
-    sink = lines(tmp_path)
-    await sink.begin_epoch(1)
-    assert sink.path.read_bytes() == b'{"type":"epoch","epoch":1}\n'
-
-
 async def test_a_call_that_is_given_up_ends_with_its_write(tmp_path, monkeypatch):
     """The first write hangs past its caller's patience, and then is cut short by an error: the file
     has whole lines only."""

@@ -32,41 +32,6 @@ def test_the_longest_idle_block_is_removed_first():
     assert known(tree) == {A, C}
 
 
-def test_a_block_with_children_a_tier_or_a_pin_stays():
-    tree = LedgerTree(0, 1)
-    top, below = chain(tree, A, B)
-    tree.tiers[below] = 1
-    (pinned,) = chain(tree, C)
-    tree.pin(pinned)
-    (last,) = chain(tree, D)
-    for block in (top, pinned, last):
-        tree.note_idle(block)
-    finish(tree.trim())
-    assert known(tree) == {A, B, C, D}
-    tree.unpin(pinned)
-    assert list(tree.idle) == [last, pinned]
-    finish(tree.trim())
-    assert known(tree) == {A, B, C}
-
-
-def test_a_removed_block_leaves_nothing_to_the_next_one_in_its_row():
-    tree = LedgerTree(0, 1)
-    view = tree.column()
-    tree.views.append(view)
-    top, below = chain(tree, A, B)
-    view[below] = tree.finished[below] = tree.reasons[0][below] = 1
-    view[below] = 0
-    tree.note_idle(below)
-    tree.note_idle(top)
-    finish(tree.trim())
-    assert known(tree) == {A}, "the block above it is idle for a shorter time"
-    scan = tree.scan()
-    next(scan)
-    new = tree.add(D, top, (A, b"", b"extra", PLAIN))  # at once, also under a scan
-    assert (new, tree.finished[new], tree.reasons[0][new], tree.right[new]) == (below, 0, 0, 0)
-    assert (tree.extra_key(new), tree.extra_key(top)) == (b"extra", b"")
-
-
 def test_rows_are_used_again_under_a_scan_that_stays_open():
     """A slow repetition of a sink that is down keeps its scan."""
     tree = LedgerTree(0, 1)

@@ -178,3 +178,13 @@ def test_a_resync_sends_the_epoch_and_everything_again_before_it_is_answered(not
     assert notifier.calls.tasks() == [(Residency.RESIDENT, 0, 2)]
     (answer,) = notifier.whole(Delivered("sink", notifier.number, "")).answered
     assert answer.value is True
+
+
+def test_a_large_fact_is_taken_in_slices_and_sent_as_one_task(notifier):
+    notifier.actor.step = 4
+    effects = notifier.stepper.turn(announced(*range(10)))
+    (slice_,) = [one.message for one in effects.told if isinstance(one.message, Continue)]
+    assert len(notifier.actor.ledger.tree) == 4
+    notifier.whole(slice_)
+    notifier.whole(Deliver())
+    assert notifier.calls.tasks() == [(Residency.RESIDENT, 0, 10)]

@@ -6,10 +6,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from kvactors.flush_notifier.sinks.kv_wire import MapEvents
 from kvactors.scenario.runner import run_scenario
 from kvactors.scenario.spec import Workload
 from kvactors.scenario.workload import Speaker
+from tests.support.kv_events import MapEvents
 from tests.support.mirror import Mirror
 
 pytestmark = pytest.mark.full

@@ -20,16 +20,9 @@ import zmq
 from msgspec.structs import asdict
 from zmq.utils.monitor import recv_monitor_message
 
-from kvactors.flush_notifier.sinks.kv_wire import (
-    END,
-    BlockRemoved,
-    BlockStored,
-    Event,
-    Hash,
-    decode_batch,
-    encode_sequence,
-)
+from kvactors.flush_notifier.sinks.kv_wire import END, encode_sequence
 from tests.support.child import Child
+from tests.support.kv_events import BlockRemoved, BlockStored, Event, Hash, decode_batch
 
 # -- identities of blocks
 #

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
@@ -20,7 +20,6 @@ from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import ExtraKeys, FlushTask
 from kvactors.identity import PLAIN, MediaHash, RequestScope, media_items
 from kvactors.native import EventEncoder
-from kvactors.redact import redacted_repr, redacted_rich_repr
 from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import HASH_BYTES, Residency, Tier
 
@@ -32,88 +31,12 @@ MEDIA = {
 
 END = (1 << 64) - 1  # in place of a sequence number: the end of a reply
 
-Hash = int | bytes
-
-
-class Event(msgspec.Struct, frozen=True, tag=True, tag_field="type", omit_defaults=True, gc=False):
-    """A change of blocks."""
-
-
-class BlockStored(Event, frozen=True):
-    """Blocks of one path, each the parent of the next, are on `medium`."""
-
-    block_hashes: list[Hash]
-    parent_block_hash: Hash | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[Any] | None = None
-
-    __repr__ = redacted_repr
-    __rich_repr__ = redacted_rich_repr
-
-
-class StoredMap(BlockStored, frozen=True, tag="BlockStored"):
-    """With the fields for Dynamo and SGLang, which other readers of maps pass over."""
-
-    block_mm_infos: list[Any] | None = None
-    cache_salt: str | None = None
-
-
-class BlockRemoved(Event, frozen=True):
-    """Blocks have left `medium`."""
-
-    block_hashes: list[Hash]
-    medium: str | None
-
-
-class AllBlocksCleared(Event, frozen=True):
-    """Nothing is held any more, on any medium."""
-
-
-class StoredArrayDynamo(BlockStored, frozen=True, array_like=True, tag="BlockStored"):
-    """For older readers, with media where Dynamo looks for them in arrays. vLLM's older types have
-    another field at this place."""
-
-    block_mm_infos: list[Any] | None = None
-
-
-class RemovedArray(BlockRemoved, frozen=True, array_like=True, tag="BlockRemoved"):
-    """For older readers."""
-
-
-class ClearedArray(AllBlocksCleared, frozen=True, array_like=True, tag="AllBlocksCleared"):
-    """For older readers."""
-
-
 _pack = msgspec.msgpack.Encoder().encode
-
-
-def encode_batch(timestamp: float, events: Sequence[Any], dp_rank: int) -> bytes:
-    """A batch as its payload frame."""
-    return _pack((timestamp, events, dp_rank))
 
 
 def encode_sequence(number: int) -> bytes:
     """A sequence number as its frame."""
     return number.to_bytes(8, "big")
-
-
-MapEvents = list[StoredMap | BlockRemoved | AllBlocksCleared]
-ArrayEvents = list[StoredArrayDynamo | RemovedArray | ClearedArray]
-_decoders: dict[str, Any] = {
-    "map": msgspec.msgpack.Decoder(tuple[float, MapEvents, int | None]),
-    "array": msgspec.msgpack.Decoder(tuple[float, ArrayEvents, int | None]),
-}
-
-
-def decode_batch(
-    payload: bytes, dialect: Literal["map", "array"] = "map"
-) -> tuple[float, Sequence[Event], int | None]:
-    """A payload frame as timestamp, events and rank, or msgspec.DecodeError."""
-    return _decoders[dialect].decode(payload)  # type: ignore[no-any-return]
 
 
 # -- the identity of a block beside its tokens, as vLLM, llm-d and Dynamo read it
@@ -237,7 +160,8 @@ class KvEventEncoder:
         )
         self._max_blocks = config.max_blocks
         self.batch = self._native.batch
-        self.cleared = _pack(ClearedArray() if form.array else AllBlocksCleared())
+        cleared = "AllBlocksCleared"
+        self.cleared = _pack([cleared] if form.array else {"type": cleared})
 
     def stored(
         self,
