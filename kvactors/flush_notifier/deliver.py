@@ -23,7 +23,7 @@ from kvactors.flush_notifier.messages import Resync, WaitFlushed
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.view import DeliveryBatch, SinkView
 from kvactors.settings import FlushConfig
-from kvactors.types import Residency, Tier
+from kvactors.types import Residency
 
 STEP_BLOCKS = 256  # in one slice of work
 CLOSE_GRACE_S = 0.5  # time in which a cancelled call may end before the cache closes without it
@@ -206,22 +206,6 @@ class SinkDelivery:
         current = self.begun and not (self.resync_due or self.batch.cleared)
         return mark is not None and current and self.view.delivered_until >= mark
 
-    def own_account(self) -> Tiers | None:
-        """The sink's own account of its view, if it has one: `live_view`, or a copy by `view()`."""
-        foreign: Any = self.sink
-        try:
-            held: Any = getattr(foreign, "live_view", None)
-            if held is None and (view := getattr(foreign, "view", None)) is not None:
-                held = view()
-            if held is None:
-                return None
-            return {Tier(int(tier)): hashes for tier, hashes in held.items()}
-        except Exception as error:
-            get_logger().warning(
-                "sink view not readable", sink=self.sink.name, error=described(error)
-            )
-            return None
-
     def statistics(self) -> SinkStatistics:
         at = now()
         return SinkStatistics(
@@ -314,8 +298,8 @@ class SinkSet:
         differing: set[bytes] = set()
         for one in self.deliveries:
             if names is None or one.sink.name in names:
-                account = one.own_account()
-                differing |= yield from self.ledger.divergence_steps(one.view, account, tiers)
+                mirror = one.sink.live_view
+                differing |= yield from self.ledger.divergence_steps(one.view, mirror, tiers)
         return len(differing)
 
     def divergence(self, tiers: Tiers, names: Collection[str] | None = None) -> int:

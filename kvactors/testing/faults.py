@@ -133,7 +133,7 @@ class Gate:
 
 SINK_ATTRIBUTES = (
     *("name", "block_size", "filter", "takes_clear", "by_name", "announces_full"),
-    *("ready_timeout", "by_tokens", "repeats", "resync_interval"),
+    *("ready_timeout", "by_tokens", "repeats", "resync_interval", "live_view"),
 )
 
 
@@ -158,10 +158,6 @@ class FaultySink(Sink):
     @property
     def view(self) -> Any:
         return getattr(self.inner, "view", None)
-
-    @property
-    def live_view(self) -> Any:
-        return getattr(self.inner, "live_view", None)
 
     @property
     def num_acknowledged(self) -> int:

@@ -2,17 +2,13 @@
 forgotten or must be kept.
 
 `Model` carries out one action at a time on a ledger and on itself, and compares. `walk` chooses
-them at random:
-
-    python tests/flush_notifier/ledger_model.py --steps 1000000 [--seed N]
+them at random.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -436,28 +432,3 @@ def walk(seed: int, steps: int) -> Model:
             model.compare()
     model.settle()
     return model
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    given = parser.parse_args()
-    began, done, forgotten, seed = time.monotonic(), 0, 0, given.seed
-    while done < given.steps:
-        try:
-            forgotten += walk(seed, 1000).forgotten
-        except BaseException:
-            print(f"seed {seed}")
-            raise
-        seed, done = seed + 1, done + 1000
-    print(
-        f"{done} steps, {seed - given.seed} ledgers, {forgotten} blocks forgotten, "
-        f"{time.monotonic() - began:.0f} s"
-    )
-
-
-if __name__ == "__main__":
-    main()

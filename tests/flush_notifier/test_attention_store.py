@@ -269,24 +269,6 @@ async def test_an_index_too_slow_for_a_batch_is_sent_it_piece_by_piece():
         assert stand_in.service().flushes < 80
 
 
-@pytest.mark.parametrize("fault", [{"fail_every": 2}, {"fail_every": 3}, {"fail_after": True}])
-async def test_an_index_that_fails_now_and_then_ends_equal(fault):
-    wired = Running(sink(), batch=2)
-    async with wired.running():
-        await wired.settle()
-        vars(stand_in.service()).update(fault)
-        for i in range(12):
-            await wired.tell(finished(i, i + 1, i + 2))
-            if i % 2:
-                await wired.tell(
-                    BlocksRemoved(path(i, i + 1, i + 2)[1], Tier.DEVICE, Reason.CPU_EVICTION)
-                )
-            await asyncio.sleep(0.01)
-        stand_in.service().fail_after = False
-        await wired.settle(20.0)
-        assert index() == set().union(*(paths(i, i + 1, i + 2) for i in range(0, 12, 2)))
-
-
 async def test_a_new_incarnation_of_the_notifier_removes_what_the_last_one_sent():
     wired = Running(sink())
     async with wired.running():

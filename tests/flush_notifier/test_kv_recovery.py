@@ -15,14 +15,12 @@ import zmq
 import zmq.asyncio
 
 import kvactors
-from kvactors.errors import ConfigError
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import kv_events
 from kvactors.flush_notifier.sinks.kv_events import Window
 from kvactors.identity import RequestScope
 from kvactors.settings import Config
-from kvactors.settings.sinks import KvEventsSinkConfig
 from kvactors.types import Reason, Residency, Tier
 from tests.flush_notifier.kv_consumers import Dynamo, LlmD, VllmRouter
 from tests.flush_notifier.test_kv_events import (
@@ -213,12 +211,6 @@ async def test_numbers_of_a_new_process_go_on_above_those_of_the_one_before(tmp_
             assert sink.events.sequence - sink.events.first == 51
             assert sink.events.sequence < 1 << 63, "a reader may take it for a signed number"
             last = sink.events.sequence
-
-
-async def test_rising_is_the_default_and_from_zero_counts_from_zero(tmp_path):
-    assert KvEventsSinkConfig().numbers == "rising"
-    async with opened(tmp_path) as sink:
-        assert sink.events.first == 0
 
 
 def test_a_clock_that_is_not_set_is_logged(monkeypatch):
@@ -602,17 +594,3 @@ async def test_an_idle_publisher_sends_heartbeats(tmp_path):
                 while not model.index.empty:
                     await link.take(await receive(link.subscriber))
                 assert model.index.view() == node.held()
-
-
-async def test_no_empty_batch_while_there_is_traffic_or_if_it_is_off(tmp_path):
-    async with opened(tmp_path, heartbeat_s=0.0) as sink:
-        await sink.begin_epoch(7)
-        await asyncio.sleep(0.1)
-        assert sink.events.sequence == 1
-        assert len(sink._tasks) == 1, "the replay server alone"
-
-
-@pytest.mark.parametrize("seconds", [-1, float("inf"), float("nan")])
-def test_a_heartbeat_that_cannot_be(seconds):
-    with pytest.raises(ConfigError, match=r"heartbeat_s must be at (least|most)"):
-        Config.from_mapping({"flush": {"sinks": [{"kind": "kv_events", "heartbeat_s": seconds}]}})

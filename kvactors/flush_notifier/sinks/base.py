@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 from kvactors.flush_notifier.blocks import HeldBlock
 from kvactors.flush_notifier.messages import FlushTask
@@ -62,6 +63,10 @@ class Sink(ABC):
     """Leading tasks of the present or last `deliver` that the index has for certain. A sink that
     makes one call a task counts them, so that a call that fails or is late does not repeat the
     tasks before it."""
+
+    live_view: Mapping[Tier, AbstractSet[bytes]] | None = None
+    """Block hashes by tier, of a sink that keeps them. The cache's count of divergent blocks
+    compares them with the tiers, in place of what the notifier knows of the sink."""
 
     call: asyncio.Task[str] | None = None
     """The last call, in flight or ended. Set by FlushNotifier, which starts no call before the last

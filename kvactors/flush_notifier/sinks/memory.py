@@ -4,8 +4,7 @@ tiers. It can be set to fail."""
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Sequence
 
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.blocks import HeldBlock
@@ -26,7 +25,7 @@ class MemorySink(Sink):
         self.counts: Counter[Residency] = Counter()
         self.epochs: list[int] = []
         self.calls = 0
-        self._held: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
+        self.live_view: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
         self._blocks: dict[bytes, HeldBlock] = {}  # of the blocks that are held
 
     async def begin_epoch(self, epoch: int) -> None:
@@ -43,19 +42,15 @@ class MemorySink(Sink):
 
     def lose_state(self) -> None:
         """Hold nothing, as an index that was restarted without its senders noticing."""
-        self._held = {tier: set() for tier in Tier}
+        for hashes in self.live_view.values():
+            hashes.clear()
         self._blocks = {}
 
     def view(self) -> dict[Tier, set[bytes]]:
-        return {tier: set(hashes) for tier, hashes in self._held.items()}
-
-    @property
-    def live_view(self) -> Mapping[Tier, AbstractSet[bytes]]:
-        """Block hashes by tier, without a copy. Deliveries change it."""
-        return self._held
+        return {tier: set(hashes) for tier, hashes in self.live_view.items()}
 
     def _apply(self, task: FlushTask) -> None:
-        held, hashes = self._held[task.tier], split_hashes(task.hashes)
+        held, hashes = self.live_view[task.tier], split_hashes(task.hashes)
         self.tasks.append(task)
         self.counts[task.residency] += 1
         if task.residency is Residency.RESIDENT:
@@ -64,7 +59,7 @@ class MemorySink(Sink):
             return
         held.difference_update(hashes)
         for block_hash in hashes:
-            if not any(block_hash in others for others in self._held.values()):
+            if not any(block_hash in others for others in self.live_view.values()):
                 self._blocks.pop(block_hash, None)
 
     def _blocks_of(self, task: FlushTask, hashes: Sequence[bytes]) -> dict[bytes, HeldBlock]:
