@@ -8,7 +8,6 @@ import random
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 import structlog
 import zmq
@@ -16,12 +15,14 @@ import zmq.asyncio
 
 import kvactors
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.ledger import Ledger
+from kvactors.flush_notifier.messages import BlocksRemoved, PathCached, TierCleared
 from kvactors.flush_notifier.sinks import kv_events
 from kvactors.flush_notifier.sinks.kv_events import Window
 from kvactors.identity import RequestScope
 from kvactors.settings import Config
-from kvactors.types import Reason, Residency, Tier
+from kvactors.types import Reason, Tier
+from tests.flush_notifier.helpers import Wired, announced, names
 from tests.flush_notifier.kv_consumers import Dynamo, LlmD, VllmRouter
 from tests.flush_notifier.test_kv_events import (
     BLOCK,
@@ -46,94 +47,49 @@ pytestmark = pytest.mark.full
 MEDIUM = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
 
 
-class Node:
-    """A ledger and its notifier, as far as a sink can see them: blocks of a tree on tiers,
-    changes as tasks, and a view that follows a call some time after its end."""
+class Node(Wired):
+    """A notifier with one sink, and random changes of a tree of blocks."""
 
     def __init__(self, sink: Any, seed: int) -> None:
-        self.sink = sink
+        super().__init__(sink, timeout_s=60.0)
         self.random = random.Random(seed)
-        self.parents: dict[int, int | None] = {}
-        self.truth: dict[int, int] = {}
-        self.view: dict[int, int] = {}
-        self.base = 1000 * seed
-        sink.set_snapshot_source(self.holdings)
+        self.first = 10 * seed  # processes have different blocks
 
-    def key(self, block: int | None) -> bytes:
-        return ROOT if block is None else bytes(24) + (self.base + block + 1).to_bytes(8, "big")
+    def change(self) -> PathCached | BlocksRemoved:
+        draw, tier = self.random.randrange, self.random.choice([Tier.DEVICE, Tier.HOST])
+        branch = (self.first + draw(3), *(draw(3) for _ in range(draw(4))))
+        if self.random.random() < 0.55:
+            return announced(*branch, tier=tier)
+        return BlocksRemoved(names(*branch)[-1], tier, Reason.CPU_EVICTION)
 
-    def tokens(self, block: int) -> bytes:
-        return np.full(BLOCK, block, "<u4").tobytes()
-
-    def depth(self, block: int) -> int:
-        parent = self.parents[block]
-        return 0 if parent is None else self.depth(parent) + 1
-
-    def holdings(self):
-        view = dict(self.view)
-        for block, parent in list(self.parents.items()):
-            yield HeldBlock(
-                self.key(block),
-                self.key(parent),
-                self.depth(block),
-                self.tokens(block),
-                view.get(block, 0),
-                RequestScope(),
-            )
-
-    def task(self, block: int, tier: Tier, residency: Residency) -> FlushTask:
-        own = self.tokens(block) if residency is Residency.RESIDENT else b""
-        parent = self.key(self.parents[block])
-        return FlushTask(
-            own, self.depth(block), 1, self.key(block), parent, residency, tier, Reason.COMMIT, 7
-        )
-
-    def change(self) -> FlushTask:
-        """A change after which the held blocks are a tree on every tier."""
-        tier = self.random.choice([Tier.DEVICE, Tier.HOST])
-        held = [block for block, tiers in self.truth.items() if tiers & tier]
-        if held and self.random.random() < 0.45:
-            above = {self.parents[block] for block in held}
-            block = self.random.choice([block for block in held if block not in above])
-            self.truth[block] &= ~tier
-            return self.task(block, tier, Residency.GONE)
-        known = [
-            b
-            for b, p in self.parents.items()
-            if not self.truth[b] & tier and (p is None or self.truth[p] & tier)
-        ]
-        if known and self.random.random() < 0.6:
-            block = self.random.choice(known)
-        else:
-            block = len(self.parents)
-            self.parents[block] = self.random.choice([*held, None])
-            self.truth[block] = 0
-        self.truth[block] |= tier
-        return self.task(block, tier, Residency.RESIDENT)
-
-    async def work(self, calls: int, size: int = 6) -> None:
-        for _ in range(calls):
-            tasks = [self.change() for _ in range(self.random.randint(1, size))]
-            after = dict(self.truth)
-            await self.sink.deliver(tasks)
-            for block, tiers in after.items():  # in steps, as the ledger does it
-                if self.random.random() < 0.02:
-                    await asyncio.sleep(0)
-                self.view[block] = tiers
-            await asyncio.sleep(0)
+    async def work(self, rounds: int) -> None:
+        for _ in range(rounds):
+            await self.tell(*(self.change() for _ in range(self.random.randint(1, 6))))
+            await self.settle(60.0)
 
     async def clear(self) -> None:
-        await self.sink.deliver([CLEAR])
-        await asyncio.sleep(0)
-        for block in self.parents:
-            self.view[block] = self.truth[block] = 0
+        await self.tell(*(TierCleared(tier, Reason.CLEAR) for tier in Tier))
+        await self.settle(60.0)
 
     def held(self) -> dict[str, set[int]]:
-        found = {
-            MEDIUM[t]: {hash_of(self.key(b)) for b, tiers in self.truth.items() if tiers & t}
-            for t in MEDIUM
-        }
-        return {medium: blocks for medium, blocks in found.items() if blocks}
+        return due(self.actor.ledger)
+
+
+@asynccontextmanager
+async def running(sink: Any, seed: int):
+    node = Node(sink, seed)
+    async with node.running():
+        yield node
+
+
+def due(ledger: Ledger) -> dict[str, set[int]]:
+    """The blocks due for the first sink, by medium, at rest."""
+    tree, due_of = ledger.tree, ledger.sinks[0].due
+    found = {
+        MEDIUM[t]: {hash_of(tree.rows.hash(block)) for block in tree.scan() if due_of[block] & t}
+        for t in MEDIUM
+    }
+    return {medium: blocks for medium, blocks in found.items() if blocks}
 
 
 class Link:
@@ -226,12 +182,11 @@ async def test_an_incarnation_of_the_notifier_goes_on_with_the_numbers_and_clear
         async with opened(tmp_path, numbers=numbers) as sink, linked(sink, Dynamo()) as link:
             for incarnation in range(3):
                 before = sink.events.sequence
-                node = Node(sink, 10 * incarnation + 1)
-                await sink.begin_epoch(incarnation)
-                await node.work(20)
-                assert decode_batch(sink.events.window.since(before)[0][1])[1] == [CLEARED]
-                await link.reach(sink)
-                assert link.model.index.view() == node.held()
+                async with running(sink, incarnation + 1) as node:
+                    await node.work(20)
+                    assert decode_batch(sink.events.window.since(before)[0][1])[1] == [CLEARED]
+                    await link.reach(sink)
+                    assert link.model.index.view() == node.held()
 
 
 @pytest.mark.parametrize("window", [10_000, 3])
@@ -249,12 +204,11 @@ async def test_after_a_kill_nothing_stale_stays(tmp_path, numbers, consumer, win
             async with opened(tmp_path, **options) as sink:
                 if link is None:
                     link = await stack.enter_async_context(linked(sink, model))
-                node = Node(sink, process + 1)
-                await sink.begin_epoch(process)
-                await node.work(calls)
-                await link.reach(sink)
-                assert model.index.view() == node.held()
-                assert (model.index.doubles, model.index.orphans) == (0, 0)
+                async with running(sink, process + 1) as node:
+                    await node.work(calls)
+                    await link.reach(sink)
+                    assert model.index.view() == node.held()
+                    assert (model.index.doubles, model.index.orphans) == (0, 0)
 
 
 # -- a replay that is whole
@@ -266,10 +220,9 @@ async def test_a_request_for_more_than_is_kept_begins_where_it_asks_and_is_the_s
 ):
     async with (
         opened(tmp_path, replay_window=4, replay=form) as sink,
+        running(sink, 3) as node,
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
     ):
-        node = Node(sink, 3)
-        await sink.begin_epoch(7)
         await node.work(30)
         for start in (0, 1, sink.events.sequence - 7, sink.events.window.first - 1):
             await dealer.send_multipart([b"", start.to_bytes(8, "big")])
@@ -290,10 +243,9 @@ async def test_numbers_that_rise_are_not_filled_up(tmp_path):
     for those numbers."""
     async with (
         opened(tmp_path, numbers="rising", replay_window=4) as sink,
+        running(sink, 3) as node,
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
     ):
-        node = Node(sink, 3)
-        await sink.begin_epoch(7)
         await node.work(30)
         for start in (
             0,
@@ -337,10 +289,9 @@ async def test_readers_that_lose_messages_and_start_late_end_equal_to_the_node(
     the stores of a block."""
     async with (
         opened(tmp_path, replay_window=3 + seed, max_blocks=1 + seed % 3) as sink,
+        running(sink, seed + 1) as node,
         AsyncExitStack() as stack,
     ):
-        node = Node(sink, seed + 1)
-        await sink.begin_epoch(7)
         links = [await stack.enter_async_context(linked(sink, consumer(), lose=0.4, seed=seed))]
         for _ in range(5):
             work = asyncio.create_task(node.work(40))
@@ -361,9 +312,11 @@ async def test_readers_that_lose_messages_and_start_late_end_equal_to_the_node(
 
 
 async def test_a_clear_while_a_state_is_made(tmp_path):
-    async with opened(tmp_path, replay_window=2) as sink, linked(sink, LlmD()) as link:
-        node = Node(sink, 5)
-        await sink.begin_epoch(7)
+    async with (
+        opened(tmp_path, replay_window=2) as sink,
+        running(sink, 5) as node,
+        linked(sink, LlmD()) as link,
+    ):
         await node.work(60)
         for _ in range(5):
             asking = asyncio.create_task(link.ask(0))
@@ -460,17 +413,6 @@ WIRED = {
 }
 
 
-def due(cache: Any) -> dict[str, set[int]]:
-    """The blocks due for the sink, by medium, at rest."""
-    ledger = cache.system.notifier_actor.ledger
-    tree, due_of = ledger.tree, ledger.sinks[0].due
-    found = {
-        MEDIUM[t]: {hash_of(tree.rows.hash(block)) for block in tree.scan() if due_of[block] & t}
-        for t in MEDIUM
-    }
-    return {medium: blocks for medium, blocks in found.items() if blocks}
-
-
 @pytest.mark.parametrize("max_blocks", [1, 256])
 @pytest.mark.parametrize(
     "host",
@@ -511,7 +453,7 @@ async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_b
         for model in (Dynamo(), LlmD()):
             for sequence, payload in recorded:
                 model.live(sequence, payload)
-            assert model.index.view() == due(cache)
+            assert model.index.view() == due(cache.system.notifier_actor.ledger)
             assert (model.index.orphans, model.index.doubles) == (0, 0)
         for state in states:
             for index in (Dynamo().index, LlmD().index):
@@ -520,7 +462,7 @@ async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_b
                 for sequence, payload in recorded:
                     if sequence >= state.number:
                         index.batch(payload)
-                assert index.view() == due(cache)
+                assert index.view() == due(cache.system.notifier_actor.ledger)
                 assert (index.orphans, index.doubles) == (0, 0)
 
 
@@ -564,10 +506,9 @@ async def patient_answers(reader: Any) -> list[list[bytes]]:
 async def test_a_state_is_dropped_when_no_reader_needs_it(tmp_path):
     async with (
         opened(tmp_path, replay_window=2) as sink,
+        running(sink, 8) as node,
         socket(zmq.DEALER, sink.replay_endpoint) as dealer,
     ):
-        node = Node(sink, 8)
-        await sink.begin_epoch(7)
         await node.work(30)
         await dealer.send_multipart([b"", bytes(8)])
         await answers(dealer)
@@ -584,13 +525,12 @@ async def test_a_state_is_dropped_when_no_reader_needs_it(tmp_path):
 async def test_an_idle_publisher_sends_heartbeats(tmp_path):
     """Without traffic a late reader and one that lost the last batch learn of the gap."""
     async with opened(tmp_path, heartbeat_s=0.05) as sink:
-        node = Node(sink, 2)
         await asyncio.sleep(0.2)
         assert sink.events.sequence == 0, "nothing is published before the beginning"
-        await sink.begin_epoch(7)
-        await node.work(20)
-        for model in (Dynamo(), VllmRouter(), LlmD()):
-            async with linked(sink, model) as link:
-                while not model.index.empty:
-                    await link.take(await receive(link.subscriber))
-                assert model.index.view() == node.held()
+        async with running(sink, 2) as node:
+            await node.work(20)
+            for model in (Dynamo(), VllmRouter(), LlmD()):
+                async with linked(sink, model) as link:
+                    while not model.index.empty:
+                        await link.take(await receive(link.subscriber))
+                    assert model.index.view() == node.held()
