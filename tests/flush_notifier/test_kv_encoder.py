@@ -155,7 +155,6 @@ def test_an_identity_that_cannot_be_encoded_leaves_the_encoder_usable():
         assert encoder.batch_of_tasks(0.5, [good, named, good]) == expected
 
 
-@given(CONFIGS, st.integers(1, 16).flatmap(lambda size: st.tuples(st.just(size), tasks(size))))
 @given(CONFIGS, tasks(4))
 def test_a_block_of_a_snapshot_is_the_event_of_its_task(config, task):
     if task.residency is Residency.GONE:
