@@ -85,16 +85,6 @@ def test_the_back_off_doubles_up_to_its_limit_and_ends_with_a_success(clock):
     assert one.delay == 1.0
 
 
-def test_of_a_failed_call_the_acknowledged_tasks_are_not_sent_again(clock):
-    one = delivery(1, 2, 3)
-    begin(one)
-    first, second, third = (task.hashes for task in one.batch.tasks)
-    fail(one, acknowledged=1)
-    assert first in {block.hash for block in one.view.held_blocks() if block.tiers}
-    begin(one)
-    assert {task.hashes for task in one.batch.tasks} == {second, third}
-
-
 def test_the_age_of_what_is_pending_counts_from_the_first(clock):
     one = delivery(1)
     one.note_pending()

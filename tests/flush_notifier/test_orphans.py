@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.actor.sliced import finish
 from kvactors.flush_notifier import ledger
 from kvactors.flush_notifier.blocks import HashInputs, LedgerTree
 from kvactors.flush_notifier.ledger import Orphans
@@ -15,15 +14,6 @@ P, X = b"p" * 32, b"x" * 32
 
 def below(parent: bytes) -> HashInputs:
     return parent, b"tokens", b"", PLAIN
-
-
-def test_a_cleared_tier_forgets_blocks_of_that_tier_alone():
-    blocks = Orphans()
-    for key, tiers in ((b"a", 1), (b"b", 3)):
-        blocks.gain(key, tiers)
-        blocks.wait(key, below(b"p"))
-    finish(blocks.clear(1))
-    assert (blocks.tiers, list(blocks.waiting)) == ({b"b": 2}, [b"b"])
 
 
 def test_blocks_become_attachable_when_their_parent_is_added():

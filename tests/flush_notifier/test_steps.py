@@ -15,11 +15,9 @@ import pytest
 
 from kvactors.actor.sliced import finish
 from kvactors.flush_notifier import ledger as ledger_module
-from kvactors.flush_notifier.blocks import LedgerTree
 from kvactors.flush_notifier.ledger import Ledger
 from kvactors.flush_notifier.messages import BlocksRemoved, CallLate, Delivered, PathCached
 from kvactors.flush_notifier.view import MAX_RUN_BLOCKS
-from kvactors.identity import PLAIN
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import (
     AT_FINISH,
@@ -185,25 +183,6 @@ def test_a_view_is_that_of_its_first_block_while_entries_are_added_and_removed()
     seen += holdings
     expected = [(names(i)[0], Tier.DEVICE) for i in range(40) if i not in (10, 11)]
     assert [(block.hash, block.tiers) for block in seen] == expected
-
-
-def test_each_entry_is_visited_once_while_the_order_changes():
-    order = LedgerTree(0, 100)
-
-    def add(i: int) -> int:
-        return order.add(bytes([i]) * 32, 0, (b"", b"", b"", PLAIN))
-
-    entries = [add(i) for i in range(30)]
-    walk = order.scan()
-    met = [next(walk) for _ in range(5)]
-    for i in (0, 4, 5, 6, 20, 29):
-        order._remove(entries[i])
-    entries += [add(i) for i in range(30, 50)]
-    order._remove(entries[7])
-    met += walk
-    assert met == entries[:5] + [
-        e for i, e in enumerate(entries[:30]) if i > 7 and i not in (20, 29)
-    ]
 
 
 def test_a_check_reports_errors_and_not_concurrent_changes(monkeypatch):
