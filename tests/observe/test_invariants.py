@@ -48,7 +48,7 @@ async def test_a_comparison_ends_when_the_system_is_not_at_rest_any_more():
     async with opened(host=HOST, storage=STORE) as cache:
         await serve(cache, "a", prompt(1, 4))
         await cache.wait_flushed()
-        held = cache.sinks["memory"]._held[Tier.DEVICE]
+        held = cache.sinks["memory"].live_view[Tier.DEVICE]
         key = next(iter(held))
         for in_between in (True, False):
             violated: list[str] = []
