@@ -12,10 +12,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 
-from kvactors.device.arena import Arena
+from kvactors.device.arena import Arena, slot_stride
 from kvactors.errors import ConfigError, StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.settings.check import in_bytes
@@ -454,65 +453,34 @@ def test_pieces_hold_whole_slots():
         pieces(1000, 480, 48, 47)
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 7])
+STRIDE = slot_stride(SIZE, HEADER.size)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 7, 16])
 async def test_an_arena_is_registered_in_pieces_and_moves_whole(standin, monkeypatch, slots):
-    arena = Arena(7, SIZE, trailer=HEADER.size)
-    largest = slots * arena.stride + 100
-    monkeypatch.setenv("MC_MAX_MR_SIZE", str(largest))
-    standin.largest = largest
-    async with listening() as port:
-        backend = MooncakeBackend(config(f"127.0.0.1:{port}"), IDENTITY, SIZE)
-        await backend.open()
-        await backend.attach(arena)
-        assert sum(standin.registered.values()) == arena.nbytes
-        assert len(standin.registered) == -(-7 // slots)
-        keys = [bytes([number]) * 32 for number in range(7)]
-        views = [arena.view(slot) for slot in range(7)]
-        bodies = [np.random.default_rng(n).bytes(SIZE) for n in range(7)]
-        for view, body in zip(views, bodies, strict=True):
-            view[:] = body
-        wrote = await backend.write(keys, views, lambda: False)
-        assert list(wrote.outcomes) == [Outcome.OK] * 7
-        for view in views:
-            view[:] = bytes(SIZE)
-        read = await backend.read(keys, views, lambda: False)
-        assert list(read.outcomes) == [Outcome.OK] * 7
-        assert [bytes(view) for view in views] == bodies
-        await backend.close()
-        assert standin.registered == {}
-    arena.close()
+    standin.largest = slots * STRIDE + 100
+    monkeypatch.setenv("MC_MAX_MR_SIZE", str(standin.largest))
+    async with joined() as bench:
+        assert sum(standin.registered.values()) == bench.arena.nbytes
+        assert len(standin.registered) == -(-16 // slots)
+        assert await bench.put(*range(16)) == [OK] * 16
+        assert await bench.get(*range(16)) == [OK] * 16
+    assert standin.registered == {}
 
 
 async def test_a_refused_piece_is_an_error_and_the_others_are_taken_back(standin, monkeypatch):
-    arena = Arena(4, SIZE)
-    monkeypatch.setenv("MC_MAX_MR_SIZE", str(3 * arena.stride))
-    standin.largest = 2 * arena.stride
-    standin.registered[1] = 0
-    async with listening() as port:
-        backend = MooncakeBackend(config(f"127.0.0.1:{port}"), IDENTITY, SIZE)
-        await backend.open()
-        with pytest.raises(StoreError, match=rf"{3 * arena.stride} bytes .* code -600.*MC_MAX_MR"):
-            await backend.attach(arena)
-        monkeypatch.setattr(standin, "largest", 1 << 40)
-        refuse = iter([0, -600])
-        monkeypatch.setattr(standin, "register_buffer", register(standin, refuse))
-        with pytest.raises(StoreError, match="would not register"):
-            await backend.attach(arena)
-        assert standin.registered == {1: 0}
-        await backend.close()
-    arena.close()
+    monkeypatch.setenv("MC_MAX_MR_SIZE", str(8 * STRIDE))
+    register, sizes = standin.register_buffer, list[int]()
 
+    def second_refused(address: int, size: int) -> int:
+        sizes.append(size)
+        return register(address, size) if len(sizes) == 1 else -600
 
-def register(standin: StandIn, codes: Any) -> Any:
-    """`register_buffer` with given results."""
-
-    def call(address: int, size: int) -> int:
-        code: int = next(codes)
-        if code == 0:
-            standin.registered[address] = size
-        return code
-
-    return call
+    monkeypatch.setattr(standin, "register_buffer", second_refused)
+    with pytest.raises(StoreError, match=rf"{8 * STRIDE} bytes .* code -600.*MC_MAX_MR"):
+        async with joined():
+            pass
+    assert (sizes, standin.registered) == ([8 * STRIDE] * 2, {})
 
 
 @pytest.mark.parametrize(
