@@ -46,8 +46,8 @@ def store_over(device: HostDevice, **changes) -> AttentionStoreBackend:
     return AttentionStoreBackend(complete(store, device.layout), device)
 
 
-async def backend(layout=LAYOUT, **changes) -> AttentionStoreBackend:
-    made = store_over(HostDevice(layout, 16), **changes)
+async def backend(**changes) -> AttentionStoreBackend:
+    made = store_over(HostDevice(LAYOUT, 16), **changes)
     await made.open()
     return made
 
@@ -99,22 +99,20 @@ def prompt(seed: int) -> list[int]:
     [("other", LAYOUT), ("cuda", LAYOUT), ("cuda", MLALayout(3, BLOCK, 24, 8))],
 )
 async def test_bytes_go_from_device_blocks_to_the_store_and_back_into_others(platform, layout):
-    store = await backend(layout, platform=platform)
     names, device = np.random.default_rng(2).bytes(32 * 6), HostDevice(layout, 16)
-    mine = store_over(device, platform=platform)
-    await mine.open()
+    store = store_over(device, platform=platform)
+    await store.open()
     device.fill([3, 1, 7, 2, 9, 4], names)
-    assert await mine.save(path(6), 0, (3, 1, 7, 2, 9, 4), 5.0) == 6
-    assert await mine.fetch(path(6), 2, (10, 11, 12, 13), 5.0) == 4
+    assert await store.save(path(6), 0, (3, 1, 7, 2, 9, 4), 5.0) == 6
+    assert await store.fetch(path(6), 2, (10, 11, 12, 13), 5.0) == 4
     assert device.check([10, 11, 12, 13], names[64:]) == []
-    assert await mine.fetch(path(6, seed=9), 0, (0, 5), 5.0) == 0
+    assert await store.fetch(path(6, seed=9), 0, (0, 5), 5.0) == 0
     options = calls("read")[0][-1]
     assert options == ({"remote_addrs": None} if platform == "cuda" else {})
     assert calls("write")[0][-1] == (
         {"h2h_copy": False, "params": None} if platform == "cuda" else {}
     )
-    for one in (store, mine):
-        await one.close()
+    await store.close()
 
 
 async def test_writes_go_in_slices_and_stop_at_the_first_that_is_short():
@@ -174,22 +172,18 @@ async def test_time_outs_are_passed_and_end_a_call():
 
 @pytest.mark.parametrize("from_root", [False, True])
 async def test_either_meaning_of_match_is_right(from_root):
-    store = store_over(HostDevice(LAYOUT, 16))
+    device = HostDevice(LAYOUT, 16)
+    store = store_over(device)
     await store.open()
     stand_in.service().from_root = from_root
     path = np.arange(6 * BLOCK, dtype="<u4")
     names = np.random.default_rng(1).bytes(32 * 6)
-    store_device = HostDevice(LAYOUT, 16)
-    store.regions = (
-        [int(a) for a in store_device.regions][::2],
-        [int(a) for a in store_device.regions][1::2],
-    )
-    store_device.fill(range(6), names)
+    device.fill(range(6), names)
     assert await store.save(path[: 3 * BLOCK].tobytes(), 0, (0, 1, 2), 5.0) == 3
     assert await store.save(path.tobytes(), 2, (2, 3, 4, 5), 5.0) == 4
     assert len(stand_in.service().objects) == 6 * 3, "every block of the path is stored"
     assert await store.fetch(path.tobytes(), 2, (8, 9, 10, 11), 5.0) == 4
-    assert store_device.check([8, 9, 10, 11], names[64:]) == []
+    assert device.check([8, 9, 10, 11], names[64:]) == []
     await store.close()
 
 
