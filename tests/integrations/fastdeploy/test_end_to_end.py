@@ -113,22 +113,6 @@ def test_pictures_are_found_in_host_memory_and_not_mistaken(server, place):
     assert server.cached(server.ask(prompt)) == 0, "without a picture"
 
 
-@pytest.mark.parametrize("cpu", [0, 2, HOST])
-def test_two_requests_at_once_with_drafts(engine, cpu):
-    """They share 4 blocks, so one of them is preempted now and then."""
-    server = Server(engine, cpu=cpu)
-    shared = prompts(1, seed=6, tokens=BLOCK)[0]
-    rng = random.Random(cpu)
-    for number in range(24):
-        tail = prompts(1, seed=100 + number % 5, tokens=1 + number % 40)[0]
-        server.add([*shared, *tail] if number % 2 else tail, max_tokens=rng.randrange(1, 22))
-        if rng.random() < 0.5:
-            server.scheduler.step()
-    server.scheduler.run()
-    assert sum(tokens for _, tokens, _ in server.scheduler.hits) > 0
-    server.check()
-
-
 @pytest.mark.parametrize(
     "prompt",
     [

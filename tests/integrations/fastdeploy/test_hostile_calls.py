@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,57 +63,44 @@ WHOLE: dict[str, Callable[[Any, Any, Any], object]] = {
     "block_size of blocks": lambda m, _, value: m.get_required_block_num(8, value),
 }
 """Calls with a whole number, by the name in the error."""
+FRACTIONS: dict[str, Callable[[Any, Any, Any], object]] = {
+    "num_blocks": lambda m, _, value: m.can_allocate_gpu_blocks(value),
+    "need_block_num": lambda m, _, value: m.free_block_ids(value),
+}
+REQUESTS: list[Callable[[Any, Any], object]] = [
+    lambda m, request: m.request_match_blocks(request, BLOCK_SIZE),
+    lambda m, request: m.update_cache_blocks(request, BLOCK_SIZE, 8),
+    lambda m, request: m.cache_output_blocks(request, BLOCK_SIZE),
+    lambda m, request: m.write_cache_to_storage(request),
+    lambda m, request: m.release_block_ids(request),
+]
 
 
-@pytest.mark.parametrize("name", WHOLE)
-def test_whole_numbers_are_needed(busy, name):
-    for value in (None, "1", 1.0, NAN, [1], ARRAY):
-        text = f"{name.split()[0]} must be an integer"
-        refused(busy, lambda v=value: WHOLE[name](busy.manager, busy.request, v), TypeError, text)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text"),
-    [
-        ("block_size of blocks", 0, "block_size must be at least 1, not 0"),
-        ("input_token_num", -1, "input_token_num must be at least 0, not -1"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(busy, name, value, text):
-    refused(busy, lambda: WHOLE[name](busy.manager, busy.request, value), ValueError, text)
-
-
-@pytest.mark.parametrize("call", ["can_allocate_gpu_blocks", "free_block_ids"])
-def test_a_number_of_blocks_that_is_none_is_named(busy, call):
-    for value in (None, "3", [1], ARRAY, NAN, INFINITE, -INFINITE):
-        error = ValueError if isinstance(value, float) else TypeError
-        refused(busy, lambda v=value: getattr(busy.manager, call)(v), error, "num_block|need_block")
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda m, request: m.request_match_blocks(request, BLOCK_SIZE),
-        lambda m, request: m.update_cache_blocks(request, BLOCK_SIZE, 8),
-        lambda m, request: m.cache_output_blocks(request, BLOCK_SIZE),
-        lambda m, request: m.write_cache_to_storage(request),
-        lambda m, request: m.release_block_ids(request),
-    ],
-)
-def test_a_request_that_is_none_is_named(busy, call):
-    for value in (None, 5, 1.5, "u", [], object(), np.array([[1]])):
-        refused(busy, lambda v=value: call(busy.manager, v), TypeError, "a request must have")
-    for value in (None, 7, NAN, ["a"]):
-        request, text = Request(value, A), "request_id must be a string"
-        refused(busy, lambda r=request: call(busy.manager, r), TypeError, text)
+def test_arguments_of_another_type_or_out_of_range_are_refused(busy):
+    for name, call in WHOLE.items():
+        for value in (None, "1", 1.0, NAN, [1], ARRAY):
+            text = f"{name.split()[0]} must be an integer"
+            refused(busy, partial(call, busy.manager, busy.request, value), TypeError, text)
+    for name, value, least in (("block_size of blocks", 0, 1), ("input_token_num", -1, 0)):
+        text = f"{name.split()[0]} must be at least {least}, not {value}"
+        refused(busy, partial(WHOLE[name], busy.manager, None, value), ValueError, text)
+    for name, call in FRACTIONS.items():
+        for value in (None, "3", [1], ARRAY, NAN, INFINITE, -INFINITE):
+            error = ValueError if isinstance(value, float) else TypeError
+            refused(busy, partial(call, busy.manager, None, value), error, f"{name} must be")
+    for call in REQUESTS:
+        for value in (None, 5, 1.5, "u", [], object(), np.array([[1]])):
+            refused(busy, partial(call, busy.manager, value), TypeError, "a request must have")
+        for value in (None, 7, NAN, ["a"]):
+            request, text = Request(value, A), "request_id must be a string"
+            refused(busy, partial(call, busy.manager, request), TypeError, text)
 
 
 @pytest.mark.parametrize("field", ["prompt_token_ids", "output_token_ids", "block_tables"])
 def test_a_request_without_a_field_is_refused(busy, field):
     delattr(busy.request, field)
     text = f"a request must have {field}, and Request has not"
-    call = lambda: busy.manager.update_cache_blocks(busy.request, BLOCK_SIZE, 8)  # noqa: E731
-    refused(busy, call, TypeError, text)
+    refused(busy, partial(REQUESTS[1], busy.manager, busy.request), TypeError, text)
 
 
 TOKENS = [
@@ -164,8 +152,8 @@ def test_media_that_do_not_fit_are_refused_at_once(busy, positions, hashes, erro
 @pytest.mark.parametrize("table", [None, 5, {0: 0}, [0, "1"], [0, 1.0], [0, None]])
 def test_a_block_table_of_nonsense_is_refused(busy, table):
     busy.request.block_tables = table
-    call = lambda: busy.manager.update_cache_blocks(busy.request, BLOCK_SIZE, 8)  # noqa: E731
-    refused(busy, call, TypeError, r"block_tables of request 'u'|a block id must be")
+    text = r"block_tables of request 'u'|a block id must be"
+    refused(busy, partial(REQUESTS[1], busy.manager, busy.request), TypeError, text)
 
 
 @pytest.mark.parametrize("wrong", ["table", "tokens"])

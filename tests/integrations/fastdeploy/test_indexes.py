@@ -8,7 +8,6 @@ from queue import SimpleQueue
 
 import pytest
 
-from kvactors.errors import ConfigError
 from tests.integrations.fastdeploy.config import Request
 from tests.integrations.fastdeploy.invariants import check
 from tests.support import attentionstore_sdk as stand_in
@@ -144,12 +143,6 @@ def test_an_index_that_fails_is_named_and_stops_no_request(engine, service):
     settled(lambda: not one.manager.troubles)
 
 
-def test_index_only_mode_without_an_index_is_an_error(engine):
-    for backend in (None, "file"):
-        with pytest.raises(ConfigError, match="FD_AS_ONLY_FLUSH=1 needs"):
-            engine(backend=backend, environ={"FD_AS_ONLY_FLUSH": "1"}, attach=False)
-
-
 def test_sinks_of_routers_are_sent_device_and_host(engine, tmp_path):
     path = tmp_path / "events.jsonl"
     sink = {"kind": "jsonl", "path": str(path), "name": "router", "granularity": "per_tier"}
@@ -221,14 +214,3 @@ def test_each_rank_has_a_shard_of_attention_store(engine, service):
     one.manager.reset()
     assert one.match(Request("d", A))[1] < 8, "a block counts if every rank has it"
     check(one.manager)
-
-
-@pytest.mark.parametrize("name", ["shard_id", "device_id"])
-def test_values_of_one_rank_are_refused_for_several(engine, name):
-    with pytest.raises(ConfigError, match=f"attention_store.{name} follows from the ranks"):
-        engine(
-            backend="attention_store",
-            options={"attention_store": {"sdk": SDK, name: 0}},
-            ranks=2,
-            attach=False,
-        )

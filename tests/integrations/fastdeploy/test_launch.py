@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from contextlib import nullcontext
 from threading import Timer
 
 import numpy as np
@@ -160,13 +161,14 @@ def test_a_launch_that_cannot_be_honoured_is_refused(engine, process, arguments,
     process.launch(one, process.ranks)
 
 
-def test_tiers_without_tensors_are_refused(engine):
-    one = engine(gpu=4, cpu=2, attach=False)
-    one.manager._named = None
-    with pytest.raises(
-        ConfigError, match="need the cache tensors: give PrefixCacheManager tensors="
-    ):
-        one.manager.attach()
+def test_tiers_need_tensors_and_a_manager_without_tiers_does_not(engine):
+    for cpu, text in ((2, "need the cache tensors: give PrefixCacheManager tensors="), (0, None)):
+        one = engine(gpu=4, cpu=cpu, attach=False)
+        one.manager._named = None
+        expected = pytest.raises(ConfigError, match=text) if text else nullcontext()
+        with expected:
+            one.manager.attach()
+        one.serve("a", list(range(8)))
 
 
 @pytest.mark.parametrize("backend", [None, "attention_store"])
@@ -204,13 +206,6 @@ def test_tensors_are_attached_once_and_before_the_first_request(engine):
     other.manager.close()
     with pytest.raises(CacheClosed):
         other.manager.attach()
-
-
-def test_a_manager_without_tiers_needs_no_tensors(engine):
-    one = engine(gpu=4, attach=False)
-    one.manager._named = None
-    one.manager.attach()
-    one.serve("a", list(range(8)))
 
 
 def test_the_status_asks_for_a_reset_and_is_answered(engine, process):

@@ -73,15 +73,28 @@ def test_a_field_that_is_missing_is_named():
         settings_of(config)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_prefill_and_decode_on_different_nodes_are_refused(role):
-    with pytest.raises(ConfigError, match=f"splitwise_role '{role}'"):
-        settings_of(role=role)
-
-
-def test_storage_needs_prefix_caching():
-    with pytest.raises(ConfigError, match="'mooncake' needs enable_prefix_caching"):
-        settings_of(make_config(backend="mooncake", enable_prefix_caching=False))
+@pytest.mark.parametrize(
+    ("config", "settings", "text"),
+    [
+        ({}, {"role": "prefill"}, "splitwise_role 'prefill'"),
+        ({}, {"role": "decode"}, "splitwise_role 'decode'"),
+        (
+            {"backend": "mooncake", "enable_prefix_caching": False},
+            {},
+            "'mooncake' needs enable_prefix_caching",
+        ),
+        ({}, {"environ": {"FD_AS_ONLY_FLUSH": "1"}}, "FD_AS_ONLY_FLUSH=1 needs"),
+        ({"backend": "file"}, {"environ": {"FD_AS_ONLY_FLUSH": "1"}}, "FD_AS_ONLY_FLUSH=1 needs"),
+        (
+            {"backend": "attention_store"},
+            {"ranks": 2, "options": {"attention_store": {"shard_id": 0}}},
+            "attention_store.shard_id follows from the ranks",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused(config, settings, text):
+    with pytest.raises(ConfigError, match=text):
+        settings_of(make_config(**config), **settings)
 
 
 def test_the_file_store_needs_a_folder():

@@ -52,7 +52,6 @@ class Indexer(Index):
         return json.loads(found) if found else None
 
     def register(self, *sources: Source) -> None:
-        """See `Index.register`."""
         for source in sources:
             body = {
                 "instance_id": source.worker,
@@ -65,11 +64,9 @@ class Indexer(Index):
             self._ask("register", body)
 
     def held(self, source: Source) -> dict[str, set[int]]:
-        """See `Index.held`."""
         return held_of(self._ask("dump"), source)
 
     def answers(self, source: Source, prompts: Sequence[Prompt]) -> list[Answer]:
-        """See `Index.answers`."""
         hashes = self._block_hashes([prompt for prompt in prompts if prompt.media])
         with_media = iter(hashes)
         return [

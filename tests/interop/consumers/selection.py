@@ -30,7 +30,6 @@ class Selection(Index):
         )
 
     def register(self, *sources: Source) -> None:
-        """See `Index.register`."""
         first = sources[0]
         worker: dict[str, Any] = {
             "worker_id": first.worker,
@@ -49,11 +48,9 @@ class Selection(Index):
         self.child.ask({"do": "register", "worker": worker})
 
     def held(self, source: Source) -> dict[str, set[int]]:
-        """See `Index.held`."""
         return held_of(self.child.ask({"do": "held"}), source)
 
     def answers(self, source: Source, prompts: Sequence[Prompt]) -> list[Answer]:
-        """See `Index.answers`."""
         scores = self.child.ask(
             {"do": "scores", "requests": [dynamo_request(prompt) for prompt in prompts]}
         )

@@ -73,27 +73,6 @@ def test_a_folder_that_cannot_be_used_is_an_os_error(tmp_path) -> None:
     assert not list(FOLDER.glob(f"*{spec.config.engine_id}*"))
 
 
-def test_the_manager_answers_and_can_be_shut_down_twice() -> None:
-    manager = KVActorsOffloadingSpec(config()).get_manager()
-    wanted = keys(3)
-    assert [manager.lookup(key, CONTEXT) for key in wanted] == [LookupResult.MISS] * 3
-    stored = manager.prepare_store(wanted, CONTEXT)
-    assert (stored.keys_to_store, stored.evicted_keys) == (wanted, [])
-    assert manager.lookup(wanted[0], CONTEXT) is LookupResult.HIT_PENDING
-    manager.complete_store(set(wanted), CONTEXT)
-    assert [manager.lookup(key, CONTEXT) for key in wanted] == [LookupResult.HIT] * 3
-    loaded = manager.prepare_load(wanted, CONTEXT)
-    assert sorted(loaded.block_ids) == sorted(stored.store_spec.block_ids)
-    manager.complete_load(wanted, CONTEXT)
-    events = list(manager.take_events())
-    assert [(event.medium.value, event.removed, event.keys) for event in events] == [
-        ("CPU", False, wanted)
-    ]
-    manager.get_stats()
-    for _ in range(2):
-        manager.shutdown()
-
-
 def follow(name: str, path: list[bytes]) -> ReqContext:
     """A request whose chunks are those of `path`."""
     request = ReqContext(name)

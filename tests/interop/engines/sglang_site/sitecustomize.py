@@ -60,17 +60,15 @@ class MissingPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds every module of the packages that are not there."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """See `MetaPathFinder`."""
         if name.partition(".")[0] not in MISSING:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: Any) -> ModuleType:
-        """See `Loader`."""
         return MissingModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """See `Loader`."""
+        """Nothing is executed."""
 
 
 def prepare_host_pool(module: ModuleType) -> None:
@@ -175,7 +173,6 @@ class Prepared(importlib.abc.MetaPathFinder):
     """Calls the functions above when their modules are imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """See `MetaPathFinder`."""
         if name not in AFTER:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
