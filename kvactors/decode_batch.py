@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from kvactors.call_context import CallContext
-from kvactors.checks import Media, added_media, check_int, check_media, extend_path, kind
+from kvactors.checks import check_int, extend_path, kind
 from kvactors.device.events import Completion, Stream
 from kvactors.errors import ActorFailed, KVActorsError
 from kvactors.from_thread import ThreadLease
@@ -26,9 +26,6 @@ BATCH_LEASES = 256
 OUTCOMES_KEPT = 8192
 """Outcomes that are kept for further steps."""
 
-NO_MEDIA: tuple[Media, ...] = ()
-
-
 AnyLease: TypeAlias = Lease | ThreadLease
 """A lease, for `FromThread` that of a thread."""
 
@@ -41,13 +38,11 @@ class Step(msgspec.Struct, frozen=True):
         tokens: appended, as by `Lease.extend`.
         computed_tokens: committed, as by `Lease.commit`. `tokens` may be among them. None: nothing
             is committed.
-        extra_keys: media among `tokens`, as in `Lease.extend`.
     """
 
     lease: AnyLease
     tokens: Tokens = ()
     computed_tokens: int | None = None
-    extra_keys: Sequence[Media] = NO_MEDIA
 
 
 class Stepped(msgspec.Struct, frozen=True):
@@ -109,7 +104,6 @@ class _Call:
     """Checked copies of the arguments of a call, and the outcomes."""
 
     def __init__(self, context: CallContext, steps: list[Step]) -> None:
-        with_media: list[int] = []
         for row, step in enumerate(steps):
             if type(step) is not Step:
                 raise TypeError(f"steps[{row}] must be a Step, not {kind(step)}")
@@ -118,8 +112,6 @@ class _Call:
                 raise TypeError(f"steps[{row}].lease must be a Lease, not {kind(lease)}")
             if lease._handle.context is not context:
                 raise ValueError(f"steps[{row}].lease is of another cache")
-            if step.extra_keys is not NO_MEDIA:
-                with_media.append(row)
         self._context = context
         self.leases: list[Any] = [step.lease for step in steps]
         self._handles = [lease._handle for lease in self.leases]
@@ -134,10 +126,6 @@ class _Call:
         while (row := self._tokens.find_beyond(positions, computed, row + 1)) >= 0:
             most = positions[row] + self._counts[row]
             computed[row] = check_int(f"steps[{row}].computed_tokens", computed[row], 0, most)
-        self._media: dict[int, tuple[Media, ...]] = {}
-        for row in with_media:
-            self._media[row] = items = check_media(steps[row].extra_keys, self._counts[row])
-            added_media(context.block_size, positions[row], self._counts[row], items)
         self._begun: list[LeaseHandle] = []
         self._refused: dict[int, Stepped] = {}
         self._left: list[int] = []
@@ -191,9 +179,6 @@ class _Call:
         """Step up to BATCH leases by one message, which leaves those that need more than blocks."""
         last = min(first + BATCH_LEASES, len(self.leases))
         leases, numbers = self.leases[first:last], self._numbers[first:last]
-        for row in self._media:
-            if first <= row < last:
-                numbers[row - first] = 0
 
         def lost(result: StepResult) -> None:
             for lease, committed in zip(leases, result.committed, strict=True):
@@ -240,10 +225,8 @@ class _Call:
             if count:
                 added = Path(path.block_size, path.root)
                 added.extend(np.frombuffer(self._tokens.row(row), np.uint32))
-                media = self._media.get(row, ())
-                extras, items = added_media(path.block_size, position, count, media)
-                granted = await handle.take(Extend(handle.id, position, added, extras), at)
-                blocks = lease._appended(added, items, granted.blocks)
+                granted = await handle.take(Extend(handle.id, position, added, ()), at)
+                blocks = lease._appended(added, (), granted.blocks)
             if computed is not None and computed > position:
                 await lease._commit_in_parts(computed, at)
             self.outcomes[row] = Stepped(blocks, path.num_committed)

@@ -36,32 +36,25 @@ async def test_one_message_steps_many_leases(device, monkeypatch):
             await lease.finish()
 
 
-@pytest.mark.parametrize("kind", ["list", "numpy", "steps", "media"])
+@pytest.mark.parametrize("kind", ["list", "numpy", "steps"])
 async def test_arguments_are_copied_at_the_call(kind):
     """The caller prepares its next step while this one waits for its event."""
     async with opened(device=32) as cache:
         lease, other = await acquired(cache, 2)
         tokens = np.array([5] * BLOCK) if kind == "numpy" else [5] * BLOCK
-        media = [(0, 2, b"image")] if kind == "media" else ()
-        steps, event = (
-            [Step(lease, tokens, None, media)],
-            asyncio.get_running_loop().create_future(),
-        )
+        steps, event = [Step(lease, tokens)], asyncio.get_running_loop().create_future()
         task = asyncio.ensure_future(cache.step(steps, event=event))
         await asyncio.sleep(0)
         if kind == "steps":
             steps[0] = Step(other, [6])
             steps.append(Step(lease, [6]))
-        elif kind == "media":
-            media[0] = (1, 3, b"another")
         else:
             tokens[0] = 6
         await lease.extend([4] * BLOCK)  # positions are of the time after the event
         event.set_result(None)
         assert await task == [Stepped(lease.block_table[2:], 0)]
         whole = [*prompt(100, 1), *[4] * BLOCK, *[5] * BLOCK]
-        items = ((2 * BLOCK, 2, b"image"),) if kind == "media" else ()
-        twin = await cache.acquire("twin", whole, extra_keys=items)
+        twin = await cache.acquire("twin", whole)
         assert lease.hashes(0, 3) == twin.hashes(0, 3)
         for one in (lease, other, twin):
             await one.finish()
@@ -83,7 +76,6 @@ async def test_wrong_steps_are_refused_and_change_nothing():
             ([good, Step(lease, "a")], TypeError, r"steps\[1\].tokens"),
             ([good, Step(lease, [1], BLOCK + 2)], ValueError, "computed_tokens must be between"),
             ([good, Step(lease, [1], 1.0)], TypeError, "computed_tokens must be an int"),
-            ([good, Step(lease, [1], None, [(0, 2, "cat")])], ValueError, "extra_keys"),
         ):
             with pytest.raises(error, match=match):
                 await cache.step(wrong)

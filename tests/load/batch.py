@@ -44,7 +44,7 @@ arguments."""
 FORK, HOSTILE = 12, 2
 """Weights of these two where the mix has them in every request."""
 
-ENTRIES = {"token": 10, "tokens": 6, "media": 4, "long": 2, "commit": 3, "none": 1, "uncovered": 4}
+ENTRIES = {"token": 10, "tokens": 10, "long": 2, "commit": 3, "none": 1, "uncovered": 4}
 """Entries of a step: `uncovered` commits tokens that a chunked lease has no blocks for."""
 
 BESIDE = {
@@ -75,7 +75,6 @@ BAD: tuple[Callable[[Row], tuple[Any, ...]], ...] = (
     lambda row: ([1], 1.0),
     lambda row: ("text",),
     lambda row: ([-1],),
-    lambda row: ([1], None, ((0, 2, "beyond"),)),
 )
 """Arguments for which a step raises in its caller, and changes nothing."""
 
@@ -606,32 +605,27 @@ class Batch:
         rng, size, lease = self.rng, self.size, row.lease
         kind, known = draw(rng, ENTRIES), len(row.tokens)
         if not alone and rng.random() < 0.4:
-            kind = "media"  # whose position the other call changes
+            kind = "tokens"  # whose position the other call changes
         chunked = lease.covered_tokens < known
         if kind == "uncovered" and not (chunked and alone):
             kind = "token"
         count = {
             "token": 1,
             "tokens": rng.randint(1, 2 * size),
-            "media": rng.randint(1, 2 * size),
             "long": rng.choice((1, 1, 4)) * rng.randint(1, 4 * size),
         }.get(kind, 0)
         tokens = [rng.randrange(4) for _ in range(count)]
-        media: tuple[Media, ...] = ()
-        if kind == "media":
-            offset = rng.randrange(count)
-            media = ((offset, rng.randint(1, count - offset), rng.choice(("still", 9))),)
         computed = rng.choice((None, row.computed, row.computed, rng.randint(0, row.computed)))
         if kind == "uncovered":
             computed = rng.choice((known, rng.randint(lease.covered_tokens + 1, known)))
         elif count and alone and not chunked and known + count <= len(lease.block_table) * size:
-            content = extended(row.content, (tokens, media))
+            content = extended(row.content, (tokens, ()))
             row.tail = b""
             await self.write(row, content, known // size, (known + count) // size)
             computed = rng.choice((computed, known + count, known + count))
             self.seen["tokens computed before a step"] += 1
         buffer = rng.choice((list, np.array))(tokens) if count else rng.choice(((), []))
-        return Entry(row, kind, (tokens, media), buffer, computed)
+        return Entry(row, kind, (tokens, ()), buffer, computed)
 
     async def _step(self, _: Row) -> None:
         """One step, some calls beside it, and everything that must be so afterwards."""

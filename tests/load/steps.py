@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
     def step(self) -> Step:
         """For the call."""
-        return Step(self.row.lease, self.buffer, self.computed, self.added[1])
+        return Step(self.row.lease, self.buffer, self.computed)
 
 
 class Event:
