@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from kvactors.errors import LeaseBusy, TokensCommitted
+from kvactors.errors import LeaseBusy
 from tests.support.cache import BLOCK, opened, prompt
 
 
@@ -24,27 +24,6 @@ async def test_reserved_blocks_are_used_by_the_next_tokens_and_given_back():
             assert lease.block_table[1:] == added[:2]
             await lease.reserve(2 * BLOCK)
         assert cache.statistics().prefix.blocks_free == 8
-
-
-async def test_committed_tokens_are_not_dropped():
-    async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 3, tail=1)) as lease:
-        await lease.commit(2 * BLOCK + 1)
-        table = lease.block_table
-        with pytest.raises(TokensCommitted, match="first 8 tokens are committed"):
-            await lease.truncate(2 * BLOCK - 1)
-        assert (lease.num_tokens, lease.block_table) == (3 * BLOCK + 1, table)
-        assert await lease.truncate(2 * BLOCK) == table[2:]
-        assert lease.num_tokens == 2 * BLOCK
-
-
-async def test_a_truncate_between_the_parts_of_a_commit_is_refused(monkeypatch, queued):
-    monkeypatch.setattr("kvactors.prefix_index.work.TURN_BLOCKS", 1)
-    async with opened(device=16) as cache, await cache.acquire("a", prompt(1, 6)) as lease:
-        commits = asyncio.ensure_future(lease.commit(6 * BLOCK))
-        await asyncio.sleep(0)
-        with pytest.raises(LeaseBusy, match="a commit"):
-            await lease.truncate(0)
-        assert await commits == 6
 
 
 async def test_a_commit_in_parts_during_a_truncate_is_refused(monkeypatch, queued):

@@ -16,46 +16,6 @@ HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_back"}
 
 
-async def pressed(cache):
-    """Request a's six blocks: two on the device, four on the host."""
-    await serve(cache, "a", prompt(1, 6))
-    await serve(cache, "b", prompt(2, 6))
-    await cache.wait_idle()
-
-
-def refuse_copies(cache, monkeypatch, name):
-    def broken(*_args):
-        raise OSError("the link is down")
-
-    monkeypatch.setattr(cache.device, name, broken)
-
-
-async def test_a_failed_load_is_a_miss_into_the_leases_own_blocks(monkeypatch):
-    async with opened(host=HOST) as cache:
-        await pressed(cache)
-        refuse_copies(cache, monkeypatch, "copy_to_device")
-        lease = await cache.acquire("a", prompt(1, 6, tail=1))
-        assert lease.pending
-        await lease.wait_ready()
-        assert lease.hits == (2, 0, 0)
-        assert lease.cached_tokens == 2 * BLOCK
-        assert len(set(lease.block_table)) == 7
-        monkeypatch.undo()
-        cache.device.fill(lease.block_table[2:6], lease.hashes(2, 6))
-        await lease.commit(6 * BLOCK)
-        await lease.finish()
-        assert (await serve(cache, "a", prompt(1, 6, tail=1))).hits.device == 6
-
-
-async def test_host_watermarks_evict_ahead_of_need():
-    host = {"slots": 16, "transit_slots": 32, "low_watermark": 0.25, "high_watermark": 0.5}
-    async with opened(host=host) as cache:
-        for i in range(6):
-            await serve(cache, "x", prompt(i, 8))
-            await cache.wait_idle()
-        assert cache.statistics().host.resident <= 8
-
-
 @pytest.mark.parametrize("answer", ["late", "never", "error"])
 async def test_a_slow_or_broken_store_costs_a_miss_by_the_deadline(answer):
     async with opened(storage=STORE, host=HOST) as cache:

@@ -39,30 +39,6 @@ def branch(cache, lease) -> list[int]:
     return found[: lease.num_tokens]
 
 
-async def test_full_blocks_are_shared_and_the_last_one_is_copied():
-    async with opened(device=8) as cache:
-        lease = await cache.acquire("a", prompt(1, 2, tail=2))
-        compute(cache, lease, 0, 10, 7)
-        fork = await lease.fork("b")
-        assert fork.request_id == "b"
-        assert fork.block_table[:2] == lease.block_table[:2]
-        assert fork.block_table[2] != lease.block_table[2]
-        assert (fork.num_tokens, fork.cached_tokens, fork.pending) == (10, 0, False)
-        assert branch(cache, fork) == [7] * 10
-        assert await lease.extend([1]) == await fork.extend([2]) == ()
-        compute(cache, lease, 10, 11, 8)
-        compute(cache, fork, 10, 11, 9)
-        assert branch(cache, lease) == [7] * 10 + [8]
-        assert branch(cache, fork) == [7] * 10 + [9]
-        assert cache.statistics().prefix.blocks_shared == 2
-        await lease.finish()
-        await fork.finish()
-        counts = cache.statistics()
-        assert (counts.prefix.forks, counts.prefix.tails_copied) == (1, 1)
-        assert counts.swapper.blocks_within_device == 1
-        assert (counts.prefix.requests, counts.prefix.blocks_free) == (1, 8)
-
-
 @pytest.mark.parametrize("first", ["parent", "fork"])
 @pytest.mark.parametrize("committed", [0, 1, 2])
 async def test_a_shared_block_is_free_after_both_leases(first, committed):

@@ -44,16 +44,6 @@ async def settle(cache) -> None:
     assert cache.count_divergent_blocks() == 0
 
 
-async def test_a_salt_above_its_quota_makes_only_its_own_blocks_leave():
-    async with opened(device=8, quota={"device": 4}) as cache:
-        await use(cache, 1, salt="quiet")
-        for number in range(2, 12):
-            await use(cache, number, salt="noisy")
-        assert held(cache, 1, salt="quiet") == 2
-        assert cache.system.index_actor.index.tree.quota_evictions > 0
-        await settle(cache)
-
-
 @pytest.mark.parametrize("call", ["fork", "extend", "reserve", "step"])
 async def test_blocks_that_a_lease_takes_later_count_for_the_quota_of_its_salt(call):
     async with opened(device=8, quota={"device": 4}) as cache:
@@ -144,15 +134,6 @@ async def test_a_pin_of_finish_is_of_the_output_too():
         assert lease.pinned_blocks == 4
         assert await cache.unpin([*tokens_of(1), *tokens_of(2)]) == 4
         assert cache.system.index_actor.index.tree.pinned == 2
-
-
-async def test_a_clear_ends_pins():
-    async with opened(device=8, host={"slots": 4}) as cache:
-        await use(cache, 1, hints=Hints(pin=True))
-        await cache.clear()
-        assert cache.system.index_actor.index.tree.pinned == 0
-        await use(cache, 2, blocks=8)
-        await settle(cache)
 
 
 async def test_a_lease_of_before_a_clear_of_its_salt_caches_nothing():
