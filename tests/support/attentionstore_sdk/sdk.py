@@ -144,60 +144,20 @@ class AttentionStoreSDK:
         finally:
             one.leave()
 
-    def read(
-        self,
-        layers: list[int],
-        tokens: Tokens,
-        start: int,
-        keys: Sequence[int],
-        values: Sequence[int],
-        blocks: Sequence[int],
-        timeout: float,
-        **options: Any,
-    ) -> Any:
+    def read(self, *arguments: Any, **options: Any) -> Any:
         """Read bytes into device blocks, one pointer a layer. Stops at the first block that is not
         there. Returns the number of blocks read."""
-        return self._move(
-            "read",
-            layers,
-            tokens,
-            start,
-            keys,
-            values,
-            blocks,
-            timeout,
-            {"remote_addrs": None},
-            options,
-        )
+        return self._move("read", {"remote_addrs": None}, options, *arguments)
 
-    def write(
-        self,
-        layers: list[int],
-        tokens: Tokens,
-        start: int,
-        keys: Sequence[int],
-        values: Sequence[int],
-        blocks: Sequence[int],
-        timeout: float,
-        **options: Any,
-    ) -> Any:
+    def write(self, *arguments: Any, **options: Any) -> Any:
         """Bytes out of device blocks. How many were written."""
-        return self._move(
-            "write",
-            layers,
-            tokens,
-            start,
-            keys,
-            values,
-            blocks,
-            timeout,
-            {"h2h_copy": False, "params": None},
-            options,
-        )
+        return self._move("write", {"h2h_copy": False, "params": None}, options, *arguments)
 
     def _move(
         self,
         name: str,
+        expected: dict[str, Any],
+        options: dict[str, Any],
         layers: list[int],
         tokens: Tokens,
         start: int,
@@ -205,8 +165,6 @@ class AttentionStoreSDK:
         values: Sequence[int],
         blocks: Sequence[int],
         timeout: float,
-        expected: dict[str, Any],
-        options: dict[str, Any],
     ) -> Any:
         one = self.service
         self._check_timeout(name, timeout)
