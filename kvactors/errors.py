@@ -123,11 +123,7 @@ class CacheFailed(KVActorsError):
         self.__cause__ = cause
 
 
-class ChannelError(KVActorsError):
-    """Base of channel errors."""
-
-
-class ChannelClosed(ChannelError):
+class ChannelClosed(KVActorsError):
     """The receiver of this channel has ended."""
 
 

@@ -20,7 +20,7 @@ from kvactors.device.host import HostDevice
 from kvactors.errors import (
     ActorFailed,
     CacheClosed,
-    ChannelError,
+    ChannelClosed,
     KVActorsError,
     LeaseEnded,
     NoRoom,
@@ -205,7 +205,7 @@ class World(Ground):
             (isinstance(error, ActorFailed) and not crashed)
             or (isinstance(error, LeaseEnded) and not (crashed or cut))
             or (isinstance(error, RankLost) and not kinds & {"rank_cut", "rank_lost"})
-            or isinstance(error, CacheClosed | ChannelError | NotReady)
+            or isinstance(error, CacheClosed | ChannelClosed | NotReady)
             or (isinstance(error, StoreUnsupported) and self.system.device_store is None)
         )
         if unfounded:
