@@ -10,7 +10,7 @@ import pytest
 
 from kvactors.integrations.fastdeploy import FastDeployOptions
 from kvactors.integrations.lmcache.settings import L2Settings
-from kvactors.integrations.sglang.settings import NO_EFFECT, HiCacheSettings
+from kvactors.integrations.sglang.settings import NO_EFFECT, HiCacheSettings, LinkerSettings
 from kvactors.integrations.vllm.settings import OffloadingSettings, TierSettings
 from kvactors.tier_cache import TierStorage
 
@@ -19,7 +19,7 @@ RANKS = {"rank", "ranks"}
 """The engine's: a user cannot set them."""
 CASES = {
     "vllm": (OffloadingSettings, TierSettings, TierStorage),
-    "sglang": (HiCacheSettings, TierStorage),
+    "sglang": (HiCacheSettings, LinkerSettings, TierStorage),
     "lmcache": (L2Settings,),
     "fastdeploy": (FastDeployOptions,),
 }

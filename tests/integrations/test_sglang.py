@@ -18,11 +18,13 @@ from kvactors import ConfigError
 from kvactors.integrations.page_store import PageRegion, PageStore
 from kvactors.integrations.sglang.pages import HostPages, find_prefixes
 from kvactors.integrations.sglang.settings import (
+    LINKER_WHERE,
     WHERE,
     check_shared,
     is_replicated,
     pages_of_each,
     place,
+    read_linker_settings,
     read_settings,
     tier_config,
 )
@@ -66,12 +68,21 @@ class Config(msgspec.Struct):
         ({"storage": FILE | {"rank": 1, "ranks": 2}}, "those of SGLang's workers"),
         ({"storage": FILE | {"write_policy": "none"}}, "storage.write_policy has no effect"),
         ({"storage": FILE | {"timeout_s": "long"}}, "storage.timeout_s must be a number"),
+        ({"host_bytes": 100, "directory": "x"}, "unknown key 'directory'"),
+        ({"host_bytes": "many"}, "host_bytes must be a size"),
+        ({"host_bytes": 100, "storage": {"backend": "file"}}, "storage.directory is needed"),
+        ({"host_bytes": 100, "storage": FILE | {"rank": 1, "ranks": 2}}, "SGLang's workers"),
+        ({"host_bytes": 100, "eviction_policy": "newest"}, "unknown eviction_policy 'newest'"),
+        ({"host_bytes": 100, "numa_node": -1}, "numa_node"),
+        ({"host_bytes": 100, "fetch_wait_s": -1}, "fetch_wait_s must be at least 0"),
     ],
 )
 def test_a_bad_setting_is_named(extra: Any, error: str) -> None:
+    linker = "host_bytes" in (extra or {})
+    read = read_linker_settings if linker else read_settings
     with pytest.raises(ConfigError, match=error) as found:
-        read_settings(extra)
-    assert WHERE in str(found.value)
+        read(extra)
+    assert (LINKER_WHERE if linker else WHERE) in str(found.value)
 
 
 def config_of(

@@ -34,7 +34,7 @@ class Engine(NamedTuple):
 
 ENGINES = (
     Engine("lmcache", "lmcache", "test_lmcache.py::test_every_chunk_comes_back"),
-    Engine("sglang", "sglang_cpu", "test_sglang.py::test_hits_from_every_tier"),
+    Engine("sglang", "sglang_cpu", "test_sglang.py::test_the_linker_brings_pages"),
     Engine("vllm", BASE, "test_offloading.py::test_more_prompts_at_once"),
 )
 

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec.structs import replace
 
 from kvactors.errors import ConfigError
 from kvactors.integrations.engine import check_ranks
-from kvactors.settings.check import convert, in_bytes, located
+from kvactors.settings.check import (
+    ByteSize,
+    DeviceNumber,
+    SecondsOrZero,
+    convert,
+    in_bytes,
+    located,
+)
 from kvactors.tier_cache import TierConfig, TierStorage
 from kvactors.tier_cache.settings import checked_config
 
 WHERE = "--hicache-storage-backend-extra-config"
+LINKER_WHERE = "--unified-cache-external-linker-config: linker_extra_config"
 KV = "kv"  # SGLang's name of the pool of full attention
 NO_EFFECT = ("write_policy", "min_hits", "on_full", "on_full_wait_s", "slot_timeout_s")
 """Settings of the storage below a host tier of kvactors."""
@@ -32,13 +40,31 @@ class HiCacheSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     interface_v1: bool | int = False
 
 
+class LinkerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The keys of `linker_extra_config` (docs/how-to/sglang.md)."""
+
+    host_bytes: ByteSize
+    model: str | None = None
+    eviction_policy: Literal["lru"] = "lru"
+    fetch_wait_s: SecondsOrZero = 1.0
+    numa_node: DeviceNumber | None = None
+    storage: TierStorage = TierStorage()
+
+
+def read_linker_settings(extra_config: Mapping[str, Any] | None) -> LinkerSettings:
+    """Check `linker_extra_config`."""
+    with located(LINKER_WHERE):
+        settings = convert(extra_config or {}, LinkerSettings)
+        _check_storage(settings.storage)
+    return settings
+
+
 def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
     """Check `--hicache-storage-backend-extra-config`."""
     with located(WHERE):
         settings = convert(extra_config or {}, HiCacheSettings)
         storage = settings.storage
-        checked_config(TierConfig(model="any", block_bytes=1, num_slots=1, storage=storage))
-        check_ranks(storage, "SGLang's workers")
+        _check_storage(storage)
         if storage.backend == "none":
             raise ConfigError("storage.backend is needed: file, memory, or package.module:Class")
         for name in NO_EFFECT:
@@ -50,6 +76,11 @@ def read_settings(extra_config: Mapping[str, Any] | None) -> HiCacheSettings:
         if not settings.interface_v1:
             raise ConfigError(f"interface_v1 must be 1, not {settings.interface_v1!r}")
     return settings
+
+
+def _check_storage(storage: TierStorage) -> None:
+    checked_config(TierConfig(model="any", block_bytes=1, num_slots=1, storage=storage))
+    check_ranks(storage, "SGLang's workers")
 
 
 def check_shared(storage: TierStorage, config: Any) -> None:
@@ -79,6 +110,29 @@ def place(config: Any, *, replicated: bool) -> tuple[int, int]:
     return rank, ranks
 
 
+def _config(
+    settings: HiCacheSettings | LinkerSettings,
+    model: str | None,
+    pool: Mapping[str, str | int | None],
+    storage: TierStorage,
+    *,
+    replica: int,
+    weights: str,
+    **more: Any,
+) -> TierConfig:
+    """Settings of the tiers of one pool, which its `facts` describe. Each data parallel replica has
+    its own folder. `weights`: digest of the model's files. `more`: of `TierConfig`."""
+    if not (settings.model or model):
+        raise ConfigError("the setting model is needed: SGLang gives the model no name")
+    if storage.directory:
+        parts = [storage.directory]
+        parts += [f"replica-{replica}"] if replica else []
+        parts += [f"pool-{pool['name']}"] if pool["name"] != KV else []
+        storage = replace(storage, directory="/".join(parts))
+    more["identity"] |= {f"pool_{name}": value for name, value in pool.items()}
+    return TierConfig(model=f"{settings.model or model}@{weights}", storage=storage, **more)
+
+
 def tier_config(
     settings: HiCacheSettings,
     config: Any,
@@ -86,27 +140,12 @@ def tier_config(
     *,
     page_bytes: int,
     pages: int | None,
-    replica: int,
-    weights: str,
+    **more: Any,
 ) -> TierConfig:
-    """Settings of the store of one host pool, which its `facts` describe. Each data parallel
-    replica has its own folder.
-
-    Args:
-        pages: that the store holds, None: as configured.
-        weights: digest of the model's files.
-    """
-    model = settings.model or config.model_name
-    if not model:
-        raise ConfigError("the setting model is needed: SGLang gives the model no name")
+    """Settings of the store of one host pool, which holds `pages`, None: as configured."""
     replicated = is_replicated(config, str(pool["kind"]))
     rank, ranks = place(config, replicated=replicated)
     storage = replace(settings.storage, rank=rank, ranks=ranks)
-    if storage.directory:
-        parts = [storage.directory]
-        parts += [f"replica-{replica}"] if replica else []
-        parts += [f"pool-{pool['name']}"] if pool["name"] != KV else []
-        storage = replace(storage, directory="/".join(parts))
     if pages is not None:
         storage = replace(storage, capacity_blocks=pages, capacity_bytes=None)
     identity = {
@@ -118,15 +157,29 @@ def tier_config(
         "dcp_size": config.dcp_size,
         "dcp_rank": config.dcp_rank,
         "split_heads": bool(config.should_split_heads),
-        **{f"pool_{name}": value for name, value in pool.items()},
     }
-    return TierConfig(
-        model=f"{model}@{weights}",
-        block_bytes=page_bytes,
-        num_slots=1,
-        identity=identity,
-        storage=storage,
-    )
+    more |= {"block_bytes": page_bytes, "num_slots": 1, "identity": identity}
+    return _config(settings, config.model_name, pool, storage, **more)
+
+
+def linker_tier_config(
+    settings: LinkerSettings,
+    model: str | None,
+    pool: Mapping[str, str | int | None],
+    *,
+    page_bytes: int,
+    **more: Any,
+) -> TierConfig:
+    """Settings of the host tier and the storage below SGLang's device pool, as `_config`."""
+    num_slots = in_bytes(settings.host_bytes, "host_bytes") // page_bytes
+    if num_slots < 1:
+        raise ConfigError(
+            f"{LINKER_WHERE}: host_bytes = {settings.host_bytes} holds no page of {page_bytes} "
+            "bytes"
+        )
+    more |= {"block_bytes": page_bytes, "num_slots": num_slots, "identity": {"engine": "sglang"}}
+    more |= {"policy": settings.eviction_policy, "numa_node": settings.numa_node}
+    return _config(settings, model, pool, settings.storage, **more)
 
 
 def pages_of_each(storage: TierStorage, page_bytes: Mapping[str, int]) -> int | None:

@@ -56,6 +56,21 @@ def kvactors(directory: Path) -> dict[str, Any]:
     }
 
 
+def linker(host_pages: int, directory: Path) -> dict[str, Any]:
+    """Settings of an engine with `KVActorsLinker`, so many pages of a host tier, and a store."""
+    extra = {"host_bytes": host_pages * PAGE_BYTES, "storage": file_store(directory)}
+    return {
+        "hicache": False,
+        "enable_unified_cache_external_linker": True,
+        "unified_cache_external_linker_backend": "dynamic",
+        "unified_cache_external_linker_config": {
+            "linker": "KVActorsLinker",
+            "linker_module_path": "kvactors.integrations.sglang",
+            "linker_extra_config": extra,
+        },
+    }
+
+
 class Served(NamedTuple):
     """The answer of an engine.
 

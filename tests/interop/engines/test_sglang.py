@@ -1,4 +1,4 @@
-"""kvactors inside the whole SGLang engine, as HiCache storage: the tokens are those
+"""kvactors inside the whole SGLang engine, as HiCache storage and as linker: the tokens are those
 that SGLang computes without it.
 
 The storage is attached to running engines and detached again, since most of a case's time is the
@@ -21,7 +21,13 @@ import pytest
 
 from tests.interop.engines import stores
 from tests.interop.engines.conftest import known
-from tests.interop.engines.sglang_engine import ENVIRONMENT, VARIABLES, SglangEngine, kvactors
+from tests.interop.engines.sglang_engine import (
+    ENVIRONMENT,
+    VARIABLES,
+    SglangEngine,
+    kvactors,
+    linker,
+)
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.engines.vllm_engine import Prompt, Tokens, prompts
 from tests.interop.environments import Environments, InteropError
@@ -77,6 +83,7 @@ def test_hits_from_every_tier_after_kill_9_and_a_store_without_checksums(
     start_sglang: Start, tmp_path: Path
 ) -> None:
     engine = start_sglang()
+    assert engine.opened["version"] == "0.5.23"
     plain = engine.serve(PROMPTS)
     wanted = plain.tokens
     assert max(plain.cached) <= 64  # computed: only the common prefix was cached
@@ -138,6 +145,26 @@ def test_hits_from_every_tier_after_kill_9_and_a_store_without_checksums(
     engine.kill()
     engine = start_sglang(extra)
     comes_whole(engine, wanted, "storage")
+    engine.close()
+
+
+def test_the_linker_brings_pages_from_host_and_storage(start_sglang: Start, tmp_path: Path) -> None:
+    wanted = alone(start_sglang)
+    engine = start_sglang(**linker(100, tmp_path / "store"))
+    assert engine.serve(PROMPTS).tokens == wanted
+    host = engine.serve(PROMPTS)
+    assert (host.tokens, min(host.cached)) == (wanted, WHOLE)
+    assert engine.flush()  # the host tier too
+    stored = engine.serve(PROMPTS)
+    assert (stored.tokens, min(stored.cached)) == (wanted, WHOLE)
+    assert engine.flush()
+    # flipped bits are misses, and those pages are stored again
+    stores.flip(tmp_path / "store")
+    flipped = engine.serve(PROMPTS)
+    assert (flipped.tokens, max(flipped.cached) <= 64) == (wanted, True)
+    assert engine.flush()
+    repaired = engine.serve(PROMPTS)
+    assert (repaired.tokens, min(repaired.cached)) == (wanted, WHOLE)
     engine.close()
 
 
@@ -204,14 +231,17 @@ RETRACTION = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "20"}
 
 
 @pytest.mark.engines_full
+@pytest.mark.parametrize("adapter", ["hicache", "linker"])
 def test_random_conversations_with_retraction_and_cancelled_requests(
-    start_sglang: Start, tmp_path: Path
+    start_sglang: Start, tmp_path: Path, adapter: str
 ) -> None:
     wanted = [turn for one in conversations(40, 5, seed=4) for turn in one]
     random.Random(5).shuffle(wanted)
     plain = alone(start_sglang, wanted, **PRESSURE)
-    engine = start_sglang(variables=RETRACTION, **PRESSURE)
-    engine.attach(kvactors(tmp_path / "store"))
+    more = linker(60, tmp_path / "store") if adapter == "linker" else {}
+    engine = start_sglang(variables=RETRACTION, **PRESSURE, **more)
+    if adapter != "linker":
+        engine.attach(kvactors(tmp_path / "store"))
     draw = random.Random(6)
     sources = {"host": 0, "storage": 0}
     for _ in range(2):
@@ -224,6 +254,6 @@ def test_random_conversations_with_retraction_and_cancelled_requests(
             sources[source] += found.total(source)
         assert engine.flush()
     assert sources["host"] > 0
-    assert sources["storage"] > 0
+    assert adapter == "linker" or sources["storage"] > 0
     assert engine.logged(RETRACTED) > 0
     engine.close()

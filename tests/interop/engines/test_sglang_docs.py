@@ -108,7 +108,7 @@ def terminal(environments: Environments, tmp_path: Path) -> Iterator[Terminal]:
 
 
 def test_the_commands_for_hicache(terminal: Terminal) -> None:
-    (hicache,) = terminal.blocks("python -m sglang.launch_server")
+    hicache, _ = terminal.blocks("python -m sglang.launch_server")
     attach, clear, detach, metrics = terminal.blocks("curl")
     terminal.serve(hicache)
     computed, _ = terminal.generate()
@@ -128,3 +128,12 @@ def test_the_commands_for_hicache(terminal: Terminal) -> None:
     assert cached() == WHOLE
     terminal.run(clear)
     assert cached() <= 64
+
+
+def test_the_commands_for_the_linker(terminal: Terminal) -> None:
+    _, linker = terminal.blocks("python -m sglang.launch_server")
+    terminal.serve(linker.replace("64GB", "64MB"))
+    first, _ = terminal.generate()
+    again, cached = terminal.generate()
+    assert again == first
+    assert min(cached) == WHOLE
