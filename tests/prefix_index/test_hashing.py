@@ -195,24 +195,33 @@ async def test_a_prompt_that_no_tier_has_is_not_hashed() -> None:
 @given(st.data())
 def test_the_inputs_of_hashes_are_found_over_any_ancestors(data: st.DataObject) -> None:
     tree, block = BlockTree(1), 0
-    wanted: dict[int, tuple[bytes, int]] = {}
-    grown: list[tuple[bytes, list[int]]] = [(bytes([n]) * 32, []) for n in range(2)]
+    wanted: dict[int, tuple[bytes, int, bytes]] = {}
+    grown: list[tuple[bytes, list[int], dict[int, bytes]]] = [
+        (bytes([n]) * 32, [], {}) for n in range(2)
+    ]
     for number in range(data.draw(st.integers(1, 8))):
-        root, above = data.draw(st.sampled_from(grown))
-        tokens = above[: data.draw(st.integers(0, len(above)))]
-        tokens = [*tokens, *range(1000 * number, 1000 * number + data.draw(st.integers(1, 150)))]
+        root, above, known = data.draw(st.sampled_from(grown))
+        shared = data.draw(st.integers(0, len(above)))
+        own = range(1000 * number, 1000 * number + data.draw(st.integers(1, 150)))
+        tokens = [*above[:shared], *own]
+        extras = {at: extra for at, extra in known.items() if at < shared}
+        if data.draw(st.booleans()):
+            extras[data.draw(st.integers(shared, len(tokens) - 1))] = b"media"
         path = Path(1, root)
         path.extend(tokens)
+        for at, extra in extras.items():
+            path.set_extra(at, extra)
         run, _ = tree.pin(path)
         path.assign(run, range(block, block + len(tokens) - run))
         tree.commit(path, len(tokens))
         tree.release(path)
-        wanted |= {block + j - run: (root, tokens[j]) for j in range(run, len(tokens))}
+        for at in range(run, len(tokens)):
+            wanted[block + at - run] = root, tokens[at], extras.get(at, b"")
         block += len(tokens) - run
-        grown.append((root, tokens))
+        grown.append((root, tokens, extras))
     count = data.draw(st.integers(1, block))
     nodes, _, _, blocks, *_ = tree.evict(count, hashes=False)
-    roots, inputs, extras = tree.contents(nodes)
-    assert extras == []
+    roots, inputs, found = tree.contents(nodes)
     assert split_hashes(roots) == [wanted[one][0] for one in blocks]
     assert list(memoryview(inputs).cast("I")) == [wanted[one][1] for one in blocks]
+    assert dict(found) == {j: wanted[one][2] for j, one in enumerate(blocks) if wanted[one][2]}
