@@ -46,9 +46,6 @@ class RoomWaits:
         self._since: dict[bytes, float] = {}
         self._until: dict[bytes, float] = {}  # up to when a key is refused
 
-    def __len__(self) -> int:
-        return len(self._since)
-
     def refuses(self, key: bytes, now: float) -> bool:
         """Whether a key has waited in vain a short time ago. If not, its wait begins."""
         until = self._until.get(key)
