@@ -149,20 +149,6 @@ async def serve(cache, tokens, **identity) -> None:
         await lease.commit(lease.num_tokens)
 
 
-async def test_a_block_of_one_tenant_that_is_evicted_is_not_gone_for_the_others():
-    async with kvactors.open(config(device={"num_blocks": 8})) as cache:
-        shared = list(range(3 * BLOCKS + 1))
-        await serve(cache, shared, salt="a")
-        await serve(cache, shared)
-        for seed in range(5):
-            await serve(cache, [90 + seed] * (2 * BLOCKS + 1), salt="b")
-            await serve(cache, shared)
-        await cache.wait_flushed()
-        assert stand_in.service().resident == plain_paths(cache)
-        assert len(stand_in.service().resident) == 3
-        assert (cache.count_divergent_blocks(), cache.check()) == (0, [])
-
-
 @pytest.mark.parametrize("seed", range(6))
 async def test_the_index_holds_the_blocks_that_tokens_identify_after_any_run(seed):
     draw = random.Random(seed)

@@ -206,16 +206,6 @@ async def test_a_large_frame_ends_its_connection_before_it_is_read(tmp_path):
         assert (sink.server.requests, sink.server.malformed) == (1, 0), "the large one never came"
 
 
-@pytest.mark.parametrize("first", [2**63 - 1, 2**63, 2**64 - 1])
-async def test_numbers_that_were_never_given_have_an_empty_answer(tmp_path, first):
-    async with opened(tmp_path) as sink, socket(zmq.DEALER, sink.replay_endpoint) as dealer:
-        await sink.begin_epoch(7)
-        await dealer.send_multipart([b"", first.to_bytes(8, "big")])
-        assert len(await answers(dealer)) == 1
-        await dealer.send_multipart([b"", bytes(8)])
-        assert len(await answers(dealer)) == 2
-
-
 def test_a_window_takes_any_number():
     window = Window(10, 1000)
     window.add(0, b"x")

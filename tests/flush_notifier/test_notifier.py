@@ -6,17 +6,10 @@ import asyncio
 
 import pytest
 
-from kvactors.errors import ActorFailed, DeadlineExceeded
-from kvactors.flush_notifier.messages import (
-    BlocksAdded,
-    BlocksRemoved,
-    PathCached,
-    TierCleared,
-    WaitFlushed,
-)
+from kvactors.errors import ActorFailed
+from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathCached, TierCleared
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import ROOT, Wired, announced, faulty, memory, names, path
-from tests.support.deadline import deadline_after
 
 FAULTS = ("down", "hang", "fail_every", "lose_answers")
 NOTHING = {tier: set() for tier in Tier}
@@ -84,38 +77,6 @@ async def test_a_failed_sink_does_not_make_the_system_look_busy():
         assert statistics.in_flight
         await asyncio.sleep(0.02)
         assert wired.actor.sinks.statistics()[0].oldest_pending_age >= 0.02
-
-
-async def test_settle_waits_for_every_sink_and_no_longer_than_its_deadline():
-    wired = Wired(memory("good"), faulty("bad"))
-    wired.sinks[1].fault_mode = "down"
-    async with wired.running():
-        await wired.tell(announced(1))
-        for _ in range(3):
-            with pytest.raises(DeadlineExceeded):
-                await wired.ref.ask(WaitFlushed(), deadline=deadline_after(0.02))
-        asker = asyncio.create_task(wired.settle())
-        await asyncio.sleep(0.1)
-        assert not asker.done()
-        assert wired.actor.statistics().open_replies == 1, "those who gave up are forgotten"
-        wired.sinks[1].fault_mode = ""
-        await asker
-        assert wired.sinks[1].view()[Tier.DEVICE] == set(names(1))
-
-
-async def test_divergence_counts_blocks_with_a_path_and_orphans_those_without():
-    wired = Wired(memory("each"), memory("node", granularity="node"))
-    async with wired.running():
-        await wired.tell(announced(1, 2, 3), BlocksAdded(path(8, 9)[1], Tier.HOST, Reason.LOAD))
-        await wired.settle()
-        held = {Tier.DEVICE: set(names(1, 2, 3)), Tier.HOST: set(names(8, 9))}
-        assert wired.actor.sinks.divergence(held) == 0
-        assert len(wired.actor.ledger.orphans.tiers) == 2
-        assert wired.actor.sinks.divergence({Tier.DEVICE: set(names(1))}) == 2
-        assert wired.actor.sinks.divergence({**held, Tier.HOST: set(names(1))}) == 1, (
-            "per tier one differs, for the node none does"
-        )
-        assert wired.actor.sinks.divergence({}) == 3
 
 
 async def test_statistics_count_tasks_and_blocks():

@@ -20,7 +20,7 @@ import pytest
 
 import kvactors
 from kvactors.errors import SinkError
-from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, FlushTask
+from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import jsonl, make_sink
 from kvactors.flush_notifier.sinks.jsonl import (
     CHUNK_TOKENS,
@@ -34,7 +34,7 @@ from kvactors.layout.gqa import GQALayout
 from kvactors.settings import Config
 from kvactors.settings.sinks import JsonLinesSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier, join_hashes
-from tests.flush_notifier.helpers import BLOCK, ROOT, Wired, announced, memory, names, path
+from tests.flush_notifier.helpers import BLOCK, ROOT, memory, names, path
 
 NOTHING = {tier: set() for tier in Tier}
 
@@ -97,20 +97,6 @@ async def test_a_path_of_many_chunks_is_one_list(tmp_path):
     await sink.deliver([msgspec.structs.replace(task(1), tokens=tokens[: 4 * BLOCK * len(steps)])])
     told = json.loads(sink.path.read_text().splitlines()[1])["tokens"]
     assert told == ([0, 0, 1, 1, 2, 2, 3, 3] * len(steps))[: BLOCK * len(steps)]
-
-
-async def test_the_file_matches_the_view_of_a_sink_that_got_the_same_tasks(tmp_path):
-    wired = Wired(memory("good"), lines(tmp_path), timeout_s=5.0)
-    async with wired.running():
-        await wired.tell(announced(1, 2, 3), BlocksAdded(path(1, 2)[1], Tier.HOST, Reason.OFFLOAD))
-        await wired.settle()
-        await wired.tell(BlocksRemoved(names(1, 2, 3)[2], Tier.DEVICE, Reason.DEVICE_DROP))
-        await wired.settle()
-    assert replay_jsonl(tmp_path / "flush.jsonl") == wired.sinks[0].view()
-    assert wired.sinks[0].view() == NOTHING | {
-        Tier.DEVICE: set(names(1, 2)),
-        Tier.HOST: set(names(1, 2)),
-    }
 
 
 async def test_an_epoch_makes_everything_sent_before_void(tmp_path):
