@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 
 import numpy as np
@@ -124,6 +125,14 @@ def settle(book: Ledger, sink: int = 0):
 def faulty(name: str, **config) -> FaultySink:
     """A sink in memory that can be made to fail."""
     return FaultySink(memory(name, **config))
+
+
+async def until(condition, seconds=30.0):
+    loop = asyncio.get_running_loop()
+    end = loop.time() + seconds
+    while not condition():
+        assert loop.time() < end, "it did not come about"
+        await asyncio.sleep(0.005)
 
 
 class Wired:

@@ -20,7 +20,7 @@ from kvactors.flush_notifier.sinks import MemorySink
 from kvactors.settings import Config
 from kvactors.settings.sinks import MemorySinkConfig
 from kvactors.types import Reason, Tier
-from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory, names
+from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory, names, until
 
 NOTHING = {tier: set() for tier in Tier}
 
@@ -104,14 +104,6 @@ class Bad(MemorySink):
     async def deliver(self, tasks):
         await self.maybe("deliver")
         await super().deliver(tasks)
-
-
-async def until(condition, seconds=20.0):
-    loop = asyncio.get_running_loop()
-    end = loop.time() + seconds
-    while not condition():
-        assert loop.time() < end, "it did not come about"
-        await asyncio.sleep(0.005)
 
 
 @pytest.mark.parametrize("where", ["begin", "deliver"])

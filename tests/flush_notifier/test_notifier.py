@@ -9,18 +9,10 @@ import pytest
 from kvactors.errors import ActorFailed
 from kvactors.flush_notifier.messages import BlocksAdded, BlocksRemoved, PathCached, TierCleared
 from kvactors.types import Reason, Residency, Tier, join_hashes
-from tests.flush_notifier.helpers import ROOT, Wired, announced, faulty, memory, names, path
+from tests.flush_notifier.helpers import ROOT, Wired, announced, faulty, memory, names, path, until
 
 FAULTS = ("down", "hang", "fail_every", "lose_answers")
 NOTHING = {tier: set() for tier in Tier}
-
-
-async def until(condition):
-    for _ in range(3000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it did not come about")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
