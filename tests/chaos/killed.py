@@ -7,13 +7,13 @@ from pathlib import Path
 
 from anyio.to_thread import run_sync
 
-from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.storage.file.table import PAGE, meta_of, scan
 from kvactors.storage.inspect import inspect
 from kvactors.types import Tier
 from tests.chaos.record import Setting, Tally
 from tests.chaos.rest import compare_lines, jsonl, settings, varied
 from tests.chaos.worker import worker
+from tests.support.jsonl import replay_jsonl
 
 
 async def run(setting: Setting, tally: Tally) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.observe.statistics import announceable
 from kvactors.settings import Config
 from kvactors.storage import attempts
@@ -16,6 +15,7 @@ from kvactors.testing.sim import problems_at_rest
 from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Tally
+from tests.support.jsonl import replay_jsonl
 
 SETTLE = 45.0
 """Seconds in which a cache must come to rest."""

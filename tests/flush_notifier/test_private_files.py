@@ -12,10 +12,11 @@ import pytest
 
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.sinks.attention_store import Journal, PublishedBlocks
-from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink, replay_jsonl
+from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
 from kvactors.settings.sinks import JsonLinesSinkConfig
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory
 from tests.flush_notifier.test_sinks import LAYOUT, lines, task
+from tests.support.jsonl import replay_jsonl
 
 assert LAYOUT
 

@@ -22,12 +22,7 @@ import kvactors
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import jsonl, make_sink
-from kvactors.flush_notifier.sinks.jsonl import (
-    CHUNK_TOKENS,
-    TAIL_BYTES,
-    JsonLinesSink,
-    replay_jsonl,
-)
+from kvactors.flush_notifier.sinks.jsonl import CHUNK_TOKENS, TAIL_BYTES, JsonLinesSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.layout.gqa import GQALayout
@@ -35,6 +30,7 @@ from kvactors.settings import Config
 from kvactors.settings.sinks import JsonLinesSinkConfig, MemorySinkConfig
 from kvactors.types import Reason, Residency, Tier, join_hashes
 from tests.flush_notifier.helpers import BLOCK, ROOT, memory, names, path
+from tests.support.jsonl import replay_jsonl
 
 NOTHING = {tier: set() for tier in Tier}
 

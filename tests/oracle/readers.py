@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from kvactors import Tier
-from kvactors.flush_notifier.sinks.jsonl import replay_jsonl
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA
 from tests.support.attentionstore_sdk import services
+from tests.support.jsonl import replay_jsonl
 from tests.support.mirror import Reader
 
 from .draw import Draw

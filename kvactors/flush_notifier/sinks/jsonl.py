@@ -30,7 +30,7 @@ from kvactors.flush_notifier.sinks.kv_wire import identifier
 from kvactors.identity import media_items
 from kvactors.settings.sinks import JsonLinesSinkConfig
 from kvactors.threads import in_daemon
-from kvactors.types import Residency, Tier, split_hashes
+from kvactors.types import split_hashes
 
 THREAD = "kvactors-jsonl"
 CHUNK_TOKENS = 16_384  # turned into text at a time: in between the loop's thread can run
@@ -120,21 +120,3 @@ def record_of(task: FlushTask) -> dict[str, object]:
         "num_tokens": len(tokens),
         "tokens": msgspec.Raw(b"[%b]" % b",".join(texts)),
     }
-
-
-def replay_jsonl(path: str | Path) -> dict[Tier, set[bytes]]:
-    """The view that a file of such lines stands for. A last line without its end does not count.
-    Raises ValueError for a line that is none, OSError if the file cannot be read."""
-    view: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
-    for line in Path(path).read_bytes().split(b"\n")[:-1]:
-        record = msgspec.json.decode(line)  # msgspec.DecodeError is a ValueError
-        if record["type"] == "epoch":
-            view = {tier: set() for tier in Tier}
-        elif record["type"] == "flush":
-            held = view[Tier[record["tier"].upper()]]
-            hashes = [bytes.fromhex(one) for one in record["keys"]]
-            gained = Residency(record["residency"]) is Residency.RESIDENT
-            (held.update if gained else held.difference_update)(hashes)
-        else:
-            raise ValueError(f"unknown record type {record['type']!r}")
-    return view
