@@ -10,6 +10,7 @@ import pytest
 
 import kvactors
 from kvactors.errors import DeadlineExceeded, DeviceError, LeaseEnded, NoRoom
+from kvactors.prefix_index.messages import Fork
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 HOST = {"slots": 16, "transit_slots": 16}
@@ -121,6 +122,25 @@ async def test_a_fork_that_waits_for_others_ends(ends):
         if ends in ("deadline", "cancel", "clear"):
             await (await lease.fork()).finish()
             await lease.finish()
+
+
+async def test_a_fork_that_is_answered_to_a_cancelled_caller_ends(queued, monkeypatch):
+    async with opened(device=8) as cache:
+        lease = await cache.acquire("a", prompt(1, 2))
+        handlers = cache.system.index_actor.handlers
+        fork = handlers[Fork]
+
+        def answered(message, envelope):
+            fork(message, envelope)
+            call.cancel()
+
+        monkeypatch.setitem(handlers, Fork, answered)
+        call = asyncio.ensure_future(lease.fork())
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await cache.wait_idle()
+        assert cache.statistics().prefix.leases == 1
+        await lease.finish()
 
 
 async def test_loads_in_flight_are_waited_for_by_both(monkeypatch):
