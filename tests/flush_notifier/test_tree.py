@@ -33,7 +33,7 @@ def test_the_longest_idle_block_is_removed_first():
 
 
 def test_rows_are_used_again_under_a_scan_that_stays_open():
-    """A slow repetition of a sink that is down keeps its scan."""
+    """A repetition to a sink that is down keeps its scan."""
     tree = LedgerTree(0, 1)
     chain(tree, A, B)
     scan = tree.scan()
