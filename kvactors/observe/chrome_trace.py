@@ -36,7 +36,6 @@ class ChromeTrace(Instrument):
         self._flows: dict[int, int] = {}  # by id of the envelope, which exists while it is queued
         self._count = 0
         self._turn: tuple[str, str, float, dict[str, int]] | None = None
-        self._requests: dict[int, tuple[list[list[Event]], float]] = {}  # spans, end of the acquire
         self._watch = OperationWatch(self._operation)
 
     @asynccontextmanager
@@ -56,7 +55,7 @@ class ChromeTrace(Instrument):
             _metadata("thread_name", CALLERS, "callers"),
             *(_metadata("thread_name", track, name) for name, track in self._tracks.items()),
         ]
-        return [*named, *sorted(self._events, key=lambda event: int(event["ts"]))]
+        return [*named, *sorted(self._events, key=_order)]
 
     def encode(self) -> bytes:
         page = {
@@ -123,48 +122,27 @@ class ChromeTrace(Instrument):
         args: dict[str, Any] = {"blocks": done.blocks, "ok": done.ok}
         if done.tier:
             args["tier"] = done.tier
-        if done.kind == "acquire":
-            if done.ok:
-                span = _span("acquire", "request", done.number, done.began, done.ended, args)
-                self._requests[done.number] = [span], done.ended
-        elif done.kind in ("ready", "request"):
-            self._of_request(done, args)
-        else:
+        name, category, number = done.kind, "request", done.number
+        began: float | None = done.began
+        if done.kind == "request":
+            name, args = f"request {done.request}", {}
+        elif done.kind == "ready":
+            name, began = "load", done.granted
+        elif done.kind != "acquire":
             self._count += 1
             names = {"copy": f"copy to {done.tier}", "flush": f"flush {done.where}"}
-            name = names.get(done.kind, done.kind)
-            self._add_all(_span(name, done.kind, self._count, done.began, done.ended, args))
+            name, category, number = names.get(name, name), name, self._count
+        if (done.ok or done.kind != "acquire") and began is not None:
+            shared = {"name": name, "cat": category, "id": f"0x{number:x}", "tid": CALLERS}
+            begin = {"ph": "b", "ts": _us(began), "args": args, **shared}
+            self._add(begin, {"ph": "e", "ts": _us(done.ended), **shared})
 
-    def _of_request(self, done: Operation, args: dict[str, Any]) -> None:
-        """A request's loads, or the request itself, have ended. Its events are kept in order:
-        those of one time stay so when they are sorted."""
-        spans, granted = self._requests.pop(done.number, ([], None))
-        if granted is None:
-            return
-        if done.kind == "ready":
-            load = _span("load", "request", done.number, granted, done.ended, args)
-            loaded = spans[0][0]["args"]["tier"] == "pending"
-            spans += [load] if loaded and len(spans) == 1 else []
-            self._requests[done.number] = spans, granted
-            return
-        name = f"request {done.request}"
-        begin, end = _span(name, "request", done.number, done.began, done.ended, {})
-        self._add_all([begin, *(event for span in spans for event in span), end])
-
-    def _add_all(self, events: list[Event]) -> None:
+    def _add(self, *events: Event) -> None:
         """Add all events or none: each end needs its beginning."""
         if len(self._events) + len(events) > self._limit:
             self.left_out += len(events)
             return
-        for event in events:
-            self._add(event)
-
-    def _add(self, event: Event) -> None:
-        if len(self._events) >= self._limit:
-            self.left_out += 1
-            return
-        event["pid"] = ACTORS
-        self._events.append(event)
+        self._events += [{**event, "pid": ACTORS} for event in events]
 
     def _track(self, name: str) -> int:
         return self._tracks.setdefault(name, len(self._tracks) + 1)
@@ -174,14 +152,14 @@ def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
-def _span(
-    name: str, category: str, number: int, began: float, ended: float, args: dict[str, Any]
-) -> list[Event]:
-    shared = {"name": name, "cat": category, "id": f"0x{number:x}", "tid": CALLERS}
-    return [
-        {"ph": "b", "ts": _us(began), "args": args, **shared},
-        {"ph": "e", "ts": _us(ended), **shared},
-    ]
+def _order(event: Event) -> tuple[int, int]:
+    """Events by time. At one time a request encloses its acquire, and its load comes after that."""
+    first, rank = event["name"].split(" ")[0], 1
+    if first == "request":
+        rank = 0 if event["ph"] == "b" else 3
+    elif first == "load":
+        rank = 2
+    return event["ts"], rank
 
 
 def _metadata(name: str, track: int, value: str) -> Event:

@@ -39,6 +39,8 @@ class Operation(NamedTuple):
         tier: of acquire: `none`, `device`, or `pending` while blocks are being loaded. Of ready and
             load: the lowest tier that blocks came from. Of copy: `host` or `device`, the target.
         ok: it was not refused and did not fail as a whole.
+        granted: of the first ready after an acquire with pending blocks, the end of the acquire.
+            None of others.
     """
 
     kind: str
@@ -50,6 +52,7 @@ class Operation(NamedTuple):
     blocks: int = 0
     ok: bool = True
     request: str = ""
+    granted: float | None = None
 
 
 BEGINNINGS: Mapping[type[Any], tuple[str, Callable[[Any], int]]] = {
@@ -106,7 +109,8 @@ class OperationWatch(Instrument):
         self._operation = operation
         self._index_started = index_started
         self._open: dict[Key, tuple[float, int]] = {}  # start, and blocks
-        self._requests: dict[int, tuple[float, str]] = {}  # by lease: start, id
+        # by lease: start, id, and the end of an acquire whose blocks are pending
+        self._requests: dict[int, tuple[float, str, float | None]] = {}
         self._notifier: FlushNotifier | None = None
 
     def attach(self, system: System) -> None:
@@ -202,25 +206,30 @@ class OperationWatch(Instrument):
         began = self._open.get(key, (now(), 0))[0]
         self._end(key, PrefixIndex.ROLE, tier, blocks, granted is not None, request)
         if isinstance(granted, index.AcquireResult) and len(self._requests) < MOST_OPEN:
-            self._requests[lease] = began, request
+            self._requests[lease] = began, request, now() if granted.pending else None
             if not granted.pending:
-                self._ready(lease, began, tier, blocks)
+                self._ready(lease, tier, blocks)
 
     def _waited(self, lease: int, reply: asyncio.Future[Any]) -> None:
-        result, known = result_of(reply), self._requests.get(lease)
-        if isinstance(result, index.ReadyResult) and known is not None:
+        result = result_of(reply)
+        if isinstance(result, index.ReadyResult) and lease in self._requests:
             lower = "storage" if result.storage_hits else "host" if result.host_hits else ""
             tier = lower or ("device" if result.device_hits else "none")
             blocks = result.storage_hits + result.host_hits + result.device_hits
-            self._ready(lease, known[0], tier, blocks)
+            self._ready(lease, tier, blocks)
 
-    def _ready(self, lease: int, began: float, tier: str, blocks: int) -> None:
-        self._operation(Operation("ready", PrefixIndex.ROLE, lease, began, now(), tier, blocks))
+    def _ready(self, lease: int, tier: str, blocks: int) -> None:
+        began, request, granted = self._requests[lease]
+        self._requests[lease] = began, request, None
+        times = began, now()
+        self._operation(
+            Operation("ready", PrefixIndex.ROLE, lease, *times, tier, blocks, granted=granted)
+        )
 
     def _request_over(self, lease: int) -> None:
         known = self._requests.pop(lease, None)
         if known is not None:
-            began, request = known
+            began, request, _ = known
             done = Operation("request", PrefixIndex.ROLE, lease, began, now(), request=request)
             self._operation(done)
 

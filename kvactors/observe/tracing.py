@@ -27,7 +27,7 @@ class SpanWatch:
 
     def __init__(self, tracer: Tracer | None = None) -> None:
         self._tracer = trace.get_tracer("kvactors") if tracer is None else tracer
-        self._requests: dict[int, tuple[Span, int]] = {}  # by lease: span, end of the acquire
+        self._requests: dict[int, Span] = {}  # by lease
         self._watch = OperationWatch(self._operation)
         self._offset = 0.0
 
@@ -39,7 +39,7 @@ class SpanWatch:
             yield self
         finally:
             self._watch.detach(cache.system)
-            for span, _ in self._requests.values():
+            for span in self._requests.values():
                 span.end()
             self._requests.clear()
 
@@ -48,14 +48,13 @@ class SpanWatch:
         if done.kind == "acquire":
             self._acquired(done, began, ended)
         elif done.kind == "request":
-            span, _ = self._requests.pop(done.number, (None, 0))
-            if span is not None:
+            if (span := self._requests.pop(done.number, None)) is not None:
                 span.end(ended)
         elif done.kind == "ready":
-            found = self._requests.get(done.number)
-            if found is not None and found[1]:
-                self._requests[done.number] = found[0], 0
-                self._span("kvactors.load_wait", done, found[1], ended, found[0])
+            parent = self._requests.get(done.number)
+            if done.granted is not None and parent is not None:
+                granted = self._nanoseconds(done.granted)
+                self._span("kvactors.load_wait", done, granted, ended, parent)
         else:
             self._span(f"kvactors.{done.kind}", done, began, ended)
 
@@ -68,7 +67,7 @@ class SpanWatch:
                 start_time=began,
                 attributes={"kvactors.request_id": done.request},
             )
-            self._requests[done.number] = parent, ended if done.tier == "pending" else 0
+            self._requests[done.number] = parent
         self._span("kvactors.acquire", done, began, ended, parent)
 
     def _span(
