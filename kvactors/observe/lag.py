@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -22,33 +22,10 @@ LAG_TIMER_S = 0.05
 SCHEDSTAT = "/proc/thread-self/schedstat"
 
 
-class Lag(NamedTuple):
-    """Percentiles of the loop's lag in milliseconds."""
-
-    p50: float
-    p99: float
-    p999: float
-
-    def as_dict(self) -> dict[str, float]:
-        return {name: round(value, 4) for name, value in self._asdict().items()}
-
-
-class Lags(NamedTuple):
-    """The loop's lag, and the parts of it that tell a slow loop from a busy machine.
-
-    Attributes:
-        own: without the time in which the loop's thread was runnable and no core was free. None
-            where the system does not count that time.
-        cpu: the processor time of the loop's thread within the lag.
-    """
-
-    wall: Lag
-    own: Lag | None
-    cpu: Lag
-
-
-NO_LAG = Lag(0.0, 0.0, 0.0)
-NO_LAGS = Lags(NO_LAG, None, NO_LAG)  # of a loop whose time is not real
+Lags: TypeAlias = dict[str, dict[str, float]]
+"""Percentiles in milliseconds of the loop's lag (`wall`), of the lag without the time in which the
+loop's thread was runnable and no core was free (`own`, empty where the system does not count that
+time), and of the processor time of the loop's thread within the lag (`cpu`)."""
 
 
 class Tick(NamedTuple):
@@ -64,12 +41,11 @@ class Tick(NamedTuple):
 
 
 class LagMonitor:
-    """Collects lags while `running`. clock: instead of the loop's, which may be coarse."""
+    """Collects lags while `running`."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+    def __init__(self) -> None:
         self.ticks: list[Tick] = []
         self.sees_waits = False
-        self._clock = clock
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[LagMonitor]:
@@ -87,7 +63,7 @@ class LagMonitor:
                 os.close(schedstat)
 
     async def _tick(self, schedstat: int) -> None:
-        clock = self._clock or asyncio.get_running_loop().time
+        clock = asyncio.get_running_loop().time
         ran, waited = time.thread_time(), waited_s(schedstat)
         while True:
             due = clock() + TICK_S
@@ -109,11 +85,11 @@ class LagMonitor:
 def lags_of(ticks: list[Tick], *, sees_waits: bool) -> Lags:
     """Percentiles of ticks. A tick is late by what happened after it was due, and the counters
     cover the sleep before as well: `cpu` is at most one TICK_S above, `own` below the truth."""
-    return Lags(
-        percentiles([tick.lag for tick in ticks]),
-        percentiles([tick.own for tick in ticks]) if sees_waits else None,
-        percentiles([min(tick.lag, tick.cpu) for tick in ticks]),
-    )
+    return {
+        "wall": percentiles([tick.lag for tick in ticks]),
+        "own": percentiles([tick.own for tick in ticks]) if sees_waits else {},
+        "cpu": percentiles([min(tick.lag, tick.cpu) for tick in ticks]),
+    }
 
 
 def waited_s(schedstat: int) -> float:
@@ -121,12 +97,10 @@ def waited_s(schedstat: int) -> float:
     return int(os.pread(schedstat, 64, 0).split()[1]) / 1e9 if schedstat >= 0 else 0.0
 
 
-def percentiles(seconds: list[float]) -> Lag:
+def percentiles(seconds: list[float]) -> dict[str, float]:
     """In milliseconds, all zero without values."""
-    if not seconds:
-        return NO_LAG
-    p50, p99, p999 = np.percentile(np.array(seconds) * 1e3, [50, 99, 99.9])
-    return Lag(float(p50), float(p99), float(p999))
+    found = np.percentile(np.array(seconds or [0.0]) * 1e3, [50, 99, 99.9]).tolist()
+    return {name: round(one, 4) for name, one in zip(("p50", "p99", "p999"), found, strict=True)}
 
 
 class LagTimer:

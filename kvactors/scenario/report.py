@@ -154,9 +154,9 @@ def make_report(
         sinks=each,
         storage=stored,
         blocks_moved=host.offloaded + host.written,
-        loop_lag_ms=lags.wall.as_dict(),
-        loop_own_lag_ms=lags.own.as_dict() if lags.own is not None else {},
-        loop_cpu_ms=lags.cpu.as_dict(),
+        loop_lag_ms=lags["wall"],
+        loop_own_lag_ms=lags["own"],
+        loop_cpu_ms=lags["cpu"],
     )
 
 

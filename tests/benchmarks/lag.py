@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from kvactors.cache import KVCache, open_cache
 from kvactors.errors import NoRoom
-from kvactors.observe.lag import Lag, LagMonitor, Lags
+from kvactors.observe.lag import LagMonitor, Lags
 from kvactors.settings import Config
 from kvactors.signals import run_terminable
 from tests.benchmarks import callbacks
@@ -164,9 +164,8 @@ async def measure(seconds: float, rounds: int) -> Measured:
 def lag_rows(phases: dict[str, list[Lags]], part: str, suffix: str = "") -> list[Row]:
     """The percentiles of a part of the lag, medians of the rounds. Empty where the system does not
     count it."""
-    found: dict[str, list[Lag]] = {
-        name: [lag for lags in rounds if (lag := getattr(lags, part))]
-        for name, rounds in phases.items()
+    found: dict[str, list[dict[str, float]]] = {
+        name: [lag for lags in rounds if (lag := lags[part])] for name, rounds in phases.items()
     }
     rows: list[Row] = []
     for name in ("p50", "p99", "p999"):
@@ -174,7 +173,7 @@ def lag_rows(phases: dict[str, list[Lags]], part: str, suffix: str = "") -> list
             return []
         # a lag of nothing is a microsecond: a row has a ratio
         idle, woken, busy = (
-            max(1e-3, median(getattr(lag, name) for lag in lags)) for lags in found.values()
+            max(1e-3, median(lag[name] for lag in lags)) for lags in found.values()
         )
         case, above = f"saturated, {name}{suffix}", f"idle in the same run + {ABOVE_IDLE:g} ms"
         rows += [
