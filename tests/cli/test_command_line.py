@@ -107,11 +107,6 @@ def test_run_fails_when_an_expectation_does_not_hold(kvactors, tmp_path):
     assert "requests is 4, expected 5" in err
 
 
-@pytest.mark.parametrize("flag", ["--real", "--virtual"])
-def test_both_kinds_of_time(kvactors, flag):
-    assert kvactors("run", ROOT / "scenarios" / "no_room.toml", flag)[0] == 0
-
-
 def test_replay_honours_its_options(kvactors, tmp_path):
     lines = [
         json.dumps({"timestamp": 1000 * i, "output_length": 1, "hash_ids": [1, i + 2]})

@@ -120,14 +120,3 @@ def test_no_output_is_an_input_or_another_output(kvactors, trace, tmp_path):
     assert trace.read_bytes() == before
     assert not (tmp_path / "r").exists()
     check_distinct((trace,), json=tmp_path / "a", html=None)
-
-
-def test_a_trace_goes_to_standard_output(kvactors, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "s.toml").write_text(
-        '[scenario]\nname = "s"\n[workload]\nsessions = 1\nturns = 1\n'
-    )
-    status, out, _ = kvactors("run", "s.toml", "--trace", "-")
-    assert status == 0
-    assert json.loads(out)["traceEvents"]
-    assert {path.name for path in tmp_path.iterdir()} == {"s.toml"}

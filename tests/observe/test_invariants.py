@@ -18,7 +18,7 @@ from kvactors.observe.invariants import (
     check_steps,
     residency_steps,
 )
-from kvactors.tables import FREED_SHARDS, SHARDS, ShardedDict, ShardedSet
+from kvactors.tables import SHARDS, ShardedDict, ShardedSet
 from kvactors.types import Tier
 from tests.support.cache import opened, prompt, serve
 
@@ -244,16 +244,6 @@ def test_no_small_table_has_many_keys(kind):
     table = filled(kind, names(MANY))
     assert len(table) == MANY
     assert max(map(len, table.shards)) < 4 * MANY / SHARDS
-
-
-@pytest.mark.parametrize("kind", [ShardedSet, ShardedDict])
-def test_a_step_frees_few_keys(kind):
-    table = filled(kind, names(MANY))
-    left = MANY
-    for _ in table.free():
-        assert left - len(table) < 4 * FREED_SHARDS * MANY / SHARDS
-        left = len(table)
-    assert left == 0
 
 
 async def test_a_check_frees_what_it_made_in_steps(monkeypatch):

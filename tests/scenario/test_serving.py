@@ -98,22 +98,6 @@ def test_prefill_takes_its_time_and_decoding_requests_join():
     assert scheduler.figures.as_dict()["first_token_s"]["p50"] == pytest.approx((0.08 + 0.22) / 2)
 
 
-def test_a_long_prompt_takes_several_steps():
-    scheduler = Scheduler(PACE)
-    long, short = (
-        ServingJob(0, request(0, 1, *range(5)), SIZE),
-        ServingJob(1, request(0, 1, 9), SIZE),
-    )
-    for job in (long, short):
-        scheduler.begin(job, 0, covered=20)
-    sizes = []
-    while scheduler.has_work:
-        stride = scheduler.plan(1e9)
-        sizes.append([count for _, count in stride.prefill])
-        scheduler.carry_out(stride)
-    assert sizes == [[8], [8], [4, 4]]
-
-
 def test_decode_steps_without_a_call_between_are_one_stride():
     scheduler = Scheduler(PACE)
     job = ServingJob(0, request(0, 100, 1), SIZE)
@@ -189,12 +173,6 @@ def test_a_request_whose_failed_load_finds_no_blocks_is_admitted_again(monkeypat
     monkeypatch.setattr(Engine, "begin", no_blocks_at_first)
     _, totals, statistics = serve([request(0, 3, 1, 2)])
     assert (totals.finished, totals.rejected, statistics.prefix.abandoned) == (1, 0, 1)
-
-
-def test_the_same_seed_has_the_same_figures():
-    requests = [request(0.1 * i, 9, *range(i % 3, i % 3 + 4)) for i in range(12)]
-    first, again = (serve(requests, seed=3)[0].as_dict() for _ in range(2))
-    assert first == again
 
 
 def test_a_process_that_is_too_slow_changes_no_figure():

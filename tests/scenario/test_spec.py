@@ -125,11 +125,6 @@ def test_expectations_that_do_not_hold_are_listed(name, wanted):
     assert complaint.startswith(f"{name} is ")
 
 
-def test_an_error_in_the_run_counts_as_one():
-    [complaint] = disappointments({"errors": 0.0}, report(errors=["broken"]))
-    assert complaint.startswith("errors is 1")
-
-
 @pytest.mark.parametrize("name", ["nonsense", "hit_rate.disk", "requests.x", "hit_rate", "name"])
 def test_an_expectation_about_no_number_is_bad_input(name):
     with pytest.raises(ConfigError, match=name):
