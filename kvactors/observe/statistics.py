@@ -11,21 +11,15 @@ from kvactors.actor.sliced import Sliced, finish
 from kvactors.cpu_evictor.memory import HostStatistics
 from kvactors.data_plane.ranks.leader import RankStatistics
 from kvactors.flush_notifier.deliver import SinkStatistics
-from kvactors.flush_notifier.view import SinkFilter
 from kvactors.gpu_swapper.actor import SwapperStatistics
 from kvactors.observe.invariants import Residency, residency_steps
 from kvactors.prefix_index.reports import IndexStatistics
 from kvactors.quotas import SaltCount
 from kvactors.storage.backend import StoreStatistics
 from kvactors.system import System
-from kvactors.tables import ShardedDict
-from kvactors.types import ALL_TIERS, Tier
 
 if TYPE_CHECKING:
     from kvactors.data_plane.cuda.engine import CudaStatistics
-
-PER_TIER = SinkFilter(int(ALL_TIERS), node=False, at_finish=False)
-"""Filter of a sink that receives every event immediately, with each tier separate."""
 
 CopyStatistics: TypeAlias = "CudaStatistics | tuple[RankStatistics, ...] | None"
 """Copy engine statistics: of CUDA, of each tensor-parallel rank, or None for host memory."""
@@ -121,19 +115,6 @@ def residency(system: System) -> Residency:
     where: Residency = {}
     finish(residency_steps(system, where))
     return where
-
-
-def announceable(system: System, sink: SinkFilter = PER_TIER) -> dict[Tier, set[bytes]]:
-    """The keys of each tier that a sink with this filter is sent."""
-    found: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}
-    where = residency(system)
-    for block_hash, _, tiers in system.notifier_actor.ledger.announceable(
-        sink, where, ShardedDict()
-    ):
-        for tier in Tier:
-            if tiers & tier:
-                found[tier].add(block_hash)
-    return found
 
 
 # -- by salt

@@ -12,9 +12,10 @@ import kvactors
 from kvactors.flush_notifier.deliver import SinkSet
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.hints import Hints
-from kvactors.observe.statistics import announceable, residency
+from kvactors.observe.statistics import residency
 from kvactors.settings import Config
 from kvactors.types import Reason, Tier
+from tests.support.announced import announceable
 from tests.support.cache import opened, prompt, serve
 
 SALTS = (None, "tenant-a")

@@ -11,7 +11,7 @@ import numpy as np
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.cache import KVCache, open_cache
 from kvactors.errors import StoreUnsupported
-from kvactors.observe.statistics import announceable, residency
+from kvactors.observe.statistics import residency
 from kvactors.settings import Config
 from kvactors.storage import attempts
 from kvactors.testing.faults import Fault
@@ -21,6 +21,7 @@ from tests.chaos.record import Setting, Tally, reached
 from tests.chaos.rest import BREAKER, at_rest, settings
 from tests.flush_notifier.helpers import known, path_tokens
 from tests.support import attentionstore_sdk as stand_in
+from tests.support.announced import announceable
 from tests.support.attentionstore_sdk import Service
 
 PATIENCE = 30.0

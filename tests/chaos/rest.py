@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from kvactors.cache import KVCache, open_cache
-from kvactors.observe.statistics import announceable
 from kvactors.settings import Config
 from kvactors.storage import attempts
 from kvactors.testing.sim import problems_at_rest
 from kvactors.types import Tier
 from tests.chaos.load import Load
 from tests.chaos.record import Setting, Tally
+from tests.support.announced import announceable
 from tests.support.jsonl import replay_jsonl
 
 SETTLE = 45.0

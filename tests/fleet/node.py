@@ -22,7 +22,6 @@ from kvactors.cache import KVCache, open_cache
 from kvactors.errors import DeadlineExceeded, NoRoom
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA
 from kvactors.lease import Hits
-from kvactors.observe.statistics import announceable
 from kvactors.scenario.engine import Engine, ScenarioRequest
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Totals
@@ -30,6 +29,7 @@ from kvactors.scenario.spec import Scenario, Workload
 from kvactors.scenario.workload import Conversation
 from kvactors.settings import Config
 from kvactors.storage.mooncake import MooncakeBackend
+from tests.support.announced import announceable
 from tests.support.child import log_errors_only, say
 
 LINE_BYTES = 1 << 24

@@ -18,12 +18,12 @@ from kvactors.errors import DeadlineExceeded, SdkError, SinkError
 from kvactors.flush_notifier.messages import BlocksRemoved
 from kvactors.flush_notifier.sinks.attention_store import AttentionStoreSink
 from kvactors.layout import GQALayout
-from kvactors.observe.statistics import announceable
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig, AttentionStoreSinkConfig
 from kvactors.types import Reason, Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, finished, names, path, path_tokens
 from tests.support import attentionstore_sdk as stand_in
+from tests.support.announced import announceable
 from tests.support.attentionstore_sdk.api.common.common_pb2 import MEDIA_HBM
 from tests.support.attentionstore_sdk.client.client import AttentionType
 

@@ -274,7 +274,7 @@ async def churn(cache, seeds) -> None:
 
 
 def tiers_of(cache) -> dict[str, set[int]]:
-    from kvactors.observe.statistics import announceable
+    from tests.support.announced import announceable
 
     names = {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"}
     held = {

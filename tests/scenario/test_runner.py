@@ -11,12 +11,12 @@ import pytest
 
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA
-from kvactors.observe.statistics import announceable
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
 from kvactors.settings import read_toml
 from tests.flush_notifier.helpers import path_tokens
 from tests.support import attentionstore_sdk
+from tests.support.announced import announceable
 from tests.support.child import child
 from tests.support.mirror import compare
 

@@ -15,7 +15,6 @@ from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.native import DEVICE
 from kvactors.observe.invariants import listing
-from kvactors.observe.statistics import announceable
 from kvactors.quotas import salt_id
 from kvactors.storage.attempts import PAUSE_S
 from kvactors.testing.sim import left_over
@@ -26,6 +25,7 @@ from tests.load.client import Client, compare_clears, family_prompt
 from tests.load.ground import Prompt
 from tests.simulation.draw import BLOCK, INDEX
 from tests.simulation.world import World
+from tests.support.announced import announceable
 from tests.support.attentionstore_sdk import services
 from tests.support.rank_process import keys_on_rank
 
