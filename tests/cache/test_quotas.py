@@ -136,6 +136,15 @@ async def test_a_pin_of_finish_is_of_the_output_too():
         assert cache.system.index_actor.index.tree.pinned == 2
 
 
+async def test_a_clear_ends_pins():
+    async with opened(device=8, host={"slots": 4}) as cache:
+        await use(cache, 1, hints=Hints(pin=True))
+        await cache.clear()
+        assert cache.system.index_actor.index.tree.pinned == 0
+        await use(cache, 2, blocks=8)
+        await settle(cache)
+
+
 async def test_a_lease_of_before_a_clear_of_its_salt_caches_nothing():
     async with opened(device=8) as cache:
         lease = await cache.acquire("open", tokens_of(1, 2), salt="a")
