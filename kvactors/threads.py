@@ -9,9 +9,10 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Executor, Future, wait
 from contextlib import suppress
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import anyio
@@ -20,6 +21,7 @@ from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import as_exception
 from kvactors.native import register_at_fork, work_in_background
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 NICE = 10
@@ -137,25 +139,27 @@ class Workers:
         self._started = 0
 
 
-def _in_daemon(call: Callable[[], T], name: str) -> asyncio.Future[T]:
-    workers = Workers(1, name)
-    future = workers.submit(call)
-    workers.close()
-    return asyncio.wrap_future(future)
-
-
 async def in_thread(
     call: Callable[[], T], name: str, cancelled: Callable[[], None] | None = None
 ) -> T:
     """Run one blocking call in a separate daemon thread and wait for its end, even if cancelled."""
-    return await wait_uncancelled(_in_daemon(call, name), cancelled)
+    future = asyncio.wrap_future(DaemonExecutor(name).submit(call))
+    return await wait_uncancelled(future, cancelled)
 
 
-async def in_daemon(call: Callable[[], T], name: str) -> T:
-    """Run one blocking call in a separate daemon thread.
+class DaemonExecutor(Executor):
+    """Executor for aiofiles that runs each call in a separate daemon thread.
 
-    A cancellation ends only the wait, so the call must not access memory of the caller. With
+    A cancellation ends only the wait, so the calls must not access memory of the caller. With
     asyncio's default executor, a call that does not return would keep `asyncio.run` and the process
     from ending.
     """
-    return await _in_daemon(call, name)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        workers = Workers(1, self.name)
+        future = workers.submit(partial(fn, *args, **kwargs))
+        workers.close()
+        return future

@@ -25,7 +25,7 @@ from kvactors.observe.health import health
 from kvactors.observe.invariants import in_slices
 from kvactors.observe.statistics import TenantStatistics, collect, named_tenants
 from kvactors.tables import Unclaimed
-from kvactors.threads import in_daemon
+from kvactors.threads import DaemonExecutor
 
 if TYPE_CHECKING:
     from kvactors.observe.prometheus import CacheMetrics
@@ -136,7 +136,8 @@ class HttpEndpoint:
     async def _metrics(self) -> HttpAnswer:
         from kvactors.observe.prometheus import CONTENT_TYPE
 
-        body = await in_daemon(self._metrics_of.render, "kvactors-metrics")
+        executor = DaemonExecutor("kvactors-metrics")
+        body = await asyncio.wrap_future(executor.submit(self._metrics_of.render))
         return HttpAnswer(200, body, CONTENT_TYPE)
 
     def _health(self) -> HttpAnswer:

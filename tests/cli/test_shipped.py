@@ -112,7 +112,7 @@ def test_the_command_line_without_a_dependency_names_it(tmp_path):
 
 ELSEWHERE = """
 import sys, os, asyncio, ctypes, logging, mmap, multiprocessing, subprocess, tempfile
-import anyio, cyclopts, msgspec, numpy, rich.console, rich.progress, structlog, xxhash
+import aiofiles, anyio, cyclopts, msgspec, numpy, rich.console, rich.progress, structlog, xxhash
 sys.platform = {system!r}
 sys.modules["kvactors._native"] = None
 if {system!r} == "win32":

@@ -6,14 +6,14 @@ import asyncio
 import gc
 import os
 import stat
-import threading
 
 import pytest
 
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.sinks.attention_store import Journal, PublishedBlocks
-from kvactors.flush_notifier.sinks.jsonl import JsonLinesSink
+from kvactors.flush_notifier.sinks.jsonl import CHUNK_HASHES, JsonLinesSink
 from kvactors.settings.sinks import JsonLinesSinkConfig
+from kvactors.types import Tier
 from tests.flush_notifier.helpers import BLOCK, Wired, announced, memory
 from tests.flush_notifier.test_sinks import LAYOUT, lines, task
 from tests.support.jsonl import replay_jsonl
@@ -120,11 +120,11 @@ async def test_a_write_that_is_given_up_and_fails_then_is_no_unseen_exception(
     seen = []
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(lambda loop, context: seen.append(context))
-    sink, release = lines(tmp_path), threading.Event()
+    sink, release = lines(tmp_path), loop.create_future()
     await sink.begin_epoch(1)
 
-    def fails(records):
-        release.wait()
+    async def fails(data):
+        await release
         raise SinkError("no space")
 
     monkeypatch.setattr(sink, "_write", fails)
@@ -132,9 +132,18 @@ async def test_a_write_that_is_given_up_and_fails_then_is_no_unseen_exception(
     await asyncio.sleep(0.01)
     call.cancel()
     await asyncio.sleep(0)
-    release.set()
+    release.set_result(None)
     await asyncio.wait([call])
     assert call.cancelled()
     gc.collect()
     await asyncio.sleep(0)
     assert seen == []
+
+
+async def test_many_block_hashes_are_one_list(tmp_path):
+    sink = lines(tmp_path)
+    await sink.open()
+    await sink.begin_epoch(1)
+    branch = range(CHUNK_HASHES + 3)
+    await sink.deliver([task(*branch)])
+    assert len(replay_jsonl(sink.path)[Tier.DEVICE]) == CHUNK_HASHES + 3

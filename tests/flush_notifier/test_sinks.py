@@ -3,6 +3,7 @@ own checks."""
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import os
@@ -10,18 +11,16 @@ import stat
 import subprocess
 import sys
 import textwrap
-import threading
-from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
+import aiofiles
 import msgspec
 import pytest
 
 import kvactors
 from kvactors.errors import SinkError
 from kvactors.flush_notifier.messages import FlushTask
-from kvactors.flush_notifier.sinks import jsonl, make_sink
+from kvactors.flush_notifier.sinks import make_sink
 from kvactors.flush_notifier.sinks.jsonl import CHUNK_TOKENS, TAIL_BYTES, JsonLinesSink
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.flush_notifier.view import SinkFilter
@@ -130,29 +129,34 @@ async def test_a_line_cut_short_by_a_crash_is_removed_before_the_next(tmp_path, 
 async def test_a_call_that_is_given_up_ends_with_its_write(tmp_path, monkeypatch):
     """The first write hangs past its caller's patience, and then is cut short by an error: the file
     has whole lines only."""
-    sink, release = lines(tmp_path), threading.Event()
+    sink, release = lines(tmp_path), asyncio.get_running_loop().create_future()
     await sink.begin_epoch(1)
+    plain = aiofiles.open
 
-    @contextmanager
-    def slow(path, mode, **options):
-        with path.open(mode) as file:
-            whole = file.write
+    class Slow:
+        def __init__(self, *args, **options):
+            self.context = plain(*args, **options)
 
-            def write(data):
-                whole(data[: len(data) // 2])
-                release.wait()
-                raise OSError("no space")
+        async def __aenter__(self):
+            self.file = await self.context.__aenter__()
+            return self
 
-            yield SimpleNamespace(truncate=file.truncate, write=write)
+        async def __aexit__(self, *error):
+            return await self.context.__aexit__(*error)
 
-    monkeypatch.setattr(jsonl, "open", slow, raising=False)
+        async def write(self, data):
+            await self.file.write(data[: len(data) // 2])
+            await release
+            raise OSError("no space")
+
+    monkeypatch.setattr("kvactors.flush_notifier.sinks.jsonl.aiofiles.open", Slow)
     first = asyncio.create_task(sink.deliver([task(1)]))
     await asyncio.sleep(0.05)
     first.cancel()
     await asyncio.sleep(0.05)
     assert not first.done()
     monkeypatch.undo()
-    release.set()
+    release.set_result(None)
     await asyncio.wait([first])
     assert first.cancelled()
     await sink.deliver([task(1, 2)])
@@ -239,7 +243,8 @@ def test_a_process_ends_although_a_disk_does_not_answer(tmp_path, file):
 
 
 def test_no_module_uses_the_default_executor():
-    """A call in it that does not return keeps the process from its end."""
+    """A call in it that does not return keeps the process from its end. aiofiles uses it unless it
+    is given another."""
     package = Path(kvactors.__file__).parent
     words = ("run_in_executor", "asyncio.to_thread")
     tools = ("testing", "top.py")
@@ -247,6 +252,18 @@ def test_no_module_uses_the_default_executor():
         file for file in package.rglob("*.py") if file.relative_to(package).parts[0] not in tools
     ]
     assert [str(file) for file in files if any(word in file.read_text() for word in words)] == []
+    of_aiofiles = [
+        node
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("aiofiles.")
+    ]
+    assert len(of_aiofiles) > 5
+    assert [
+        ast.unparse(call)
+        for call in of_aiofiles
+        if "executor" not in [word.arg for word in call.keywords]
+    ] == []
 
 
 async def test_an_error_of_the_file_system_is_a_sink_error(tmp_path):

@@ -18,22 +18,26 @@ import asyncio
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import aiofiles
+import aiofiles.os
 import msgspec
 import numpy as np
 
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import uncancelled
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.attention_sdk import MARGIN, Sdk, SdkSettings
 from kvactors.errors import SdkError, SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.settings.sinks import AttentionStoreSinkConfig
-from kvactors.threads import in_daemon
+from kvactors.threads import DaemonExecutor
 from kvactors.types import HASH_BYTES, Residency, split_hashes
 
-THREAD = "kvactors-journal"
+THREADS = DaemonExecutor("kvactors-journal")
+
 GROWTH_BYTES = 1 << 20  # by which a journal may exceed twice its size after the last rewrite
 RETRY_AT_CLOSE = (0.0, 0.05, 0.2, 0.8)  # seconds before each attempt to retract everything
 
@@ -134,7 +138,10 @@ class Journal:
         if not self._on:
             return
         try:
-            data = await in_daemon(self._content, THREAD)
+            opened = aiofiles.open(self.path, "ab+", opener=open_private, executor=THREADS)
+            async with opened as file:  # made if it is not there
+                await file.seek(0)
+                data = await file.read()
         except OSError as error:
             raise SinkError(f"journal {self.path}: {error}") from error
         whole = data[: data.rfind(b"\n") + 1]
@@ -146,11 +153,6 @@ class Journal:
         self._size = len(data)
         if len(whole) < len(data):
             await self.rewrite()
-
-    def _content(self) -> bytes:
-        with open(self.path, "ab+", opener=open_private) as file:  # made if it is not there
-            file.seek(0)
-            return file.read()
 
     async def resident(self, tasks: Iterable[FlushTask]) -> None:
         await self._append(
@@ -184,15 +186,17 @@ class Journal:
         deadline passes, so that lines stay in order. Returns the bytes written."""
         data = b"".join(line + b"\n" for line in lines)
 
-        def work() -> None:
-            mode = "ab" if fresh is None else "wb"
-            with open(fresh or self.path, mode, opener=open_private) as file:
-                file.write(data)
+        async def work() -> None:
+            mode: Literal["ab", "wb"] = "ab" if fresh is None else "wb"
+            path = fresh or self.path
+            opened = aiofiles.open(path, mode, opener=open_private, executor=THREADS)
+            async with opened as file:
+                await file.write(data)
             if fresh is not None:
-                fresh.replace(self.path)
+                await aiofiles.os.replace(fresh, self.path, executor=THREADS)
 
         try:
-            await uncancelled(in_daemon(work, THREAD))
+            await wait_uncancelled(asyncio.get_running_loop().create_task(work()))
         except OSError as error:
             raise SinkError(f"journal {self.path}: {error}") from error
         return len(data)

@@ -14,14 +14,16 @@ block in the path, [[media hash as text, offset in the block], ..]], ..].
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
+import aiofiles
 import msgspec
 import numpy as np
 
-from kvactors.actor.uncancelled import uncancelled
+from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import SinkError
 from kvactors.files import open_private
 from kvactors.flush_notifier.messages import FlushTask
@@ -29,11 +31,11 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_wire import identifier
 from kvactors.identity import media_items
 from kvactors.settings.sinks import JsonLinesSinkConfig
-from kvactors.threads import in_daemon
-from kvactors.types import split_hashes
+from kvactors.threads import DaemonExecutor
+from kvactors.types import HASH_BYTES, split_hashes
 
-THREAD = "kvactors-jsonl"
-CHUNK_TOKENS = 16_384  # turned into text at a time: in between the loop's thread can run
+CHUNK_TOKENS = 16_384
+CHUNK_HASHES = 1_024  # values turned into text at a time: between chunks others run
 TAIL_BYTES = 65_536  # looked at, at a time, for the end of the last whole line
 
 
@@ -47,76 +49,87 @@ class JsonLinesSink(Sink):
         self.path = Path(config.path)
         if not self.path.parent.is_dir():
             raise SinkError(f"sink {self.name!r}: {self.path.parent} is not a folder")
+        self._encoder = msgspec.json.Encoder()
+        self._threads = DaemonExecutor("kvactors-jsonl")
         self._torn = True  # whether the file may end within a line
 
     async def open(self) -> None:
         try:
-            await in_daemon(self._touch, THREAD)
+            async with aiofiles.open(self.path, "ab", opener=open_private, executor=self._threads):
+                pass
         except OSError as error:
             raise SinkError(
                 f"sink {self.name!r} cannot write {self.path}: {error.strerror or error}"
             ) from error
 
-    def _touch(self) -> None:
-        open(self.path, "ab", opener=open_private).close()
-
     async def begin_epoch(self, epoch: int) -> None:
-        await self._append([{"type": "epoch", "epoch": epoch}])
+        await self._append([self._encoder.encode({"type": "epoch", "epoch": epoch})])
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
-        await self._append(map(record_of, tasks))
+        await self._append([self._encoder.encode(await self._record(task)) for task in tasks])
 
-    async def _append(self, records: Iterable[dict[str, object]]) -> None:
+    async def _record(self, task: FlushTask) -> dict[str, object]:
+        tokens = np.frombuffer(task.tokens, "<u4")
+        size = HASH_BYTES * CHUNK_HASHES
+        hashes = (task.hashes[i : i + size] for i in range(0, len(task.hashes), size))
+        chunks = (tokens[i : i + CHUNK_TOKENS] for i in range(0, len(tokens), CHUNK_TOKENS))
+        return self._identity(task) | {
+            "type": "flush",
+            "epoch": task.epoch,
+            "residency": task.residency.value,
+            "tier": (task.tier.name or "").lower(),
+            "reason": task.reason.value,
+            "start_block_idx": task.start_block_idx,
+            "count": task.count,
+            "keys": await self._array([one.hex() for one in split_hashes(part)] for part in hashes),
+            "parent": task.parent.hex(),
+            "num_tokens": len(tokens),
+            "tokens": await self._array(chunk.tolist() for chunk in chunks),
+        }
+
+    async def _array(self, parts: Iterable[list[Any]]) -> msgspec.Raw:
+        """Parts as one array. Others run between them."""
+        encoded = []
+        for part in parts:
+            encoded.append(self._encoder.encode(part)[1:-1])
+            await asyncio.sleep(0)
+        return msgspec.Raw(b"[%b]" % b",".join(encoded))
+
+    def _identity(self, task: FlushTask) -> dict[str, object]:
+        fields = task.scope._asdict()
+        if task.extra_keys:
+            fields["media"] = [
+                [position, [[identifier(value), offset] for value, offset in media_items(key)]]
+                for position, key in task.extra_keys
+            ]
+        return {name: value for name, value in fields.items() if value is not None}
+
+    async def _append(self, lines: list[bytes]) -> None:
         """A thread cannot be interrupted: a call given up at its deadline ends with its write."""
-        await uncancelled(in_daemon(partial(self._write, records), THREAD))
+        data = b"".join(line + b"\n" for line in lines)
+        await wait_uncancelled(asyncio.get_running_loop().create_task(self._write(data)))
 
-    def _write(self, records: Iterable[dict[str, object]]) -> None:
-        data = b"".join(msgspec.json.encode(record) + b"\n" for record in records)
+    async def _write(self, data: bytes) -> None:
         try:
-            with open(self.path, "ab", opener=open_private) as file:
+            async with aiofiles.open(
+                self.path, "ab", opener=open_private, executor=self._threads
+            ) as file:
                 if self._torn:
-                    file.truncate(self._whole_lines())
+                    await file.truncate(await self._whole_lines())
                 self._torn = True
-                file.write(data)
+                await file.write(data)
             self._torn = False
         except OSError as error:
             raise SinkError(f"sink {self.name!r}: {error}") from error
 
-    def _whole_lines(self) -> int:
-        """The bytes of the file up to the end of its last whole line."""
-        with self.path.open("rb") as file:
-            end = file.seek(0, 2)
+    async def _whole_lines(self) -> int:
+        async with aiofiles.open(self.path, "rb", executor=self._threads) as file:
+            end = await file.seek(0, 2)
             while end:
                 start = max(0, end - TAIL_BYTES)
-                file.seek(start)
-                found = file.read(end - start).rfind(b"\n")
+                await file.seek(start)
+                found = (await file.read(end - start)).rfind(b"\n")
                 if found >= 0:
                     return start + found + 1
                 end = start
         return 0
-
-
-def record_of(task: FlushTask) -> dict[str, object]:
-    """The line of a task."""
-    tokens = np.frombuffer(task.tokens, "<u4")
-    chunks = (tokens[i : i + CHUNK_TOKENS].tolist() for i in range(0, len(tokens), CHUNK_TOKENS))
-    texts = (msgspec.json.encode(chunk)[1:-1] for chunk in chunks)
-    fields = task.scope._asdict()
-    if task.extra_keys:
-        fields["media"] = [
-            [position, [[identifier(value), offset] for value, offset in media_items(key)]]
-            for position, key in task.extra_keys
-        ]
-    return {name: value for name, value in fields.items() if value is not None} | {
-        "type": "flush",
-        "epoch": task.epoch,
-        "residency": task.residency.value,
-        "tier": (task.tier.name or "").lower(),
-        "reason": task.reason.value,
-        "start_block_idx": task.start_block_idx,
-        "count": task.count,
-        "keys": [one.hex() for one in split_hashes(task.hashes)],
-        "parent": task.parent.hex(),
-        "num_tokens": len(tokens),
-        "tokens": msgspec.Raw(b"[%b]" % b",".join(texts)),
-    }
