@@ -15,7 +15,7 @@ from kvactors.prefix_index.waiting import WaitQueue
 from tests.simulation import SeedReport, run_seed
 from tests.simulation.draw import draw_run, with_crowd
 
-SEEDS = 24
+SEEDS = 28
 REACHED = (
     "waiting requests watched",
     "overtaken",

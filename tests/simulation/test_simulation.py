@@ -44,7 +44,7 @@ def test_so_few_seeds_reach_most_of_it(reports):
         reports[seed] = run_one(seed)
     found, groups = coverage([one.seen for one in reports.values()]), universe()
     assert sum(one.verified for one in reports.values()) > 5_000
-    expected = {"faults": 1.0, "faults met": 1.0, "messages": 0.85, "outcomes": 0.5, "states": 0.7}
+    expected = {"faults": 1.0, "faults met": 0.9, "messages": 0.85, "outcomes": 0.5, "states": 0.7}
     for group, least in expected.items():
         reached = 1 - len(found.never[group]) / len(groups[group])
         assert reached >= least, (group, found.never[group])
