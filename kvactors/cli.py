@@ -32,7 +32,7 @@ from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Totals, totals_line
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.shipped import find_file
-from kvactors.scenario.spec import disappointments
+from kvactors.scenario.spec import disappointments, requests_of
 from kvactors.scenario.trace import read_trace
 from kvactors.settings import check, read_toml
 from kvactors.settings_report import config as config_app
@@ -107,7 +107,7 @@ def run(
         json=json, html=html, trace=trace, port=metrics_port, host=metrics_host, virtual=virtual
     )
     data = read_toml(find_file(scenario, "scenario"))
-    with live_line() as show:
+    with live_line(requests_of(data)) as show:
         spec, report = run_scenario(
             data,
             seed=seed,

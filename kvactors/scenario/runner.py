@@ -18,7 +18,7 @@ from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks import make_sinks
 from kvactors.layout import make_layout
 from kvactors.observe.lag import LagMonitor
-from kvactors.scenario.engine import Engine, Observe, reporting
+from kvactors.scenario.engine import Engine, Observe, beside, reporting
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario
@@ -63,7 +63,11 @@ class Session:
         engine = Engine(self.cache, self.totals)
         monitor = LagMonitor()
         began = time.monotonic()
-        async with reporting(self.totals, progress), monitor.running():
+        async with (
+            reporting(self.totals, progress),
+            beside(*(self._fault(fault) for fault in self.scenario.fault if not fault.turn)),
+            monitor.running(),
+        ):
             if work.kind == "chat":
                 await chat(engine, work, seed, self._before_turn)
             else:
@@ -79,12 +83,19 @@ class Session:
             name, self.totals, self.cache, lags, time.monotonic() - began, self.living
         )
 
+    async def _fault(self, spec: FaultSpec) -> None:
+        await anyio.sleep(spec.at)
+        await self._begin(spec)
+        if spec.seconds:
+            await anyio.sleep(spec.seconds)
+            await self._target(spec).recover(spec.fault)
+
     async def _before_turn(self, turn: int) -> None:
         for spec in self.scenario.fault:
-            if spec.turns and turn == spec.turn + spec.turns:
+            if spec.turn and spec.turns and turn == spec.turn + spec.turns:
                 await self._target(spec).recover(spec.fault)
         for spec in self.scenario.fault:
-            if turn == spec.turn:
+            if spec.turn and turn == spec.turn:
                 await self._begin(spec)
 
     def _target(self, spec: FaultSpec) -> FaultySink | StoreFaults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 
 import msgspec
@@ -89,7 +90,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fault of a sink or of the store during turns of a chat.
+    """A fault of a sink or of the store, and its time.
 
     Attributes:
         kind: of a sink: down (refuses every call), hang (never answers), fail_every (refuses every
@@ -98,9 +99,10 @@ class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             asks for one if that is 0). Of the store: down (refuses everything), full (refuses
             writes), slow (every call takes `delay` seconds more), bit_rot (a bit of every
             `every`-th slot of a file store is flipped, at once).
-        turn: the turn (from 1 on) before which the fault begins.
-        turns: the number of turns it lasts. With 0 it lasts until the end, and the run does not
-            wait for that sink.
+        seconds: duration. With 0 the fault lasts until the end, and the run does not wait for
+            that sink.
+        turn, turns: in place of at and seconds, the turn of a chat (from 1 on) before which the
+            fault begins, and the number of turns it lasts (0: until the end).
     """
 
     kind: Literal[
@@ -109,18 +111,22 @@ class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sink: str = ""
     storage: bool = False
     delay: SecondsOrZero = 0.1
-    turn: Count = 1
+    at: SecondsOrZero = 0.0
+    seconds: SecondsOrZero = 0.0
+    turn: Number = 0
     turns: Number = 0
     every: Count = 2
 
     @property
     def lasting(self) -> bool:
-        return not self.turns and self.kind != "loses_state"
+        return not self.seconds and not self.turns and self.kind != "loses_state"
 
     @property
     def fault(self) -> Fault:
         kinds = STORAGE_FAULTS if self.storage else SINK_FAULTS
-        return Fault(kinds[self.kind], 0.0, self.sink, every=self.every, delay=self.delay)
+        return Fault(
+            kinds[self.kind], self.at, self.sink, self.seconds, every=self.every, delay=self.delay
+        )
 
 
 SINK_FAULTS: dict[str, Kind] = {
@@ -241,11 +247,26 @@ def about_fault(fault: FaultSpec, scenario: Scenario) -> Complaints:
         f"there is no sink {fault.sink!r} (sinks: {', '.join(sinks) or 'none'})": (
             not fault.storage and fault.sink not in sinks
         ),
-        "only a chat has turns": work.kind != "chat",
+        "turn counts from 1; give turn and turns, or at and seconds": (
+            (fault.at or fault.seconds) if fault.turn else fault.turns
+        ),
+        "only a chat has turns": fault.turn and work.kind != "chat",
         f"it must end before the last of {work.turns} turns of a chat begins": (
-            fault.turn + fault.turns > work.turns
+            fault.turn and fault.turn + fault.turns > work.turns
         ),
     }
+
+
+def requests_of(data: Mapping[str, Any]) -> int | None:
+    """The requests that the workload of a scenario's file has, None if that is not known before its
+    check or its run."""
+    work = data.get("workload", {})
+    if not isinstance(work, dict) or work.get("kind", "chat") != "chat":
+        return None
+    default = Workload()
+    sessions = work.get("sessions", default.sessions)
+    turns = work.get("turns", default.turns)
+    return sessions * turns if isinstance(sessions, int) and isinstance(turns, int) else None
 
 
 def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -240,6 +240,11 @@ def optimal_hits(uses: Uses, requests: int, size: int) -> int:
 
 ROOT = bytes(32)
 
+REPORTED = 256
+"""Requests between two calls of `progress`."""
+
+RequestsDone = Callable[[int], None]
+
 
 class DeviceTier:
     """A device of one size whose requests run one after another."""
@@ -288,16 +293,23 @@ class DeviceTier:
         return blocks
 
 
-def retain_hits(paths: Paths, requests: Sequence[TraceRequest], size: int) -> int:
+def retain_hits(
+    paths: Paths,
+    requests: Sequence[TraceRequest],
+    size: int,
+    progress: RequestsDone = lambda _: None,
+) -> int:
     """The blocks that a device of `size` blocks hits under RETAIN. paths: the blocks of the
-    requests."""
+    requests. progress: called with the number of requests that are done, from time to time."""
     device = DeviceTier(size, LifeTables(first=OBSERVED_REQUESTS))
     blocks = paths.blocks.astype(np.uint32)
     hits = begin = 0
-    for request, end in zip(requests, paths.ends.tolist(), strict=True):
+    for number, (request, end) in enumerate(zip(requests, paths.ends.tolist(), strict=True), 1):
         ids, begin = blocks[begin:end], end
         most = len(ids) if paths.whole else len(ids) - 1
         hits += min(most, device.request(ids, request.timestamp, request.output_length))
+        if number % REPORTED == 0:
+            progress(number)
     return hits
 
 
@@ -400,8 +412,14 @@ def sweep(
         uses = uses_of(paths, size) if size < paths.longest else every
         retained = None
         if retain:  # it is no stack algorithm: each size is a run
-            progress(f"RETAIN, {size:,} blocks", len(points) / len(chosen))
-            retained = round(retain_hits(paths, requests, size) / max(1, len(paths.blocks)), 6)
+
+            def done(count: int, size: int = size) -> None:
+                share = (len(points) + count / len(requests)) / len(chosen)
+                progress(f"RETAIN, {size:,} blocks", share)
+
+            done(0)
+            hits = retain_hits(paths, requests, size, done)
+            retained = round(hits / max(1, len(paths.blocks)), 6)
         optimum = optimal_hits(uses, len(requests), size) / max(1, uses.looked_up)
         points.append(
             SweepPoint(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvactors.scenario.output import live_line
 from kvactors.scenario.report import totals_line
-from kvactors.scenario.spec import disappointments
+from kvactors.scenario.spec import disappointments, requests_of
 from kvactors.settings import read_toml
 from kvactors.signals import run_terminable
 from tests.fleet.run import FLEET, run_fleet
@@ -21,7 +21,7 @@ def main() -> int:
     """Run, print, return the exit status."""
     data = read_toml(Path(sys.argv[1]) if len(sys.argv) > 1 else FLEET)
     scenario = FleetScenario.from_mapping(data)
-    with live_line() as show:
+    with live_line(requests_of(data)) as show:
         work = run_fleet(data, scenario.scenario.seed, lambda t: show(totals_line(t), t.requests))
         report = run_terminable(work)
     print_fleet(report, Console())

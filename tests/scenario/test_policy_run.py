@@ -37,6 +37,12 @@ def test_the_last_block_of_a_prompt_is_computed_again_if_asked_for():
     assert retain_hits(paths._replace(whole=False), requests, 2) == 2
 
 
+def test_progress_is_reported_from_time_to_time():
+    seen: list[int] = []
+    retain_hits(*requests_of(*([one] for one in range(600)), output=0), 10, progress=seen.append)
+    assert seen == [256, 512]
+
+
 def test_retain_hits_more_than_lru_on_the_first_requests():
     requests = [
         TraceRequest(one.now, one.output, np.array(one.ids, np.uint64)) for one in read(SHORT)

@@ -68,8 +68,20 @@ def report(**changes):
             r"fault 1: there is no sink 'x' \(sinks: none\)",
         ),
         (
-            {"fault": [{"sink": "memory", "kind": "down", "turn": 0}], **MEMORY},
-            r"fault\.turn must be at least 1",
+            {"fault": [{"sink": "memory", "kind": "down", "at": -1}], **MEMORY},
+            r"fault\.at must be at least 0",
+        ),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "turn": -1}], **MEMORY},
+            r"fault\.turn must be at least 0",
+        ),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "turns": 1}], **MEMORY},
+            "fault 1: turn counts from 1",
+        ),
+        (
+            {"fault": [{"sink": "memory", "kind": "down", "turn": 1, "at": 1.0}], **MEMORY},
+            "fault 1: turn counts from 1",
         ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "turn": 3, "turns": 2}], **MEMORY},

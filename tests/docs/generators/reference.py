@@ -118,7 +118,7 @@ def cli_page() -> str:
         "input, with one line on standard error, 130 after Ctrl-C, 143 after SIGTERM, and 141 if",
         "nothing reads standard output any more. `-` as an output is standard output, in UTF-8.",
         "Tables then go to standard error. No output may be a file that the command reads. On a",
-        "terminal `replay` and `sweep` show the share done and the time left. `kvactors",
+        "terminal `run` and `replay` show the share done and the time left. `kvactors",
         "--install-completion` installs shell completion.",
     ]
     for name, function in commands():
