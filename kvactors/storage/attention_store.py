@@ -35,7 +35,9 @@ class AttentionStoreBackend(DeviceStore):
             raise LayoutError(
                 f"AttentionStore takes keys and values, and this layout has {', '.join(roles)}"
             )
-        if len({(piece.shape, piece.dtype) for piece in pieces}) > 1:
+        layers = {piece.layer for piece in pieces}
+        is_uneven = len(pieces) != len(roles) * len(layers)  # a layer lacks values
+        if is_uneven or len({(piece.shape, piece.dtype) for piece in pieces}) > 1:
             raise LayoutError(
                 "AttentionStore takes layers of one shape, and those of this layout differ"
             )

@@ -16,7 +16,7 @@ import kvactors
 from kvactors.attention_sdk import Sdk, complete, gpu_of, sdk_settings
 from kvactors.device.host import HostDevice
 from kvactors.errors import DeadlineExceeded, SdkError, StoreUnsupported
-from kvactors.layout import DSALayout, GQALayout, MLALayout
+from kvactors.layout import DSALayout, GQALayout, Layout, MLALayout, Role
 from kvactors.settings import Config
 from kvactors.settings.sinks import AttentionStoreConfig
 from kvactors.storage.attention_store import AttentionStoreBackend
@@ -229,11 +229,21 @@ async def test_writes_that_fail_are_named_while_reads_work(how):
     await store.close()
 
 
+class SharedValues(Layout):
+    """Values in every second layer."""
+
+    kind = "shared values"
+
+    def roles(self, layer):
+        return [Role(name, (BLOCK, 8), "uint8") for name in ("key", "value")[: 1 + layer % 2]]
+
+
 @pytest.mark.parametrize(
     ("layout", "roles"),
     [
         (DSALayout(1, BLOCK), "key, indexer"),
         (GQALayout(2, [1, 2], 8, BLOCK), "layers of one shape"),
+        (SharedValues(BLOCK, 4), "layers of one shape"),
         (
             GQALayout(2, 2, 8, BLOCK, quantization="block_wise_fp8"),
             "key, value, key_scale, value_scale",
