@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
@@ -262,7 +262,7 @@ def check_positive(**sizes: int) -> None:
 
 def of_layers(name: str, sizes: int | Sequence[int], layers: int) -> Sequence[int]:
     """One size for each of the layers: the same for all, or as given. Raises LayoutError."""
-    found = [sizes] * layers if isinstance(sizes, int) else list(sizes)
+    found = list(sizes) if isinstance(sizes, Iterable) else [sizes] * layers
     if len(found) != layers:
         raise LayoutError(f"{name} has {len(found)} entries, and there are {layers} layers")
     check_positive(**{name: min(found, default=1)})

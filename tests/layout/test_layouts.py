@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import kvactors
@@ -98,7 +99,9 @@ def test_fingerprints_distinguish_layouts():
     ]
     prints = [layout.fingerprint for layout in (*LAYOUTS.values(), *more, Odd(BLOCK))]
     assert len(set(prints)) == len(prints)
-    assert GQALayout(3, 8, 128, BLOCK, "bfloat16").fingerprint == LAYOUTS["gqa"].fingerprint
+    for heads in (8, np.int64(8), [8] * 3, np.array([8] * 3)):
+        same = GQALayout(3, heads, 128, BLOCK, "bfloat16")
+        assert same.fingerprint == LAYOUTS["gqa"].fingerprint
 
 
 @pytest.mark.parametrize(
