@@ -267,7 +267,12 @@ def record_command(
                 if not socket.poll(int(1000 * min(left, POLL_S))):
                     continue
                 is_first = not found.block_size
-                found.message(socket.recv_multipart())
+                try:
+                    found.message(socket.recv_multipart())
+                except ConfigError:
+                    if not is_first:  # the requests before this message, after their header
+                        append(found.take(every=True))
+                    raise
                 if is_first and found.block_size:
                     append([{"header": {"source": endpoint, "block_size": found.block_size}}])
                 append(found.take())

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
+import zmq
 
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks.kv_wire import END
@@ -220,6 +221,23 @@ async def test_the_command_ends_at_a_signal_with_a_whole_file(tmp_path, number):
     requests = list(read_trace(path))
     assert f"{len(requests):,} requests in {path}\n".encode() in out
     assert {(len(one.ids), one.input_length) for one in requests} == {(2, 2 * BLOCK)}
+
+
+async def test_a_message_of_another_format_ends_the_command_with_a_whole_file(tmp_path):
+    path, sent = tmp_path / "t.jsonl", 0
+    with zmq.Context() as context, context.socket(zmq.PUB) as publisher:
+        publisher.bind(f"ipc://{tmp_path}/e")
+        async with command(tmp_path) as recorder:
+            while not (path.exists() and path.stat().st_size):  # the header
+                payload = msgspec.msgpack.encode([1.0, [stored([sent])], 0])
+                publisher.send_multipart([b"", sent.to_bytes(8, "big"), payload])
+                sent += 1
+                await asyncio.sleep(0.02)
+            publisher.send_multipart([b"", b"another message"])
+            _, err = await recorder.communicate()
+    assert recorder.returncode == 2
+    assert b"does not publish KV events" in err
+    assert [one.input_length for one in read_trace(path)][-1] == BLOCK
 
 
 @pytest.mark.parametrize(
