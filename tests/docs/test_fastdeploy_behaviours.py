@@ -1,4 +1,4 @@
-"""The page of FastDeploy's behaviours names tests that are there and run, and each scenario of
+"""Pages name tests that are there. Those of FastDeploy's behaviours run, and each scenario of
 FastDeploy's own tests has one of them, or a reason why not."""
 
 from __future__ import annotations
@@ -53,6 +53,17 @@ def always_run(code: str) -> dict[str, bool]:
 @cache
 def functions_of(file: str) -> dict[str, bool]:
     return always_run((ROOT / "tests" / file).read_text("utf-8"))
+
+
+def test_pages_name_tests_that_are_there() -> None:
+    files = [file.read_text("utf-8") for file in (ROOT / "tests").rglob("test_*.py")]
+    there = {name for text in files for name in re.findall(r"def (test_\w+)", text)}
+    named = {
+        name
+        for page in (ROOT / "docs").rglob("*.md")
+        for name in re.findall(r"`(test_\w+)`", page.read_text("utf-8"))
+    }
+    assert named <= there, named - there
 
 
 def test_every_row_names_tests_that_run_or_a_reason() -> None:
