@@ -38,6 +38,9 @@ MIN_INTERVAL_S, MAX_INTERVAL_S = 0.25, 3600.0
 MAX_ROWS = 64
 """Rows of a table, and reasons, at most."""
 
+PIPE_COLUMNS = 200
+"""Width of a frame that goes to a file or a pipe, where a cut number would be taken for another."""
+
 
 class Unreachable(KVActorsError):
     """A process does not answer a request, or with something else than the metrics of a cache."""
@@ -280,11 +283,11 @@ def printable(text: object) -> str:
 
 
 def _table(table: MetricTable, rows: list[Row]) -> Table:
-    found = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 2, 0, 0))
-    found.add_column(table.label, no_wrap=True, overflow="crop")
+    found = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
+    found.add_column(table.label, no_wrap=True)
     for key, _, _ in table.columns:
         heading = key.replace("_per_s", "/s").replace("_", " ")
-        found.add_column(heading, justify="right", no_wrap=True, overflow="crop")
+        found.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         style = "bold red" if row.get("up") == 0 else "yellow" if row.get("restarts") else ""
         cells = [printable(row["name"])]
@@ -331,7 +334,7 @@ def output(json: Output | None, *, once: bool) -> Iterator[Show]:
             write = partial(write_output, path="-") if to_stdout(json) else file.write
             yield lambda view: write(msgspec.json.encode(view) + b"\n")
     elif once or not console.is_terminal:
-        width = console.width if console.is_terminal else None
+        width = console.width if console.is_terminal else PIPE_COLUMNS
         plain = Console(width=width, no_color=True, highlight=False)
         yield lambda view: plain.print(frame(view), "")
     else:

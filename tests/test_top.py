@@ -210,6 +210,11 @@ def test_a_real_cache_fills_every_part():
     assert [sink["name"] for sink in view["sinks"]] == ["memory"]
     assert all(actor["up"] and actor["messages_per_s"] is not None for actor in view["actors"])
     assert msgspec.json.decode(msgspec.json.encode(view))["requests"][0]["open"] == 0
+    console = Console(width=80, color_system=None)
+    with console.capture() as capture:
+        console.print(frame(view))
+    assert "loop lag" in capture.get()
+    assert "…" not in capture.get(), "the columns fit a terminal of the usual width"
 
 
 @pytest.mark.parametrize("width", [1, 20, 80, 160])
