@@ -80,12 +80,15 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection | None:
     folder = table.parent
     path = str(folder.relative_to(root))
     try:
+        with table.open("rb") as file:
+            page = file.read(PAGE)
+        if not of_a_store(page, folder):  # the files beside it are another program's too
+            return None
         slabs = sorted(folder.glob("slab-*"))
         occupied = sum(slab.lstat().st_blocks * 512 for slab in slabs)
         about: dict[str, Any] = {"slab_bytes": occupied, "in_use": in_use(folder)}
         with suppress(FileNotFoundError):
             about["opened_at"] = (folder / "lock").lstat().st_mtime
-        version = 0
         with table.open("rb") as file:
             page = file.read(PAGE)
             try:
@@ -94,8 +97,7 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection | None:
                     return Inspection(path, "other version", version, **about)
                 meta = meta_of(page, str(table))
             except Damaged:
-                named = version or STORE_FOLDER.fullmatch(folder.resolve().name)
-                return Inspection(path, "damaged", 0, **about) if named else None
+                return Inspection(path, "damaged", 0, **about)
             found, torn = scan(file.read(), meta)
         differing = list(differing_from(folder, meta, found)) if verify else []
         bad = [one.key.hex() for one in differing if still_there(table, meta, one)]
@@ -118,6 +120,15 @@ def look(root: Path, table: Path, *, verify: bool) -> Inspection | None:
         left=len(differing) - len(bad),
         **about,
     )
+
+
+def of_a_store(page: bytes, folder: Path) -> bool:
+    """Whether the first page of a table is a store's, perhaps a damaged one."""
+    try:
+        version_of(page)
+    except Damaged:
+        return STORE_FOLDER.fullmatch(folder.resolve().name) is not None
+    return True
 
 
 def in_use(folder: Path) -> bool:

@@ -140,6 +140,7 @@ def test_files_of_others_named_table_are_no_stores_and_stay(directory, tmp_path_
     for root in (directory, alone):
         (root / "project").mkdir()
         (root / "project" / "table").write_bytes(page)
+        (root / "project" / "lock").symlink_to("127.0.1.1:+4242")  # as a browser's
         (root / "project" / "slab-notes").write_text("of a user")
     assert len(listed(directory)) == 3
     assert run("verify", directory) == 0
