@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
@@ -49,6 +49,7 @@ class PageStore:
 
     Attributes:
         stopped: once it is true, a call that is in flight writes no memory of the engine any more.
+        ended: called with the result of every job, that of a call whose time was over included.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class PageStore:
     ) -> None:
         self.tier = tier
         self.stopped = False
+        self.ended: Callable[[StorageResult], object] = lambda _: None
         self._page_bytes = page_bytes
         self._timeout = timeout
         self._batch_pages = max(1, buffer_bytes // page_bytes)
@@ -140,7 +142,9 @@ class PageStore:
             self._copy(buffer, enumerate(pages[i] for i in some), to_buffer=True)
         views = [buffer.data[i * size : (i + 1) * size] for i in range(len(some))]
         submit = self.tier.submit_store if save else self.tier.submit_load
-        return PageBatch(some, buffer, submit(next(self._jobs), [keys[i] for i in some], views))
+        done = submit(next(self._jobs), [keys[i] for i in some], views)
+        done.add_done_callback(lambda job: self.ended(job.result()))
+        return PageBatch(some, buffer, done)
 
     def _end(
         self, batch: PageBatch, pages: Sequence[Sequence[PageRegion]], ok: list[bool], until: float

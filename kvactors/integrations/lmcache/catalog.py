@@ -29,6 +29,7 @@ T = TypeVar("T")
 
 OBJECT_DOMAIN = b"kvactors.lmcache.v1"
 HASH, MODEL, RANK, GROUP, SALT, LAYOUT, SIZE = range(1, 8)
+DIGEST_BYTES = 32
 MODEL_TIMEOUT_S = 10.0  # to read the files of a model, once in a process
 
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kvactors.actor.log import described, get_logger
 from kvactors.integrations.lmcache.catalog import (
+    DIGEST_BYTES,
     Key,
     KeyCatalog,
     KeyFile,
@@ -29,6 +30,7 @@ from kvactors.integrations.lmcache.catalog import (
 )
 from kvactors.integrations.page_store import AT_ONCE, PageRegion, PageStore
 from kvactors.threads import Workers
+from kvactors.tier_cache import StorageResult
 
 T = TypeVar("T")
 
@@ -55,7 +57,6 @@ class TransferTask:
         deadline: on the monotonic clock. Objects that are not done by then fail.
         ok: one bool a key, valid when the task has ended.
         left: objects on their way.
-        stored: records of the objects that it has added to the catalog, by position.
     """
 
     number: int
@@ -66,7 +67,6 @@ class TransferTask:
     ok: list[bool] = field(init=False)
     left: int = 0
     nbytes: int = 0
-    stored: dict[int, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.ok = [False] * len(self.keys)
@@ -109,7 +109,9 @@ class ObjectStore:
             save: Workers(MOVERS, f"kvactors-lmcache-{'store' if save else 'load'}")
             for save in (False, True)
         }
-        self._storing: Counter[Key] = Counter()
+        self._storing: Counter[bytes] = Counter()  # stores in flight, by the object's digest
+        self._unwritten: dict[Key, Record] = {}  # stored objects that are not in the key file yet
+        pages.ended = self._job_ended
         self._thread = 0
 
     # -- any thread
@@ -201,6 +203,8 @@ class ObjectStore:
     def _drop(self, keys: Iterable[Key]) -> None:
         removed = [(key, self.catalog.remove(key)) for key in keys]
         gone = [(key, found) for key, found in removed if found is not None]
+        for key, _ in gone:
+            self._unwritten.pop(key, None)
         if gone:
             self.tier.remove([page for _, found in gone for page in found.page_keys()])
             self._report.deleted([key for key, _ in gone], [found.shape.size for _, found in gone])
@@ -235,7 +239,7 @@ class ObjectStore:
                 continue
             wanted = stored_object(key, buffer.shape, self.tier.block_bytes)
             if self._make_space(key, wanted.pages, keep):
-                self._storing[key] += 1
+                self._storing[wanted.digest] += 1
                 self.catalog.reserved += wanted.pages
                 self._start(ObjectTransfer(task, index, buffer, wanted))
         self.catalog.touch(task.keys)
@@ -271,17 +275,16 @@ class ObjectStore:
         task, position, _, found = transfer
         key, ok = task.keys[position], done.exception() is None and done.result()
         if task.save:
-            self._storing -= Counter([key])
+            self._storing -= Counter([found.digest])
             self.catalog.reserved -= found.pages
             known = self.catalog.objects.get(key)
             if ok and known is None:
                 self.catalog.add(key, found)
-                task.stored[position] = (key, found.shape)
+                self._unwritten[key] = (key, found.shape)
                 self._report.stored([key], [found.shape.size])
             elif known is None or known.digest != found.digest:
                 ok = False
-                if not self._storing[key]:  # pages of an object that was not stored completely
-                    self.tier.remove(found.page_keys())
+                self._remove_strays(found.page_keys())
         else:
             self.catalog.unlock(key)
             if not ok:
@@ -290,22 +293,50 @@ class ObjectStore:
         task.nbytes += found.shape.size if ok else 0
         self._count_down(task)
 
+    def _job_ended(self, result: StorageResult) -> None:
+        if result.removed:
+            self.post(partial(self._lost, result.removed))
+        if result.saved:  # of a store whose task has failed, perhaps
+            good = [page for page, ok in zip(result.keys, result.ok, strict=True) if ok]
+            self.post(partial(self._remove_strays, good))
+
+    def _lost(self, pages: Sequence[bytes]) -> None:
+        """Drop the objects of pages that have left the store, which evicts on a full disk."""
+        digests = {page[:DIGEST_BYTES] for page in pages}
+        known = self.catalog.objects.items()
+        self._drop([key for key, found in known if found.digest in digests])
+
+    def _remove_strays(self, pages: Iterable[bytes]) -> None:
+        """Remove pages of objects that are neither stored nor being stored."""
+        others = [page for page in pages if not self._storing[page[:DIGEST_BYTES]]]
+        if others:
+            known = {found.digest for found in self.catalog.objects.values()}
+            self.tier.remove([page for page in others if page[:DIGEST_BYTES] not in known])
+
     def _count_down(self, task: TransferTask) -> None:
         task.left -= 1
         if task.left:
             return
         if task.save:
             self.catalog.touch(task.keys)
-        if not task.stored:
+        # A store task ends when its keys are in the file, also those that another task has stored.
+        # The end of the prefix comes first: the file's order is the order of use after a restart.
+        keys = dict.fromkeys(reversed(task.keys)) if task.save else ()
+        records = [self._unwritten[key] for key in keys if key in self._unwritten]
+        if not records:
             self.end_task(task.number)
             return
-        # a store task ends when its keys are in the file, the end of the prefix first: the order of
-        # the file is the order of use after a restart
-        records = [record for _, record in sorted(task.stored.items(), reverse=True)]
         whole = self.catalog.records() if self.keys.is_long(len(self.catalog.objects)) else None
         end = partial(self.end_task, task.number)
         asyncio.get_running_loop().call_at(task.deadline, self._run, end)  # the disk may hang
-        self.keys.write(records, whole, lambda: self.post(end))
+        written = partial(self._written, records, end)
+        self.keys.write(records, whole, lambda: self.post(written))
+
+    def _written(self, records: Sequence[Record], end: Callable[[], None]) -> None:
+        for record in records:
+            if self._unwritten.get(record[0]) is record:
+                del self._unwritten[record[0]]
+        end()
 
     def end_task(self, number: int) -> None:
         task = self.tasks.pop(number, None)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kvactors.integrations.lmcache.object_store import ObjectTransfer
 from tests.integrations.lmcache.world import (
     KEYS,
     LAYOUT,
@@ -126,7 +128,54 @@ def test_equal_keys_of_several_tasks_are_stored_once(world: World) -> None:
     world.check()
 
 
+def test_a_store_task_ends_when_an_object_of_another_task_is_in_the_key_file(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The first task has stored KEYS[0], and writes its line when KEYS[1] is stored as well.
+    move, goes_on = world.objects._move, threading.Event()
+
+    def slow(transfer: ObjectTransfer) -> bool:
+        assert transfer.task.keys[transfer.position] == KEYS[0] or goes_on.wait(LIMIT)
+        return move(transfer)
+
+    monkeypatch.setattr(world.objects, "_move", slow)
+    first = world.submit(KEYS[:2], [Memory(payload(key)) for key in KEYS[:2]], save=True)
+    world.wait(lambda: ("stored", KEYS[:1], [SIZE]) in world.changes)
+    assert world.store(KEYS[:1]) == [True]
+    assert [key for key, _ in world.keys.read()] == KEYS[:1], "lost if the process is killed now"
+    goes_on.set()
+    world.wait(lambda: first.number in world.results)
+    world.check()
+
+
+def test_an_object_whose_page_the_store_has_evicted_is_reported_as_deleted(tmp_path: Path) -> None:
+    world = World(open_files(tmp_path, 2 * PAGES), tmp_path)  # the disk takes less than expected
+    for i in range(3):
+        assert world.store(KEYS[i : i + 1]) == [True]
+    world.wait(lambda: ("deleted", KEYS[:1], [SIZE]) in world.changes)
+    world.check()
+    world.close()
+
+
 # -- stores that hang or fail
+
+
+def test_pages_of_a_store_that_has_failed_do_not_stay_when_the_disk_takes_them_later(
+    faulty: World,
+) -> None:
+    FaultyStore.mode = "hold"
+    faulty.timeout = 0.2
+    assert faulty.store(KEYS[:1]) == [False]
+    assert faulty.tier.in_flight
+    FaultyStore.mode = "ok"
+    faulty.timeout = LIMIT
+    assert faulty.tier.drain(LIMIT)
+    for _ in range(2):  # a turn that begins after the ends of the writes
+        faulty.objects.ask(lambda: None, LIMIT, None)
+    assert not faulty.tier.objects
+    assert faulty.store(KEYS[:1]) == [True]
+    assert faulty.tier.objects == PAGES
+    faulty.check()
 
 
 def test_a_load_that_hangs_ends_in_time_and_leaves_the_memory_alone(faulty: World) -> None:

@@ -88,12 +88,14 @@ class World:
 
     def stored(self, keys: list[Any], sizes: list[int]) -> None:
         self.changes.append(("stored", keys, sizes))
+        self._arrived.set()
 
     def accessed(self, keys: list[Any]) -> None:
         self.changes.append(("accessed", keys, []))
 
     def deleted(self, keys: list[Any], sizes: list[int]) -> None:
         self.changes.append(("deleted", keys, sizes))
+        self._arrived.set()
 
     # -- calls
 
