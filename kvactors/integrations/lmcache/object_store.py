@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -109,7 +108,8 @@ class ObjectStore:
             save: Workers(MOVERS, f"kvactors-lmcache-{'store' if save else 'load'}")
             for save in (False, True)
         }
-        self._storing: Counter[bytes] = Counter()  # stores in flight, by the object's digest
+        # By digest of the objects that are being stored: the transfer, and others that wait for it.
+        self._storing: dict[bytes, list[ObjectTransfer]] = {}
         self._unwritten: dict[Key, Record] = {}  # stored objects that are not in the key file yet
         pages.ended = self._job_ended
         self._thread = 0
@@ -238,10 +238,14 @@ class ObjectStore:
                 task.ok[index] = True
                 continue
             wanted = stored_object(key, buffer.shape, self.tier.block_bytes)
-            if self._make_space(key, wanted.pages, keep):
-                self._storing[wanted.digest] += 1
+            transfer = ObjectTransfer(task, index, buffer, wanted)
+            if wanted.digest in self._storing:
+                task.left += 1
+                self._storing[wanted.digest].append(transfer)
+            elif self._make_space(key, wanted.pages, keep):
+                self._storing[wanted.digest] = [transfer]
                 self.catalog.reserved += wanted.pages
-                self._start(ObjectTransfer(task, index, buffer, wanted))
+                self._start(transfer)
         self.catalog.touch(task.keys)
 
     def _make_space(self, key: Key, pages: int, keep: set[Key]) -> bool:
@@ -274,24 +278,26 @@ class ObjectStore:
     def _moved(self, transfer: ObjectTransfer, done: Future[bool]) -> None:
         task, position, _, found = transfer
         key, ok = task.keys[position], done.exception() is None and done.result()
-        if task.save:
-            self._storing -= Counter([found.digest])
+        ended = self._storing.pop(found.digest) if task.save else [transfer]
+        try:
+            if not task.save:
+                self.catalog.unlock(key)
+                if not ok:
+                    self._complete(key)
+                return
             self.catalog.reserved -= found.pages
-            known = self.catalog.objects.get(key)
-            if ok and known is None:
+            ok = ok and key not in self.catalog.objects
+            if ok:
                 self.catalog.add(key, found)
                 self._unwritten[key] = (key, found.shape)
                 self._report.stored([key], [found.shape.size])
-            elif known is None or known.digest != found.digest:
-                ok = False
+            else:
                 self._remove_strays(found.page_keys())
-        else:
-            self.catalog.unlock(key)
-            if not ok:
-                self._complete(key)
-        task.ok[position] = ok
-        task.nbytes += found.shape.size if ok else 0
-        self._count_down(task)
+        finally:  # a listener of LMCache may raise, and its tasks end all the same
+            for each in ended:
+                each.task.ok[each.position] = ok
+                each.task.nbytes += found.shape.size if ok else 0
+                self._count_down(each.task)
 
     def _job_ended(self, result: StorageResult) -> None:
         if result.removed:
@@ -308,7 +314,7 @@ class ObjectStore:
 
     def _remove_strays(self, pages: Iterable[bytes]) -> None:
         """Remove pages of objects that are neither stored nor being stored."""
-        others = [page for page in pages if not self._storing[page[:DIGEST_BYTES]]]
+        others = [page for page in pages if page[:DIGEST_BYTES] not in self._storing]
         if others:
             known = {found.digest for found in self.catalog.objects.values()}
             self.tier.remove([page for page in others if page[:DIGEST_BYTES] not in known])

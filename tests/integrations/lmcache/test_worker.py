@@ -234,14 +234,15 @@ def test_tasks_in_flight_fail_when_the_worker_stops(tmp_path: Path) -> None:
     world.keys.close()
 
 
+@pytest.mark.parametrize("report", ["accessed", "stored"])
 def test_a_receiver_that_raises_does_not_end_the_worker(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    world: World, monkeypatch: pytest.MonkeyPatch, report: str
 ) -> None:
-    def stored(keys: object, sizes: object) -> None:
+    def raises(*_: object) -> None:
         raise RuntimeError("a listener of LMCache")
 
-    monkeypatch.setattr(world, "accessed", stored)
-    world.store(KEYS[:1])
+    monkeypatch.setattr(world, report, raises)
+    assert world.store(KEYS[:1]) == [True]
     assert world.held(KEYS[:1]) == [True]
     assert world.load(KEYS[:1]) == [payload(KEYS[0])]
     assert LAYOUT
