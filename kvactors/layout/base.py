@@ -133,7 +133,7 @@ class Layout(ABC):
         )
 
     def _sorted(self, layer: int) -> Sequence[Role]:
-        roles = self.roles(layer)
+        roles = tuple(self.roles(layer))  # of another package, and read twice
         names = [role.name for role in roles]
         if not names or len(set(names)) != len(names):
             raise LayoutError(f"layer {layer} needs roles of different names, not {names}")

@@ -57,7 +57,8 @@ class Odd(Layout):
         key, state = (self.size, 3), (self.width,)
         if layer:
             return [Role("key", key, "float16")]
-        return [Role("state", state, "uint8"), Role("key", key, "int8")]
+        roles = [("state", state, "uint8"), ("key", key, "int8")]
+        return (Role(*one) for one in roles)
 
     @classmethod
     def from_settings(cls, settings, block_size):
