@@ -25,7 +25,7 @@ LAYOUTS = {
     "odd": GQALayout(3, 1, 7, 5, "uint8"),
     "mla": MLALayout(2, BLOCK, 48, 16),
     "dsa": DSALayout(2, BLOCK, 128, 8),
-    "mtp": GQALayout(2, 1, 8, BLOCK, extra_layers=1, extra_block_ratio=2.0),
+    "varied": GQALayout(2, [1, 3, 2], [8, 7, 4], BLOCK, extra_layers=1, extra_block_ratio=2.0),
     "stage": MLALayout(2, BLOCK, 48, 16, layer_offset=30),
 }
 

@@ -30,6 +30,7 @@ LAYOUTS: dict[str, Layout] = {
     "64 KiB": GQALayout(2, 8, 128, 32, "float16"),
     "MLA": MLALayout(3, 64),
     "DSA": DSALayout(3, 64),
+    "layers that differ": GQALayout(3, [2, 1, 8], [10, 128, 64], 32, "float16"),
 }
 WAYS: dict[str, dict[str, int]] = {
     "default": {},

@@ -29,7 +29,7 @@ LAYOUTS = {
     "bfloat16 16 KiB": GQALayout(2, 4, 128, 16, "bfloat16"),
     "mla": MLALayout(3, 64),
     "dsa": DSALayout(3, 64),
-    "mtp": GQALayout(2, 1, 64, 16, extra_layers=1, extra_block_ratio=2.0),
+    "varied": GQALayout(2, [1, 4, 2], [64, 10, 7], 16, extra_layers=1, extra_block_ratio=2.0),
     "64 KiB": GQALayout(2, 8, 128, 32, "float16"),
     "2 MiB": GQALayout(1, 8, 128, 1024, "float16"),
 }
