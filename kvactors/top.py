@@ -266,8 +266,7 @@ class Process:
         }
 
     def unreachable(self, error: str) -> Row:
-        """A process that does not answer: the next interval begins anew."""
-        self._last = None
+        """A process that does not answer. The next interval is since its last answer."""
         return self._frame("unreachable", error)
 
     def _frame(self, status: str, error: str = "") -> Row:

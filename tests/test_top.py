@@ -188,6 +188,14 @@ def test_another_process_begins_anew(gap):
     assert view["requests"][0]["requests_per_s"] == 2.0
 
 
+def test_an_interval_reaches_over_readings_that_failed():
+    process, start = Process("u", 1.0), time.time() - 1000
+    process.view(10.0, metrics(start=start, requests=10), OK)
+    process.unreachable("gone")
+    view = process.view(18.0, metrics(start=start, requests=410), OK)
+    assert (view["interval_s"], view["requests"][0]["requests_per_s"]) == (8.0, 50.0)
+
+
 def test_a_real_cache_fills_every_part():
     async def main():
         async with opened(inline=True, host=HOST, storage=STORE, device=8) as cache:
