@@ -292,7 +292,7 @@ class ObjectStore:
                 self._unwritten[key] = (key, found.shape)
                 self._report.stored([key], [found.shape.size])
             else:
-                self._remove_strays(found.page_keys())
+                self.tier.remove(found.page_keys())
         finally:  # a listener of LMCache may raise, and its tasks end all the same
             for each in ended:
                 each.task.ok[each.position] = ok

@@ -152,7 +152,7 @@ def test_an_object_whose_page_the_store_has_evicted_is_reported_as_deleted(tmp_p
     world = World(open_files(tmp_path, 2 * PAGES), tmp_path)  # the disk takes less than expected
     for i in range(3):
         assert world.store(KEYS[i : i + 1]) == [True]
-    world.wait(lambda: ("deleted", KEYS[:1], [SIZE]) in world.changes)
+    assert ("deleted", KEYS[:1], [SIZE]) in world.changes
     world.check()
     world.close()
 
@@ -227,7 +227,7 @@ def test_tasks_in_flight_fail_when_the_worker_stops(tmp_path: Path) -> None:
     assert world.objects.stop(0.2)
     assert world.results[task.number].ok == [False]
     assert not world.objects.running
-    assert world.objects.stop(LIMIT)
+    assert world.objects.stop(0.2)
     FaultyStore.mode = "ok"
     world.tier.close()
     assert world.objects.ask(lambda: 1, LIMIT, 2) == 2
