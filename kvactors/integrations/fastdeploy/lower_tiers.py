@@ -316,6 +316,12 @@ class CacheKvsLayout(Layout):
         layers = sorted({layer for layer, _ in tensors})
         if layers != list(range(layers[0], layers[0] + len(layers))):
             raise LayoutError(f"cache tensors of layers {layers}: they must be consecutive")
+        roles = {layer: sorted(role.name for role in self.roles(layer)) for layer in layers}
+        if odd := next((one for one in layers if roles[one] != roles[layers[0]]), None):
+            raise LayoutError(
+                f"layer {odd} has {', '.join(roles[odd])}, and the first layer has "
+                f"{', '.join(roles[layers[0]])}"
+            )
         if extra_layers >= len(layers):
             raise LayoutError(f"{extra_layers} layers of drafts, and {len(layers)} layers in all")
         super().__init__(

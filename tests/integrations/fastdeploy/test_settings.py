@@ -297,6 +297,11 @@ def test_names_that_do_not_fit_are_named(named, text):
     [
         ({(0, "key"): tensor(2, 8), (2, "key"): tensor(2, 8)}, 0, "they must be consecutive"),
         ({(0, "key"): tensor(2, 8)}, 1, "1 layers of drafts, and 1 layers in all"),
+        (
+            {(0, "key"): tensor(2, 8), (1, "key"): tensor(2, 8), (1, "value"): tensor(2, 8)},
+            0,
+            "layer 1 has key, value, and the first layer has key",
+        ),
     ],
 )
 def test_tensors_that_do_not_fit_are_named(tensors, extra, text):
