@@ -250,9 +250,10 @@ class Client:
                 if not await self._drained():
                     ground.fail("leases do not end while the cache is paused")
                     return
-            await self._ask(
-                "set_namespace", lambda: cache.set_namespace(name, deadline=limit), limit
-            )
+            with ground.pins.changing():
+                await self._ask(
+                    "set_namespace", lambda: cache.set_namespace(name, deadline=limit), limit
+                )
         finally:
             ground.draining -= 1
             await self.resume()
@@ -334,7 +335,7 @@ class Client:
             blocks = await self._ask(
                 "unpin", lambda: cache.unpin(one.tokens, deadline=2.0, **one.scope), 2.0
             )
-            alone = ground.pins.epoch == epoch  # a clear of meanwhile may have ended it first
+            alone = ground.pins.epoch == epoch  # a clear may have ended it first
         ground.seen["unpinned"] += blocks > 0
         if not blocks and alone and not ground.faulty:
             ground.fail("unpin of pinned blocks found none")

@@ -256,11 +256,17 @@ class Pins:
     @contextmanager
     def ending(self, part: Part, *, only: tuple[str, bytes] | None = None) -> Iterator[None]:
         """Within the block pins may end: those of a part, or one."""
-        self.epoch += 1
-        self._changes += 1
         for key, one in list(self._held.items()):
             if key == only or (only is None and one.is_in(part)):
                 del self._held[key]
+        with self.changing():
+            yield
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Within the block the pins of requests that end, and unpins, are not relied on."""
+        self.epoch += 1
+        self._changes += 1
         try:
             yield
         finally:
