@@ -13,8 +13,8 @@ import pytest
 
 from kvactors import ConfigError
 from kvactors.integrations.vllm.settings import (
+    check_cache,
     check_engine,
-    check_groups,
     chosen_worker,
     identity,
     read_settings,
@@ -136,14 +136,12 @@ class Config(SimpleNamespace):
         return SimpleNamespace(group_id=number, layer_names=layers, tokens_per_block=tokens)
 
 
-def test_a_hybrid_model_is_refused_by_its_groups() -> None:
-    check_groups(Config())
-    two = [Config.group("full.0"), Config.group("mamba.0", number=1, tokens=64)]
-    text = r"tiny is a hybrid model with 2 .*full.0.*mamba.0.*KVActorsTier"
-    with pytest.raises(ConfigError, match=text):
-        check_groups(Config(groups=two))
+def test_caches_that_cannot_be_held_are_refused() -> None:
+    check_cache(Config(groups=[Config.group("full.0"), Config.group("window.0", number=1)]))
     with pytest.raises(ConfigError, match="canonical_layout"):
-        check_groups(Config(canonical_layout=True))
+        check_cache(Config(canonical_layout=True))
+    with pytest.raises(ConfigError, match="no size for a block"):
+        check_cache(Config(worker_kv_bytes_per_block=0))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ stored later, and the tiers get the model's configuration."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
+from vllm.v1.kv_offload.base import get_offload_group_idx
 from vllm.v1.request import RequestStatus
 
 from kvactors.integrations.engine import log_to
@@ -43,7 +45,7 @@ class KVActorsConnector(OffloadingConnector):
             super().__init__(vllm_config, role, kv_cache_config)
         self._kept: dict[str, Any] = {}  # vLLM's states of finished requests, by request
         self._stored: set[str] = set()  # requests that the workers are to report
-        self._waiting: dict[str, bytes] = {}  # the first chunk that waits, by request
+        self._waiting: dict[str, Sequence[bytes]] = {}  # the chunks that wait, by request
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler.manager.waiting = self._waiting
 
@@ -86,9 +88,13 @@ class KVActorsConnector(OffloadingConnector):
         finished = {*scheduler_output.finished_req_ids, *self._kept}
         made = super().build_connector_meta(replace(scheduler_output, finished_req_ids=finished))
         states.update(self._kept)
-        for request, key in self._waiting.items():
-            (group,) = states[request].group_states
-            group.next_stored_chunk_idx = group.offload_keys.index(key)
+        configs = self.scheduler.config.kv_group_configs
+        for request, keys in self._waiting.items():
+            first = {get_offload_group_idx(key): key for key in reversed(keys)}
+            for config, group in zip(configs, states[request].group_states, strict=True):
+                key = first.get(config.group_idx)
+                if key in group.offload_keys:  # a state within a chunk has another key
+                    group.next_stored_chunk_idx = group.offload_keys.index(key)
         for request in self._kept.keys() - self._waiting.keys():
             del self._kept[request]
             self._stored.add(request)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from itertools import pairwise
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -19,6 +18,7 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     RequestOffloadingContext,
     TierFilter,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.common import CPUOffloadingMetrics as Cpu
@@ -68,11 +68,15 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
 
 
 class PathEnd(NamedTuple):
-    """The last chunk of a request's path that was seen, kept with the request. `tokens`: of the
-    path up to the chunk's end, None if vLLM does not give it."""
+    """The last chunk of a request's path in a group that was seen. `tokens`: of the path up to the
+    chunk's end, None if vLLM does not give it."""
 
     key: bytes
     tokens: int | None
+
+
+class PathEnds(dict[int, PathEnd]):
+    """By group of layers, kept with the request."""
 
 
 class KVActorsManager(OffloadingManager):
@@ -82,16 +86,22 @@ class KVActorsManager(OffloadingManager):
     Those slots stay pinned here until the workers have flushed the jobs.
 
     Args:
+        chunk_tokens: tokens of a chunk of each group of layers.
         flush_steps: ends of scheduler steps after which the workers have flushed the jobs of before
             a reset, for a vLLM that does not report it.
 
     Attributes:
-        waiting: the first chunk of each request that waits for a slot, for the connector that
-            offers it again.
+        waiting: the chunks of each request that wait for slots, for the connector that offers them
+            again.
     """
 
     def __init__(
-        self, tiers: TierCache, region: TierRegion | None, *, chunk_tokens: int, flush_steps: int
+        self,
+        tiers: TierCache,
+        region: TierRegion | None,
+        *,
+        chunk_tokens: Mapping[int, int],
+        flush_steps: int,
     ) -> None:
         self.tiers = tiers
         self._region = region
@@ -101,7 +111,7 @@ class KVActorsManager(OffloadingManager):
         self._steps_left = 0
         self._allocations: list[int] = []  # slots of each store since the last metrics
         self._last: dict[tuple[str, ...], float] = {}  # name and labels of each counter
-        self.waiting: dict[str, bytes] = {}
+        self.waiting: dict[str, Sequence[bytes]] = {}
 
     # -- requests
 
@@ -124,9 +134,7 @@ class KVActorsManager(OffloadingManager):
     def prepare_load(self, keys: Collection[Any], req_context: Any) -> CPULoadStoreSpec:
         ordered = list(keys)
         slots = self.tiers.prepare_load(ordered)
-        if ordered:
-            last = ordered[-1]
-            req_context.set_state(PathEnd(last, req_context.get_offload_key_position(last)))
+        self._parents(ordered, req_context)
         return CPULoadStoreSpec(slots)
 
     def complete_load(self, keys: Collection[Any], req_context: Any) -> None:
@@ -140,12 +148,12 @@ class KVActorsManager(OffloadingManager):
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput:
         """Take slots for the first chunks, as many as can be had, evicting others."""
         ordered = list(keys)
-        ends = self._path(ordered, req_context)
-        found = self.tiers.prepare_store(ordered, self._parents(ends))
-        next_key = ordered.index(found.waiting[0]) if found.waiting else len(ordered)
-        req_context.set_state(ends[next_key])
-        if found.waiting:
-            self.waiting[req_context.req_id] = found.waiting[0]
+        before = PathEnds(req_context.get_state(PathEnds) or {})
+        found = self.tiers.prepare_store(ordered, self._parents(ordered, req_context))
+        if found.waiting:  # they are offered again
+            req_context.set_state(before)
+            self._parents(ordered[: ordered.index(found.waiting[0])], req_context)
+            self.waiting[req_context.req_id] = found.waiting
         self._allocations.append(len(found.keys))
         return PrepareStoreOutput(
             list(found.keys),  # type: ignore[arg-type, unused-ignore]
@@ -153,20 +161,23 @@ class KVActorsManager(OffloadingManager):
             list(found.evicted),  # type: ignore[arg-type, unused-ignore]
         )
 
-    @staticmethod
-    def _path(keys: list[Any], request: Any) -> list[PathEnd]:
-        """The last chunk of the call before, and the chunks of this one."""
-        ends = [PathEnd(key, request.get_offload_key_position(key)) for key in keys]
-        return [request.get_state(PathEnd) or PathEnd(b"", None), *ends]
-
-    def _parents(self, path: list[PathEnd]) -> list[bytes | None]:
-        """The chunk before each but the first, None where unknown."""
-        return [
-            above.key
-            if above.tokens is not None and end.tokens == above.tokens + self._chunk_tokens
-            else None
-            for above, end in pairwise(path)
-        ]
+    def _parents(self, keys: list[Any], request: Any) -> list[bytes | None]:
+        """The chunk before each in its group, None where unknown. The request's path goes on with
+        them."""
+        ends = request.get_state(PathEnds) or PathEnds()
+        parents = []
+        for key in keys:
+            group, tokens = get_offload_group_idx(key), request.get_offload_key_position(key)
+            above = ends.get(group)
+            follows = (
+                above is not None
+                and above.tokens is not None
+                and tokens == above.tokens + self._chunk_tokens[group]
+            )
+            parents.append(above.key if above is not None and follows else None)
+            ends[group] = PathEnd(key, tokens)
+        request.set_state(ends)
+        return parents
 
     def complete_store(self, keys: Collection[Any], req_context: Any, success: bool = True) -> None:
         self.tiers.complete_store(keys, success)

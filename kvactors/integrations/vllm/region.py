@@ -164,9 +164,9 @@ def _remove_unused(lock: int, path: Path) -> bool:
 
 
 class KVActorsWorker(OffloadingWorker):
-    """vLLM's interface of a `CopyWorker`. A chunk is `blocks_per_chunk` blocks, one after another,
-    each with the pages of all layers. `stream` gives the handle of the stream that a copy comes
-    after, on which vLLM's model reads and writes the blocks."""
+    """vLLM's interface of a `CopyWorker`. A chunk is `blocks_per_chunk` blocks of one group of
+    layers, one after another, each with the pages of all tensors. `stream` gives the handle of the
+    stream that a copy comes after, on which vLLM's model reads and writes the blocks."""
 
     def __init__(
         self,
@@ -193,17 +193,25 @@ class KVActorsWorker(OffloadingWorker):
         return True
 
     def _places(self, device: Any, chunks: Any) -> Any:
-        """The place of each block, counted in blocks. The first may be inside its chunk."""
-        count = self._blocks_per_chunk
-        blocks = len(device.block_ids)
-        first = int(device.block_indices[0]) % count
-        if len(chunks) != -(-(first + blocks) // count):
+        """The place of each block, counted in blocks. The first of a group may be inside its
+        chunk."""
+        count, used, places = self._blocks_per_chunk, 0, []
+        slots = np.asarray(chunks, np.int64)
+        for index, blocks in zip(device.block_indices, device.group_sizes, strict=True):
+            first = int(index) % count
+            inside = np.arange(first, first + blocks)
+            number = used + inside // count
+            if blocks:
+                used = int(number[-1]) + 1
+            if used > len(slots):
+                break
+            places.append(slots[number] * count + inside % count)
+        if used != len(slots):
             raise DeviceError(
-                f"{blocks} blocks from block {first} of a chunk are not {len(chunks)} chunks of "
-                f"{count}"
+                f"{tuple(device.group_sizes)} blocks of each group from blocks "
+                f"{tuple(device.block_indices)} on are not {len(slots)} chunks of {count}"
             )
-        inside = np.arange(first, first + blocks)
-        return np.asarray(chunks, np.int64)[inside // count] * count + inside % count
+        return np.concatenate(places)
 
     def get_finished(self) -> list[TransferResult]:
         """Jobs that have ended since the last call. DeviceError if a copy of the GPU failed: vLLM

@@ -94,19 +94,8 @@ def storage_of_replica(storage: TierStorage, config: Any) -> TierStorage:
     )
 
 
-def check_groups(config: Any) -> None:
-    """Refuse models whose cache kvactors cannot hold."""
-    if len(config.groups) != 1:
-        groups = "; ".join(
-            f"group {group.group_id}: {len(group.layer_names)} layers from {group.layer_names[0]}, "
-            f"{group.tokens_per_block} tokens a block"
-            for group in config.groups
-        )
-        raise ConfigError(
-            f"kvactors holds models with one group of KV cache layers, and {config.model.name} is "
-            f"a hybrid model with {len(config.groups)} ({groups}): use KVActorsTier below vLLM's "
-            "host tier, or disable_hybrid_kv_cache_manager where vLLM supports it for the model"
-        )
+def check_cache(config: Any) -> None:
+    """Refuse caches that kvactors cannot hold."""
     if config.canonical_layout:
         raise ConfigError(f"{WHERE}: canonical_layout is not supported")
     if config.worker_kv_bytes_per_block < 1:

@@ -17,7 +17,7 @@ from kvactors.integrations.vllm.manager import DEFINITIONS, KVActorsManager
 from kvactors.integrations.vllm.region import KVActorsWorker, TierRegion
 from kvactors.integrations.vllm.settings import (
     WHERE,
-    check_groups,
+    check_cache,
     chosen_worker,
     identity,
     read_settings,
@@ -31,12 +31,13 @@ from kvactors.tier_cache.settings import checked_config
 class KVActorsOffloadingSpec(OffloadingSpec):
     """kvactors as vLLM's host tier and the storage below it, with `OffloadingSettings`.
 
-    A row of the host tier holds the shares of all workers of one chunk, one after another."""
+    A row of the host tier holds the shares of all workers of one chunk, one after another. Rows of
+    every group of layers have one size: vLLM's groups share the blocks of the device."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.settings = read_settings(config.extra_config)
-        check_groups(config)
+        check_cache(config)
         self._copied_by = chosen_worker(self.settings, current_platform)
         self._worker_bytes = config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk
         row = self._worker_bytes * config.parallel.world_size
@@ -98,7 +99,10 @@ class KVActorsOffloadingSpec(OffloadingSpec):
             raise
         # a step's result is known at most so many steps later: asynchronous scheduling and pipeline
         flush_steps = 3 + int(self.config.parallel.pp_size)
-        chunk_tokens = self.blocks_per_chunk * self.config.groups[0].tokens_per_block
+        chunk_tokens = {
+            group.group_id: self.blocks_per_chunk * group.tokens_per_block
+            for group in self.config.groups
+        }
         return KVActorsManager(tiers, region, chunk_tokens=chunk_tokens, flush_steps=flush_steps)
 
     def _copies(self, kv_caches: Any, region: TierRegion) -> KVActorsWorker:

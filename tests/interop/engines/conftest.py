@@ -40,13 +40,15 @@ def hosts(
 def start(
     hosts: Callable[[str | None], VllmHost], tmp_path: Path
 ) -> Iterator[Callable[..., VllmEngine]]:
-    """Starts vLLM engines with the tiny model. The arguments are those of `VllmEngine`, and the
+    """Starts vLLM engines, with the tiny Llama unless `model` is another folder. The arguments are those of `VllmEngine`, and the
     `version` of `VllmHost`."""
-    model = write_model(tmp_path / "model")
+    tiny = write_model(tmp_path / "model")
     logs = itertools.count()
     with ExitStack() as ends:
 
-        def start_one(*extra: Any, version: str | None = None, **options: Any) -> VllmEngine:
+        def start_one(
+            *extra: Any, version: str | None = None, model: Path = tiny, **options: Any
+        ) -> VllmEngine:
             log = tmp_path / f"engine-{next(logs)}.log"
             engine = VllmEngine(hosts(version), model, log, *extra, **options)
             ends.callback(engine.discard)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop.engines import stores
+from tests.interop.engines import stores, tiny_qwen3_next
 from tests.interop.engines.stores import offloading
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.engines.vllm_engine import SERVE, Served, Tokens, VllmEngine, prompts
@@ -103,6 +103,68 @@ def test_more_prompts_at_once_than_the_host_holds_are_stored_whole(
     second = again.serve(wanted, max_tokens=1)
     assert second.tokens == first.tokens
     assert min(second.cached) >= 448
+    again.close()
+
+
+WINDOWS = {
+    "hf_overrides": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 96,
+    },
+    "num_gpu_blocks_override": 52,
+}
+"""Settings of an engine whose model has two groups of layers."""
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_layers_with_a_window_are_a_group_of_chunks(
+    start: Start, alone: Alone, tmp_path: Path, blocks: int
+) -> None:
+    wanted = alone(PROMPTS, **WINDOWS)
+    extra = offloading(2 * SMALL, tmp_path / "store") | {"blocks_per_chunk": blocks}
+    groups_come_whole(lambda: start(extra, **WINDOWS), PROMPTS, wanted, 192)
+
+
+def test_states_are_a_group_of_chunks(start: Start, tmp_path: Path) -> None:
+    settings = tiny_qwen3_next.settings(tmp_path / "states")
+    asked = prompts(4, 2000, shared=700)
+
+    engine = start(**settings)
+    wanted = engine.serve(asked).tokens
+    assert len({tuple(tokens or ()) for tokens in wanted}) == len(asked)
+    engine.close()
+    extra = offloading(1024, tmp_path / "store")
+    groups_come_whole(lambda: start(extra, **settings), asked, wanted, 3 * 544)
+
+
+def groups_come_whole(
+    opened: Callable[[], VllmEngine], asked: list[list[int]], wanted: Tokens, cached: int
+) -> None:
+    """Requests that come and go, resets, an end: every token is right, and so many of each prompt
+    come from caches."""
+
+    def come(engine: VllmEngine) -> None:
+        served = engine.serve(asked, at_once=2)
+        assert served.tokens == wanted
+        assert min(served.cached) >= cached, served.cached
+
+    engine = opened()
+    assert engine.serve(asked, at_once=2).tokens == wanted
+    for seed in range(3):
+        stormed = engine.storm(asked * 3, seed=seed, resets=True, max_tokens=8)["tokens"]
+        assert [one or good for one, good in zip(stormed, wanted * 3, strict=True)] == wanted * 3
+    assert engine.reset(connector=True)  # a reset of the storm may have left what the device has
+    assert engine.serve(asked, at_once=2).tokens == wanted
+    engine.zero_device()
+    assert engine.reset()
+    come(engine)
+    engine.close()
+    again = opened()
+    come(again)
+    # negative control: the bytes of the host tier decide
+    assert stores.zero_host_memory() == 1
+    assert again.reset()
+    assert again.serve(asked, at_once=2).tokens != wanted
     again.close()
 
 

@@ -43,7 +43,7 @@ def write_model(folder: Path, seed: int = 5) -> Path:
     (folder / "config.json").write_text(json.dumps(CONFIG))
     generation = {name: CONFIG[name] for name in ("bos_token_id", "eos_token_id")}
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    _write_safetensors(folder / "model.safetensors", dict(_weights(np.random.default_rng(seed))))
+    write_safetensors(folder / "model.safetensors", dict(_weights(np.random.default_rng(seed))))
     return folder
 
 
@@ -71,7 +71,7 @@ def _weights(random: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
             yield f"model.layers.{layer}.{norm}.weight", np.ones(HIDDEN, np.float32)
 
 
-def _write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
+def write_safetensors(path: Path, tensors: dict[str, np.ndarray]) -> None:
     """Write float32 tensors in the safetensors format: the header's length, the header as JSON, the
     bytes of the tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
