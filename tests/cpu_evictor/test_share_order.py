@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from math import inf
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvactors.cpu_evictor.slots import HostShares, HostTier, SlotState
@@ -134,6 +134,7 @@ def test_device_blocks_leave_in_the_order_of_the_model(steps):
 
 @settings(max_examples=150, deadline=None)
 @given(STEPS)
+@example([("use", ((1, 0), 0, inf)), ("pin", (1, 0)), ("evict", (1, 1, 0, 0.0))])
 def test_host_blocks_leave_in_the_order_of_the_model(steps):
     model, time = Model(), [0.0]
     shares = HostShares(pin_limit=PIN_LIMIT, clock=lambda: time[0])
