@@ -54,9 +54,10 @@ class Engine:
         self.manager.shutdown()
 
 
-def device_blocks(*numbers: int, first: int = 0) -> Any:
-    """vLLM's `GPULoadStoreSpec`."""
-    return SimpleNamespace(block_ids=np.array(numbers), block_indices=[first])
+def device_blocks(*numbers: int, first: int = 0, groups: Any = None) -> Any:
+    """vLLM's `GPULoadStoreSpec`. groups: number of blocks and first one of each group."""
+    sizes, indices = zip(*(groups or [(len(numbers), first)]), strict=True)
+    return SimpleNamespace(block_ids=np.array(numbers), group_sizes=sizes, block_indices=indices)
 
 
 def chunks(*numbers: int) -> Any:
@@ -113,6 +114,15 @@ def test_chunks_go_to_the_host_and_back_behind_the_models_stream(gpu: Gpu, tmp_p
         assert ended(worker, 3) == [(3, True, 2 * ROW)]
         assert content(tensors, 6) == content(tensors, 5)
         assert content(tensors, 7) == content(tensors, 2)
+
+        # blocks of three groups, the second of which has none
+        groups = [(1, 1), (0, 0), (2, 4)]
+        worker.submit_store(4, device_blocks(0, 4, 5, groups=groups), chunks(2, 1))
+        assert ended(worker, 4) == [(4, True, 3 * ROW)]
+        assert engine.chunk(2) == bytes(ROW) + content(tensors, 0)
+        assert engine.chunk(1) == content(tensors, 4) + content(tensors, 5)
+        with pytest.raises(DeviceError, match="are not 1 chunks"):
+            worker.submit_load(5, chunks(2), device_blocks(0, 4, groups=[(1, 1), (1, 0)]))
         engine.close(worker)
     assert list(tmp_path.iterdir()) == []
 
