@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from kvactors.cache import Cleared as Cleared
     from kvactors.cache import KVCache as KVCache
-    from kvactors.cache import open as open  # noqa: A004
     from kvactors.data_plane.ranks.worker import serve_rank as serve_rank
     from kvactors.decode_batch import Step as Step
     from kvactors.decode_batch import Stepped as Stepped
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from kvactors.lookup import PromptHits as PromptHits
     from kvactors.observe.health import Health as Health
     from kvactors.observe.statistics import CacheStatistics as CacheStatistics
+    from kvactors.opening import open as open  # noqa: A004
     from kvactors.settings import Config as Config
     from kvactors.tier_cache import TierCache as TierCache
     from kvactors.tier_cache import TierConfig as TierConfig
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from kvactors.types import Tokens as Tokens
 
 NAMES = {
-    "cache": "Cleared KVCache open",
+    "cache": "Cleared KVCache",
     "settings": "Config",
     "data_plane.ranks.worker": "serve_rank",
     "decode_batch": "Step Stepped",
@@ -72,6 +72,7 @@ NAMES = {
     "lookup": "FreeBlocks PromptHits",
     "observe.health": "Health",
     "observe.statistics": "CacheStatistics",
+    "opening": "open",
     "tier_cache": "TierCache TierConfig open_tiers",
     "types": "Reason Residency Tier Tokens",
 }

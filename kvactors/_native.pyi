@@ -144,10 +144,11 @@ class Path:
     nodes.
     """
 
-    def __init__(self, block_size: int, root: bytes) -> None:
-        """`root`: the 32-byte root hash that every chain starts from. ValueError on a bad
-        size or length."""
+    def __init__(self, block_size: int, root: bytes, flat: bool = False) -> None:
+        """`root`: the 32-byte root hash that every chain starts from. `flat`: no chain, every
+        block is a child of the root. ValueError on a bad size or length."""
 
+    flat: bool
     block_size: int
     root: bytes
     num_tokens: int
@@ -197,6 +198,9 @@ class Path:
 
     def hashes(self, start: int, stop: int) -> bytes:
         """Hashes of full blocks [start, stop), 32 bytes each. Missing ones are computed."""
+
+    def parent(self, block: int) -> bytes:
+        """Hash of the block above a full block, or the root hash: of a flat path always that."""
 
     def blocks(self, start: int = 0, stop: int = -1) -> list[int]:
         """The block table (a copy): device block ids, -1 where none is assigned. `stop` -1: to the
@@ -384,6 +388,13 @@ class BlockTree:
         of the block that then ends within. Returns the device blocks that are free now. ValueError
         if the path has fewer tokens, for tokens of committed blocks, and for blocks being loaded:
         nothing is changed then."""
+
+    def drop_leading(self, path: Path, blocks: int) -> list[int]:
+        """Drop the first blocks of a flat path: its others take their positions. Returns device
+        blocks that are free now. ValueError for other paths, and for blocks being loaded."""
+
+    def probe(self, path: Path, start: int, stop: int) -> bytes:
+        """The state bits of full blocks [start, stop) of a flat path, 0 for unknown ones."""
 
     def commit(self, path: Path, upto: int) -> tuple[int, int, list[int]]:
         """Make the path's computed blocks [num_committed, upto) shareable. Returns (start, stop,

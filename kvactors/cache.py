@@ -10,17 +10,11 @@ its event loop.
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from numbers import Real
-from os import PathLike
-from pathlib import Path as File
+from collections.abc import Collection, Coroutine, Sequence
 from types import CoroutineType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import anyio
-import numpy as np
 from msgspec.structs import replace
 
 from kvactors.actor.clock import now
@@ -64,7 +58,6 @@ from kvactors.errors import (
     SleepUnsupported,
     StoreError,
     StoreUnsupported,
-    WrongLoop,
 )
 from kvactors.flush_notifier.messages import Resync, WaitFlushed
 from kvactors.flush_notifier.sinks.base import Sink
@@ -98,7 +91,6 @@ from kvactors.prefix_index.messages import (
     Unpin,
 )
 from kvactors.settings import Config
-from kvactors.storage.backend import Backend
 from kvactors.system import System
 from kvactors.types import Tokens
 
@@ -132,9 +124,11 @@ class Cleared(NamedTuple):
 class KVCache:
     """One open cache, for the loop it was opened on. Other threads use `from_thread`."""
 
+    _LEASE: ClassVar[type[Lease]] = Lease
+
     def __init__(self, system: System) -> None:
         self.system = system
-        self.block_size = system.config.cache.block_size
+        self.block_size = system.block_size
         self._context = CallContext(system)
         self._leases = self._context.lease_numbers
         self._split_media = system.config.cache.split_media
@@ -154,6 +148,13 @@ class KVCache:
     def namespace(self) -> str:
         """The namespace that requests are admitted under (`set_namespace`)."""
         return self.system.roots.namespace
+
+    @property
+    def groups(self) -> dict[str, KVCache]:
+        """The caches of the groups of layers beside those of `[layout]`, by name
+        (docs/groups.md). Their requests are those of this cache: read their `device`,
+        `statistics()` and `free_blocks()`."""
+        return {}
 
     @property
     def sinks(self) -> dict[str, Sink]:
@@ -243,9 +244,38 @@ class KVCache:
             NumBlocksUnset: the number of device blocks is not set yet.
             ActorFailed: PrefixIndex failed during the call.
         """
+        message = self._acquire_message(
+            request_id,
+            tokens,
+            (salt, lora, lora_id),
+            extra_keys,
+            deadline,
+            wait_for_evictions,
+            wait_for_room,
+            chunk_tokens,
+            hints,
+        )
+        if self.system.index_actor.settings.fetch:
+            stored = await self._count_stored(message.path, message.scope, message.media)
+            message = replace(message, stored=stored)
+        return await self._grant(message)
+
+    def _acquire_message(
+        self,
+        request_id: str,
+        tokens: Tokens,
+        names: tuple[str | None, str | None, int | None],
+        extra_keys: Sequence[Media] = (),
+        deadline: float | None = None,
+        wait_for_evictions: bool = True,
+        wait_for_room: bool = False,
+        chunk_tokens: int | None = None,
+        hints: Hints | None = None,
+    ) -> Acquire:
+        """Check the arguments of `acquire`. names: salt, lora and lora_id."""
         at = self._context.begin_call(deadline)
         check_text("request_id", request_id)
-        scope = PLAIN
+        scope, (salt, lora, lora_id) = PLAIN, names
         if salt is not None or lora is not None or lora_id is not None:
             scope = request_scope(salt, lora, lora_id)
         roots = self.system.roots
@@ -258,34 +288,29 @@ class KVCache:
         if hints is not None:
             hints = check_hints(hints)
         chunk = 0 if chunk_tokens is None else check_int("chunk_tokens", chunk_tokens, 1)
-        stored = None
-        if self.system.index_actor.settings.fetch:
-            stored = await self._count_stored(path, scope, media)
-        lease = next(self._leases)
-        message = Acquire(
-            lease,
-            request_id,
-            path,
-            at,
-            wait_for_evictions,
-            scope,
-            () if self._split_media else media,
-            wait_for_room,
-            chunk,
-            stored,
-            hints,
+        lease, room = next(self._leases), wait_for_room
+        evictions = wait_for_evictions
+        return Acquire(
+            lease, request_id, path, at, evictions, scope, media, room, chunk, None, hints
         )
+
+    async def _grant(self, message: Acquire) -> Lease:
+        media, at = message.media, message.deadline
+        if media and self._split_media:
+            message = replace(message, media=())
+        entrance = self._context.index.entrance
         try:
-            asked = self._context.index.entrance.begin_ask(message, at, queued=wait_for_room)
+            asked = entrance.begin_ask(message, at, queued=message.wait_for_room)
             granted: AcquireResult = await asked if isinstance(asked, CoroutineType) else asked
         except (NoRoom, Paused):
             raise
         except BaseException as error:
-            self._context.abandon(lease)
+            self._context.abandon(message.lease)
             if isinstance(error, ActorFailed):
                 self._context.raise_if_closed(error)
             raise
-        return Lease(self._context, lease, request_id, path, granted, at, media)
+        lease, name, path = message.lease, message.request_id, message.path
+        return self._LEASE(self._context, lease, name, path, granted, at, media)
 
     def record_pass(
         self,
@@ -400,6 +425,16 @@ class KVCache:
         self, tokens: Tokens, extra_keys: Any, salt: str | None, lora: str | None
     ) -> Sliced[PromptHits]:
         """Check the arguments of a look-up, and begin it."""
+        path, scope, media = self._lookup_path(tokens, extra_keys, salt, lora)
+        return hits_of(self.system, path, scope.salt, () if self._split_media else media)
+
+    def _lookup_path(
+        self,
+        tokens: Tokens,
+        extra_keys: Sequence[Media] = (),
+        salt: str | None = None,
+        lora: str | None = None,
+    ) -> tuple[Path, RequestScope, tuple[tuple[int, int], ...]]:
         self._context.check()
         system = self.system
         if system.index_asleep:
@@ -408,7 +443,7 @@ class KVCache:
             raise NumBlocksUnset
         scope = request_scope(salt, lora)
         path, media = request_path(self.block_size, system.roots.root(scope), tokens, extra_keys)
-        return hits_of(system, path, scope.salt, () if self._split_media else media)
+        return path, scope, media
 
     async def _count_stored(
         self, path: Path, scope: RequestScope, media: tuple[tuple[int, int], ...]
@@ -459,6 +494,11 @@ class KVCache:
             raise StoreUnsupported("there is no prefetch: this store reads into device memory only")
         if not self.config.host.slots:
             return 0
+        return await self._prefetch(path, scope, media, at)
+
+    async def _prefetch(
+        self, path: Path, scope: RequestScope, media: tuple[tuple[int, int], ...], at: float
+    ) -> int:
         stored = await self._count_stored(path, scope, media)
         return int((await self._context.ask(Prefetch(path, at, scope, stored), at)).count)
 
@@ -1010,142 +1050,6 @@ class KVCache:
             self._context.close()
 
 
-def open_cache(
-    config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
-    device: Device | None = None,
-    *,
-    sinks: Sequence[Sink] = (),
-    backend: Backend | None = None,
-    inline_copies: bool = False,
-    clock: Callable[[], float] | None = None,
-) -> AbstractAsyncContextManager[KVCache]:
-    """Open a cache: `async with kvactors.open(config) as cache`.
-
-    Args:
-        config: the settings, as a `Config`, a mapping or the path of a TOML file. None: the
-            defaults. Environment variables fill unset values (see `Config.from_env`).
-        device: the device blocks of the engine. None: a device is made from the config.
-        sinks: sinks supplied by the caller, beside those of the config.
-        backend: a store supplied by the caller, in place of the config's (not used in flush-only
-            mode).
-        inline_copies: copy in the loop's thread, for loops of virtual time.
-        clock: seconds that the ages of blocks are measured in, for a replay of past requests. A pin
-            with a time to live ends when that is over on the loop's clock as well. Time stands
-            still while a reading raises or is not finite. None: the loop's clock.
-
-    Returns:
-        A context manager. The cache is open inside its block.
-
-    Raises:
-        TypeError: an argument has a wrong type.
-        ValueError: the clock's first reading is not finite.
-        ConfigError: at entry, a setting is invalid.
-        OSError: at entry, the file of the settings cannot be read.
-        LayoutError: at entry, the device does not match the layout.
-        DeviceError: at entry, the device cannot be used.
-        StoreError: at entry, the store cannot be opened.
-        SinkError: at entry, a sink cannot be opened.
-        RankError: at entry, not all ranks joined in time.
-        WrongLoop: at entry, no asyncio event loop is running.
-        CacheFailed: at the end of the block, the cache has failed. An exception out of the block
-            passes instead, with a note.
-    """
-    for name, value, wanted in (("device", device, Device), ("backend", backend, Backend)):
-        if value is not None and not isinstance(value, wanted):
-            raise TypeError(f"{name} must be a {wanted.__name__}, not {kind(value)}")
-    if config is not None and not isinstance(config, Config | Mapping | str | PathLike):
-        raise TypeError(
-            f"config must be a Config, a mapping or the path of a TOML file, not {kind(config)}"
-        )
-    if not isinstance(sinks, (list, tuple)):
-        raise TypeError(f"sinks must be a list or tuple of Sink, not {kind(sinks)}")
-    for position, sink in enumerate(sinks):
-        if not isinstance(sink, Sink):
-            raise TypeError(f"sinks[{position}] must be a Sink, not {kind(sink)}")
-    given = None if clock is None else SafeClock(clock)
-    return _opened(
-        config, device, tuple(sinks), backend, check_flag("inline_copies", inline_copies), given
-    )
-
-
-open = open_cache  # noqa: A001  (the public name is kvactors.open)
-
-
-@asynccontextmanager
-async def _opened(
-    config: Config | Mapping[str, Any] | str | PathLike[str] | None,
-    device: Device | None,
-    sinks: Sequence[Sink],
-    backend: Backend | None,
-    inline_copies: bool,
-    clock: Callable[[], float] | None,
-) -> AsyncIterator[KVCache]:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        raise WrongLoop(
-            "a cache is opened on a running asyncio event loop, and there is none here (trio has "
-            "its own): run the block with asyncio.run()"
-        ) from None
-    if isinstance(config, str | PathLike):
-        config = Config.from_toml(File(config))
-    elif isinstance(config, Mapping):
-        config = Config.from_mapping(config)
-    system = System(
-        Config.from_env(base=config),
-        device,
-        sinks,
-        backend,
-        inline_copies=inline_copies,
-        clock=clock,
-    )
-    del device  # a sleep releases it
-    cache = KVCache(system)
-    try:
-        async with system.running():
-            try:
-                yield cache
-            finally:
-                cache.close()
-    finally:
-        cache._context.stop()
-
-
-class SafeClock:
-    """Reads a clock of the caller. The time of a reading that fails is that of the reading before,
-    and the first such reading is logged: ages stand still, and requests are served.
-
-    Raises:
-        TypeError: it is not callable, or its first reading is not a number.
-        ValueError: the first reading is not finite.
-    """
-
-    __slots__ = ("_clock", "_failed", "_last")
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        if not callable(clock):
-            raise TypeError(f"clock must be a function that returns seconds, not {kind(clock)}")
-        self._clock, self._failed = clock, False
-        self._last = self._read()
-
-    def __call__(self) -> float:
-        try:
-            self._last = self._read()
-        except Exception as error:
-            if not self._failed:
-                log.warning("clock failed", error=repr(error))
-            self._failed = True
-        return self._last
-
-    def _read(self) -> float:
-        seconds: Any = self._clock()
-        if isinstance(seconds, bool | np.bool_) or not isinstance(seconds, Real):
-            raise TypeError(f"clock must return a number of seconds, not {kind(seconds)}")
-        if not math.isfinite(seconds):
-            raise ValueError(f"clock must return a finite number of seconds, not {seconds}")
-        return float(seconds)
-
-
 class FromThread(LoopCaller):
     """`KVCache` for threads other than the loop's. Each call blocks its thread until the loop has
     answered, for `deadline` seconds and a margin, and raises the errors of the awaited call.
@@ -1162,6 +1066,12 @@ class FromThread(LoopCaller):
     device: Any = mirrored("device")
     sinks: dict[str, Sink] = mirrored("sinks")
     namespace: str = mirrored("namespace")
+
+    @property
+    def groups(self) -> dict[str, FromThread]:
+        """As `groups` of `KVCache`."""
+        found: dict[str, KVCache] = self._target.groups
+        return {name: cache.from_thread for name, cache in found.items()}
 
     acquire = threaded(KVCache.acquire)
     prefetch = blocking(KVCache.prefetch)

@@ -50,7 +50,7 @@ class CallContext:
     on_forgotten: called with each lease that is garbage-collected before its end, for tests."""
 
     def __init__(self, system: System) -> None:
-        block_size = system.config.cache.block_size
+        block_size = system.block_size
         self.system = system
         self.index: ActorRef[IndexRequest] = system.index
         self.loop = asyncio.get_running_loop()

@@ -205,6 +205,7 @@ class ThreadLease(LoopCaller):
 
     request_id: str = mirrored("request_id")
     block_table: tuple[int, ...] = mirrored("block_table")
+    block_tables: tuple[tuple[int, ...], ...] = mirrored("block_tables")
     cached_tokens: int = mirrored("cached_tokens")
     num_tokens: int = mirrored("num_tokens")
     covered_tokens: int = mirrored("covered_tokens")

@@ -29,6 +29,7 @@ from kvactors.prefix_index.messages import (
     Ack,
     AcquireResult,
     Commit,
+    DropLeading,
     Extend,
     Finish,
     Fork,
@@ -240,6 +241,13 @@ class Lease:
         if not isinstance(self._table, tuple):
             self._table = tuple(self._table)
         return self._table
+
+    @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """The block table of each group of layers, that of `[layout]` first (see
+        docs/groups.md). One entry for each block of the request, -1 where the group has
+        none."""
+        return (self.block_table,)
 
     @property
     def covered_tokens(self) -> int:
@@ -522,6 +530,19 @@ class Lease:
         if dropped:
             self._table = self._table[:left]
         return dropped
+
+    async def _drop_leading(self, blocks: int) -> None:
+        """Give up the first blocks of a lease of a group (see `kvactors.groups`)."""
+        handle = self._handle
+        at = handle.begin_call(None)
+        handle.begin_change("commit")
+        try:
+            await handle.ask(DropLeading(handle.id, self.num_tokens, blocks), at, has_effect=True)
+        finally:
+            handle.changing = ""
+        handle.check_ended()
+        self.num_tokens -= blocks * self._path.block_size
+        self._table = self._table[blocks:]
 
     # -- forks
 

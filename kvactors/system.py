@@ -155,6 +155,8 @@ class System:
         inline_copies: whether to copy in the loop's thread. Loops of virtual time need it, because
             they have no threads.
         clock: of the ages of blocks, the loop's if None.
+        item_tokens: tokens of a block in the index of a group (`kvactors.groups`), 0 for any other
+            cache.
     """
 
     def __init__(
@@ -166,8 +168,10 @@ class System:
         *,
         inline_copies: bool = False,
         clock: Clock | None = None,
+        item_tokens: int = 0,
     ) -> None:
         self.layout = layout_for(config, device)
+        self.is_group, self.block_size = item_tokens > 0, item_tokens or config.cache.block_size
         config = config_for(config, device)
         flush_only = config.flush.flush_only
         self.storage = config.storage
@@ -188,7 +192,13 @@ class System:
             self.plane = make_ranks_plane(config, self.storage, self.layout)
         else:
             self.plane = make_local_plane(
-                config, self.storage, self.layout, device, backend, inline=inline_copies
+                config,
+                self.storage,
+                self.layout,
+                device,
+                backend,
+                inline=inline_copies,
+                block_size=self.block_size,
             )
         self.ranks = self.plane.group if isinstance(self.plane, RanksPlane) else None
         self.arena: Any = self.plane.slots
@@ -402,7 +412,7 @@ class System:
         stored = self.plane.backend is not None or self.device_store is not None
         host_tier = host.slots > 0 or (stored and storage.saves == "write_back")
         exclusive = host.mode == "exclusive" or not host.slots
-        blocks, block_size = self.plane.device.num_blocks, config.cache.block_size
+        blocks, block_size = self.plane.device.num_blocks, self.block_size
         index = BlockIndex(
             block_size,
             blocks,
@@ -467,12 +477,13 @@ class System:
                 int(config.hints.pin_share * config.host.slots),
                 self.clock,
             ),
+            flat=self.is_group,
         )
 
     def _make_notifier(self, ref: ActorRef) -> FlushNotifier:
         return FlushNotifier(
             ref,
-            block_size=self.config.cache.block_size,
+            block_size=self.block_size,
             sinks=list(self.sinks.values()),
             config=self.config.flush,
             epoch=self.epoch,
@@ -493,9 +504,7 @@ class System:
         roots = self.roots.root if self.sinks else None
         reading = {"backend": store, "plane": plane, "evictor": evictor, "notifier": self.notifier}
         direct = {"backend": self.device_store, "plane": plane, "evictor": evictor}
-        no_notifier = partial(
-            NoNotifier, block_size=self.config.cache.block_size, config=self.config.flush
-        )
+        no_notifier = partial(NoNotifier, block_size=self.block_size, config=self.config.flush)
         swapper = partial(GpuSwapper, plane=plane, evictor=evictor, index=self.index)
         movers = Group(
             "data plane",

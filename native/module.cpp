@@ -145,10 +145,11 @@ void assign(PyPath& path, Id start, const std::vector<Id>& blocks) {
 
 void bind_path(nb::module_& m) {
     nb::class_<PyPath>(m, "Path")
-        .def("__init__", [](PyPath* self, Id block_size, const nb::bytes& root) {
+        .def("__init__", [](PyPath* self, Id block_size, const nb::bytes& root, bool flat) {
             if (block_size < 1 || block_size > (1 << 24)) throw nb::value_error("block_size must be between 1 and 2**24");
-            new (self) PyPath(u32(block_size), key_of(root, "root must be 32 bytes"));
-        }, "block_size"_a, "root"_a)
+            new (self) PyPath(u32(block_size), key_of(root, "root must be 32 bytes"), flat);
+        }, "block_size"_a, "root"_a, "flat"_a = false)
+        .def_prop_ro("flat", [](const PyPath& p) { return p.flat; })
         .def_prop_ro("block_size", [](const PyPath& p) { return guarded(p, [&] { return p.block_size; }); })
         .def_prop_ro("root", [](const PyPath& p) { return guarded(p, [&] { return bytes_of(&p.root, 1); }); })
         .def_prop_ro("num_tokens", [](const PyPath& p) { return guarded(p, [&] { return p.tokens.size(); }); })
@@ -201,6 +202,12 @@ void bind_path(nb::module_& m) {
             without_gil(missing * p.block_size, [&] { p.name_to(u32(stop)); });
             return bytes_of(p.names.data() + start, std::size_t(stop - start));
         }, "start"_a, "stop"_a)
+        .def("parent", [](PyPath& p, Id block) {
+            const Busy busy(p.busy);
+            if (block < 0 || block >= Id(p.full_blocks())) throw nb::value_error("block out of range");
+            p.name_to(u32(block));
+            return bytes_of(&p.parent_name(u32(block)), 1);
+        }, "block"_a)
         .def("blocks", [](const PyPath& p, Id start, Id stop) {
             const Busy busy(p.busy);
             const Id size = Id(p.table.size());

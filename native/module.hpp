@@ -57,7 +57,7 @@ constexpr std::size_t kSpares = 16, kSpareTokens = std::size_t(1) << 21;
 void append(nb::handle tokens, Raw<u32>& out);
 
 struct PyPath : Path {
-    PyPath(u32 block_size, const Key& root) : Path(block_size, root) {
+    PyPath(u32 block_size, const Key& root, bool flat) : Path(block_size, root, flat) {
         std::vector<Raw<u32>>& spares = spare_arrays();
         if (spares.empty()) return;
         tokens = std::move(spares.back());

@@ -131,6 +131,17 @@ void bind_tree(nb::module_& m) {
             if (tokens < 0) throw nb::value_error("num_tokens out of range");
             return ids_of(t.truncate(p, std::size_t(tokens), std::string(extra.c_str(), extra.size())));
         }, "path"_a, "num_tokens"_a, "extra"_a = nb::bytes("", 0))
+        .def("drop_leading", [](PyTree& t, PyPath& p, Id blocks) {
+            const Change change(t);
+            const Busy busy(p.busy);
+            return ids_of(t.drop_leading(p, size_of(blocks, "blocks out of range")));
+        }, "path"_a, "blocks"_a)
+        .def("probe", [](const PyTree& t, const PyPath& p, Id start, Id stop) {
+            const Busy tree_busy(t.busy), path_busy(p.busy);
+            if (stop < start) throw nb::value_error("blocks out of range");
+            const std::string states = t.probe(p, size_of(start, "start out of range"), size_of(stop, "stop out of range"));
+            return nb::bytes(states.data(), states.size());
+        }, "path"_a, "start"_a, "stop"_a)
         .def("commit", [](PyTree& t, PyPath& p, Id upto) {
             const Change change(t);
             const Busy busy(p.busy);

@@ -48,7 +48,7 @@ void Path::name_to(u32 blocks) {
     ChainHasher hasher(block_size);
     names.resize(blocks);
     for (; i < blocks; ++i) {
-        const Key& parent = i == 0 ? root : names[i - 1];
+        const Key& parent = parent_name(i);
         const std::string* more = extra(i);
         const u8* data = more == nullptr ? nullptr : reinterpret_cast<const u8*>(more->data());
         hasher.name(parent, block_tokens(i), data, more == nullptr ? 0 : u32(more->size()), names[i]);
@@ -89,6 +89,18 @@ void Path::cut(std::size_t count, std::string extra) {
     fixed = std::min(fixed, full);
     extras.erase(extras.lower_bound(full), extras.end());
     if (!extra.empty()) extras[full] = std::move(extra);
+}
+
+// The blocks after them take their positions: of a flat path, where no block depends on those before it.
+void Path::drop_leading(u32 blocks) {
+    const auto shorten = [](auto& from, std::size_t count) { from.erase(from.begin(), from.begin() + std::min(count, from.size())); };
+    shorten(tokens, std::size_t(blocks) * block_size);
+    shorten(names, blocks);
+    shorten(nodes, blocks);
+    shorten(table, blocks);
+    shorten(shared, blocks);
+    fixed -= std::min(fixed, blocks);
+    committed -= std::min(committed, blocks);
 }
 
 }  // namespace kvactors

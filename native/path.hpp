@@ -24,7 +24,7 @@ struct Acquired {
 
 class Path {
 public:
-    Path(u32 block_size, const Key& root) : block_size(block_size), root(root) {}
+    Path(u32 block_size, const Key& root, bool flat = false) : block_size(block_size), root(root), flat(flat) {}
 
     u32 full_blocks() const { return u32(tokens.size() / block_size); }
     u32 plain_blocks() const {  // leading full blocks without an extra key in their path
@@ -42,9 +42,12 @@ public:
     void assign(u32 start, const u32* blocks, std::size_t count);
     void put(u32 position, u32 block, bool is_shared);
     void cut(std::size_t count, std::string extra);  // extra: of the block that ends within
+    void drop_leading(u32 blocks);
+    const Key& parent_name(u32 block) const { return flat || block == 0 ? root : names[block - 1]; }  // once named
 
     u32 block_size;
     Key root;
+    const bool flat;                     // every block is a child of the root: see Tree
     Raw<u32> tokens;
     Raw<Key> names;                      // of the leading blocks, as far as they were needed
     u32 fixed = 0;                       // leading blocks that a tree has had: with their extra keys

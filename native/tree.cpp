@@ -208,10 +208,11 @@ u32 Tree::make_root(const Key& root) {
 void Tree::create(Path& path, u32 from, u32 upto) {
     if (names_at_once_) path.name_to(upto);
     const u32 named = u32(std::min<std::size_t>(path.names.size(), upto));
-    u32 parent = from == 0 ? make_root(path.root) : path.nodes[from - 1];
+    const bool below_root = from == 0 || path.flat;
+    u32 parent = below_root ? make_root(path.root) : path.nodes[from - 1];
     if (path.salt != 0 && sharing_ == nullptr) share();
     const u32 owner = sharing_ == nullptr ? 0 : sharing_->owner_of(path.salt);
-    if (sharing_ != nullptr && from == 0) sharing_->add_root(parent, owner);
+    if (sharing_ != nullptr && below_root) sharing_->add_root(parent, owner);
     path.nodes.resize(upto);
     hashes_.clear();
     const bool by_lru = policy_ == nullptr && memory_ == nullptr;

@@ -144,6 +144,8 @@ public:
     std::vector<u32> trim(Path& path, u32 held);
     std::vector<u32> retreat(Path& path, u32 blocks);
     std::vector<u32> truncate(Path& path, std::size_t tokens, std::string extra);
+    std::vector<u32> drop_leading(Path& path, u32 blocks);
+    std::string probe(const Path& path, u32 start, u32 stop) const;
     std::vector<u32> release(Path& path);
     std::vector<u32> fork(const Path& from, Path& to);
     u32 mark_announced(Path& path, u32 start, u32 stop);
@@ -254,6 +256,8 @@ private:
     const Key& name(u32 id);
     void give_name(u32 id, const Key& name);
     u32 find_child(u32 parent, u32 extra, const u32* tokens) const;
+    u32 find_block(const Path& path, u32 i, u32 above) const;
+    u32 node_above(const Path& path, u32 i) const;
     u32 chain_below(u32 parent, const u32* tokens, u32 limit, bool& resident) const;
     u32 known_extra(const Path& path, u32 block) const;
     u32 intern(const std::string* extra);
@@ -272,7 +276,7 @@ private:
     u32 lose_device(u32 id);
     void acquire(u32 id);
     void let_go(u32 id, std::vector<u32>& freed);
-    void let_go_run(const u32* first, const u32* end, std::vector<u32>& freed);
+    void let_go_run(const u32* first, const u32* end, bool flat, std::vector<u32>& freed);
     void let_go_last(u32 id, std::vector<u32>& freed);
     void stay(u32 id, Node& node);
 

@@ -26,14 +26,10 @@ Committed Tree::commit(Path& path, u32 upto) {
     path.make_room();
     for (u32 i = path.committed; i < upto; ++i) {
         if (i == path.held()) {
-            const u32 parent = i == 0 ? find_root(path.root) : path.nodes[i - 1];
-            const u32 extra = known_extra(path, i);
-            const u32 child = parent == kNil || extra == kNil
-                                  ? kNil
-                                  : find_child(parent, extra, path.block_tokens(i));
+            const u32 child = find_block(path, i, node_above(path, i));
             path.tree = serial_;
             if (child == kNil) {
-                create(path, i, upto);  // every descendant of a new node is new
+                create(path, i, path.flat ? i + 1 : upto);  // every descendant of a new node is new
             } else {
                 if ((at(child).bits & kLoading) != 0) break;
                 if (i == path.names.size() && at(child).named != 0) path.names.push_back(given_name(child));

@@ -11,31 +11,28 @@ std::vector<u32> Tree::begin_load(Path& path, u32 start, u32 stop) {
     if (stop < start || stop > path.full_blocks()) throw std::invalid_argument("load beyond the full blocks of the path");
     if (stop > path.table.size()) throw std::invalid_argument("load into a position without a device block");
     if (path.held() != 0 && gone(path.nodes[0])) throw std::invalid_argument("the blocks of the path were cleared");
-    std::vector<u32> known;
-    u32 parent = start == 0 ? find_root(path.root) : path.nodes[start - 1];
+    std::vector<u32> known;  // kNil for a new one
+    u32 above = node_above(path, start);
     for (u32 i = start; i < stop; ++i) {
         if (path.shared[i] != 0 || path.table[i] == kNil)
             throw std::invalid_argument("load into a position without a private device block");
-        if (i < path.held()) {
-            parent = path.nodes[i];
-        } else if (parent != kNil) {
-            const u32 extra = known_extra(path, i);
-            parent = extra == kNil ? kNil : find_child(parent, extra, path.block_tokens(i));
-        }
-        if (parent == kNil) continue;
-        if ((at(parent).bits & (kDevice | kLoading)) != 0)
+        const u32 id = i < path.held() ? path.nodes[i] : find_block(path, i, above);
+        if (id != kNil && (at(id).bits & (kDevice | kLoading)) != 0)
             throw std::invalid_argument("load of a block that is on the device or loading already");
-        known.push_back(parent);
+        known.push_back(id);
+        if (!path.flat) above = id;
     }
     path.tree = serial_;
-    const u32 last_known = start + u32(known.size());
-    for (u32 i = path.held(); i < last_known; ++i) {
+    for (u32 i = path.held(); i < stop; i = path.held()) {
         const u32 id = known[i - start];
+        if (id == kNil) {
+            create(path, i, path.flat ? i + 1 : stop);
+            continue;
+        }
         if (i == path.names.size() && at(id).named != 0) path.names.push_back(given_name(id));
         path.nodes.push_back(id);
         acquire(id);
     }
-    if (path.held() < stop) create(path, path.held(), stop);
     std::vector<u32> nodes(path.nodes.begin() + start, path.nodes.begin() + stop);
     for (u32 i = start; i < stop; ++i) {
         Node& node = at(path.nodes[i]);

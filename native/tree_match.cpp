@@ -27,7 +27,7 @@ u32 Tree::walk(const Path& path, u32 limit, std::vector<u32>& found) const {
     u32 known = 0;
     for (u32 i = 0; i < limit;) {
         bool resident = false;
-        const u32 chain = path.extras.empty() ? chain_below(parent, path.block_tokens(i), limit - i, resident) : 0;
+        const u32 chain = path.extras.empty() && !path.flat ? chain_below(parent, path.block_tokens(i), limit - i, resident) : 0;
         if (chain != 0) {
             const std::size_t before = found.size();
             found.resize(before + chain);
@@ -38,16 +38,23 @@ u32 Tree::walk(const Path& path, u32 limit, std::vector<u32>& found) const {
             i += chain;
             continue;
         }
-        const u32 extra = path.extras.empty() ? 0 : known_extra(path, i);
-        if (extra == kNil) break;
-        const u32 child = find_child(parent, extra, path.block_tokens(i));
+        const u32 child = find_block(path, i, parent);
         if (child == kNil) break;
         if (known == found.size() && (at(child).bits & kDevice) != 0) ++known;
         found.push_back(child);
-        parent = child;
+        if (!path.flat) parent = child;
         ++i;
     }
     return known;
+}
+
+// The node above the block at a position of a path that holds the nodes before it, kNil if there is none.
+u32 Tree::node_above(const Path& path, u32 i) const { return path.flat || i == 0 ? find_root(path.root) : path.nodes[i - 1]; }
+
+// The node of a path's block, kNil if there is none. above: the node above it.
+u32 Tree::find_block(const Path& path, u32 i, u32 above) const {
+    const u32 extra = path.extras.empty() ? 0 : known_extra(path, i);
+    return above == kNil || extra == kNil ? kNil : find_child(above, extra, path.block_tokens(i));
 }
 
 // Blocks without an extra key that match below a node in ascending ids: their tokens lie side by
@@ -101,6 +108,19 @@ Match Tree::peek(const Path& path, u32 limit) {
     return describe(scratch_, resident);
 }
 
+// The state bits of each block of a flat path, 0 for one that is not known.
+std::string Tree::probe(const Path& path, u32 start, u32 stop) const {
+    require(path);
+    if (!path.flat || stop > path.full_blocks()) throw std::invalid_argument("blocks out of range, or the path is not flat");
+    std::string states(stop - start, '\0');
+    const u32 root = retired_ ? kNil : find_root(path.root);
+    for (u32 i = start; i < stop; ++i) {
+        const u32 id = find_block(path, i, root);
+        if (id != kNil) states[i - start] = char(state(at(id)));
+    }
+    return states;
+}
+
 // References are closed upwards, so the referenced nodes of a path are a leading run.
 u32 Tree::referenced_run(const Path& path, u32 limit) {
     require(path);
@@ -151,7 +171,7 @@ void Tree::hold(Path& path, u32 limit, const Match& match, bool used) {
     path.nodes.assign(scratch_.begin(), scratch_.end());
     path.table.resize(count);
     path.shared.resize(count);
-    const u32 together = is_plain() ? match.device_run : 0;
+    const u32 together = is_plain() && !path.flat ? match.device_run : 0;
     std::memset(path.shared.data(), 1, together);
     Unlisting unlisting(*this);
     if (used) unlisting.acquire_run<true>(scratch_.data(), together, path.table.data());
@@ -243,9 +263,25 @@ std::vector<u32> Tree::truncate(Path& path, std::size_t tokens, std::string extr
     return freed;
 }
 
+// A flat path needs its first blocks no more: the others take their positions.
+std::vector<u32> Tree::drop_leading(Path& path, u32 blocks) {
+    require(path);
+    if (!path.flat || blocks > path.full_blocks() || blocks > path.table.size()) throw std::invalid_argument("blocks out of range, or the path is not flat");
+    std::vector<u32> freed;
+    for (u32 i = 0; i < blocks; ++i) {
+        if (i < path.held() && (at(path.nodes[i]).bits & kLoading) != 0) throw std::invalid_argument("blocks that are being loaded");
+    }
+    for (u32 i = 0; i < blocks; ++i) {
+        if (path.shared[i] == 0 && path.table[i] != kNil) freed.push_back(path.table[i]);
+        if (i < path.held()) let_go(path.nodes[i], freed);
+    }
+    path.drop_leading(blocks);
+    return freed;
+}
+
 // Drops one reference of each node, the last one first. The end of the list stays in registers.
-void Tree::let_go_run(const u32* first, const u32* end, std::vector<u32>& freed) {
-    if (!is_plain() || retired_) {
+void Tree::let_go_run(const u32* first, const u32* end, bool flat, std::vector<u32>& freed) {
+    if (!is_plain() || retired_ || flat) {
         while (end != first) let_go(*--end, freed);
         return;
     }
@@ -297,7 +333,7 @@ std::vector<u32> Tree::release(Path& path) {
         i = std::size_t(static_cast<const u8*>(own) - shared);
         if (path.table[i] != kNil) freed.push_back(path.table[i]);
     }
-    let_go_run(path.nodes.data(), path.nodes.data() + path.nodes.size(), freed);
+    let_go_run(path.nodes.data(), path.nodes.data() + path.nodes.size(), path.flat, freed);
     path.nodes.clear();
     path.table.clear();
     path.shared.clear();
@@ -311,7 +347,7 @@ std::vector<u32> Tree::release(Path& path) {
 // each. A block that is not full stays with `from` alone, since each path continues it.
 std::vector<u32> Tree::fork(const Path& from, Path& to) {
     require(from);
-    if (to.block_size != block_size_) throw std::invalid_argument("path and tree differ in block size");
+    if (to.block_size != block_size_ || to.flat != from.flat) throw std::invalid_argument("path and tree differ in block size, or the paths in kind");
     if (!to.tokens.empty() || !to.nodes.empty() || !to.table.empty()) throw std::invalid_argument("the fork is no empty path");
     to.root = from.root;
     to.salt = from.salt;

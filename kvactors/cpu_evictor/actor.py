@@ -80,13 +80,14 @@ class CpuEvictor(Actor):
         layerwise: bool,
         memory_generation: int,
         shares: HostShares | None = None,
+        flat: bool = False,
     ) -> None:
         super().__init__(ref)
         self.layerwise, self._arena = layerwise, arena
         self.host = HostTier(config.slots, arena.num_slots, arena.in_use, shares)
         out = Effects(self.context)
         self.requests = RequestTable(peers, storage, memory_generation, now, out)
-        self.memory = HostMemory(self.host, self.requests, config, storage)
+        self.memory = HostMemory(self.host, self.requests, config, storage, flat=flat)
         self.exclusive = self.memory.exclusive  # a block leaves when the device has it
         self._emptying: Envelope[int] | None = None  # the request to empty the tier that waits
 

@@ -217,7 +217,7 @@ class HostJob(ABC):
 
     def parent(self, position: int) -> bytes:
         root: bytes = self.message.root
-        return self.hashes[position - 1] if position else root
+        return self.hashes[position - 1] if position and not self.memory.flat else root
 
     def traits(self, position: int) -> BlockTraits:
         return self.message.salt, 0, inf
@@ -322,14 +322,22 @@ class HostMemory:
         timed: jobs with a timer that runs, by the number of the timer.
         counts: by field of `HostStatistics`.
         exclusive: whether a block leaves the host tier when the device has it.
+        flat: whether every block is a child of its root (see `Path`).
         clears: `ClearHost` messages handled. Sent with hints, so that the index can tell those from
             before a clear.
     """
 
     def __init__(
-        self, host: HostTier, requests: RequestTable, config: HostConfig, storage: StorageConfig
+        self,
+        host: HostTier,
+        requests: RequestTable,
+        config: HostConfig,
+        storage: StorageConfig,
+        *,
+        flat: bool,
     ) -> None:
         self.host, self.requests, self.out = host, requests, requests.out
+        self.flat = flat
         self.config, self.storage = config, storage
         self.index, self._notifier = requests.peers.index, requests.peers.notifier
         self.movements = Movements(self)

@@ -138,11 +138,12 @@ def make_local_plane(
     *,
     shard: tuple[int, int] | None = None,
     inline: bool = False,
+    block_size: int = 0,
 ) -> LocalPlane:
     """Make the data plane that a config describes. device, backend: in place of the config's. The
     caller closes the device, and the back end is not used in flush-only mode. shard: rank and
     number of ranks, if this process is one of several. inline: copy in the loop's thread, for loops
-    of virtual time."""
+    of virtual time. block_size: tokens that the store keeps beside a block, 0 for the config's."""
     owned = device is None
     blocks: DeviceBlocks
     if device is not None:
@@ -157,9 +158,9 @@ def make_local_plane(
         check_copy_settings(blocks.kind, config.host)
         if backend is None or config.flush.flush_only:
             first = shard is None or shard[0] == 0  # rank, which keeps lineages for all
-            block_size = config.cache.block_size if first else 0
+            kept = (block_size or config.cache.block_size) if first else 0
             backend = make_backend(
-                storage, config.cache.model, layout.fingerprint, layout.block_bytes, block_size
+                storage, config.cache.model, layout.fingerprint, layout.block_bytes, kept
             )
         device_store = make_device_store(config, blocks, shard)
         arena = Arena(

@@ -4,6 +4,7 @@ from kvactors.errors import LayoutError
 from kvactors.layout.base import Layout, Piece, Role, heads_on_rank
 from kvactors.layout.gqa import GQALayout
 from kvactors.layout.latent import DSALayout, MLALayout
+from kvactors.layout.state import StateLayout
 from kvactors.settings import LayoutConfig
 from kvactors.settings.check import class_at
 
@@ -14,11 +15,17 @@ __all__ = [
     "MLALayout",
     "Piece",
     "Role",
+    "StateLayout",
     "heads_on_rank",
     "make_layout",
 ]
 
-KINDS: dict[str, type[Layout]] = {"gqa": GQALayout, "mla": MLALayout, "dsa": DSALayout}
+KINDS: dict[str, type[Layout]] = {
+    "gqa": GQALayout,
+    "mla": MLALayout,
+    "dsa": DSALayout,
+    "state": StateLayout,
+}
 
 
 def make_layout(config: LayoutConfig, block_size: int) -> Layout:

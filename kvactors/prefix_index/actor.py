@@ -58,6 +58,7 @@ from kvactors.prefix_index.messages import (
     ChangeShares,
     Clear,
     Commit,
+    DropLeading,
     Extend,
     Finish,
     Fork,
@@ -166,6 +167,8 @@ class PrefixIndex(Actor):
             policy, tokens, tree = index.policy, path.num_tokens, index.tree
             needed = -(-tokens // index.block_size)
             limit, fetch = (tokens - index.recompute_tokens) // index.block_size, 0
+            if message.most is not None:
+                limit = min(limit, message.most)
             if self.settings.fetch:
                 fetch = min(limit, self.settings.fetchable(path, message.stored))
             if needed:
@@ -230,8 +233,9 @@ class PrefixIndex(Actor):
         path, index, media = message.path, self.index, message.media
         self.set_root(path, message.scope)
         fetch = self.settings.fetchable(path, message.stored)
-        needed = index.needed_blocks(path, message.chunk_tokens, fetch=fetch, media=media)
-        return index.fits(path, needed, media)
+        chunk, most = message.chunk_tokens, message.most
+        needed = index.needed_blocks(path, chunk, fetch=fetch, media=media, most=most)
+        return index.fits(path, needed, media, most)
 
     def _match(self, envelope: Envelope[AcquireResult]) -> None:
         """Match a request and give it its blocks, or let it wait."""
@@ -239,15 +243,16 @@ class PrefixIndex(Actor):
         path, index, queue = message.path, self.index, self.queue
         tree, settings, media = index.tree, self.settings, message.media
         fetch, chunk = settings.fetchable(path, message.stored), message.chunk_tokens
-        needed = index.needed_blocks(path, chunk, fetch=fetch, media=media)
-        if index.free < needed and not (queue.releasing or index.can_fit(path, needed)):
+        most = message.most
+        needed = index.needed_blocks(path, chunk, fetch=fetch, media=media, most=most)
+        if index.free < needed and not (queue.releasing or index.can_fit(path, needed, most)):
             queue.lacks_room(envelope, needed)
             return
         index.policy.advance(tree)
         # A request that is refused in the end must not count hits or keep blocks that leave for
         # others: requests that try again would keep each other's victims and never be granted.
         used = not queue.waiting and index.free >= needed
-        match = index.match(path, fetch=fetch, media=media, chunk=chunk, used=used)
+        match = index.match(path, fetch=fetch, media=media, chunk=chunk, used=used, most=most)
         lease = self._new_lease(message, match.num_device_blocks, match.expected_blocks)
         if not queue.waiting and index.free >= match.new_blocks:
             if not used:
@@ -294,7 +299,8 @@ class PrefixIndex(Actor):
         changed = self.set_root(path, message.scope)
         fetch = self.settings.fetchable(path, message.stored)
         index.policy.advance(index.tree)
-        again = index.match(path, fetch=fetch, media=lease.media, chunk=message.chunk_tokens)
+        chunk, most = message.chunk_tokens, message.most
+        again = index.match(path, fetch=fetch, media=lease.media, chunk=chunk, most=most)
         same_loads = len(lease.loads) == len(match.segments)
         if not changed and again == match and lease.tree is before and same_loads:
             index.fill_table(path, match, index.take(match.new_blocks))
@@ -514,17 +520,38 @@ class PrefixIndex(Actor):
             return
         path, (full, rest) = lease.path, divmod(kept, self.index.block_size)
         extra = leading_items(path.extra_key(full), rest) if rest else b""
-        for load in self.index.loading.values():
-            # A late load, which the lease continues without, still reports its blocks by the
-            # tokens that they were loaded for.
-            if load.path is path:
-                load.path = copy_of(path, load.stop)
+        self._keep_late_loads(path)
         freed = lease.tree.truncate(path, kept, extra)
         lease.media = tuple(item for item in lease.media if item[0] < kept)
         self.out.reply(envelope, Ack(path.num_blocks))
         if freed:
             self.index.pool.give(freed)
             self.queue.serve()
+
+    @on(DropLeading)
+    def drop_leading(self, message: DropLeading, envelope: Envelope[Ack]) -> None:
+        lease, size = self.leases.find(message.lease, envelope), self.index.block_size
+        if lease is None:
+            return
+        error = self._busy(lease, message.position)
+        if error is None and lease.loads:
+            error = lease.not_ready("commit")
+        if error is not None:
+            self.out.refuse(envelope, error)
+            return
+        self._keep_late_loads(lease.path)
+        self.index.pool.give(lease.tree.drop_leading(lease.path, message.blocks))
+        lease.expected_blocks = max(0, lease.expected_blocks - message.blocks)
+        lease.prompt_tokens = max(0, lease.prompt_tokens - message.blocks * size)
+        self.out.reply(envelope, Ack(lease.path.num_blocks))
+        self.queue.serve()
+
+    def _keep_late_loads(self, path: Path) -> None:
+        """The tokens of a path change. A late load, which the lease continues without, still
+        reports its blocks by the tokens that they were loaded for."""
+        for load in self.index.loading.values():
+            if load.path is path:
+                load.path = copy_of(path, load.stop)
 
     def _keeps(self, lease: LeaseState, kept: int) -> Exception | None:
         """Why a lease cannot be cut to so many tokens."""
@@ -620,7 +647,7 @@ class PrefixIndex(Actor):
 
     def _make_fork(self, lease: LeaseState, number: int, request_id: str) -> LeaseState:
         """A lease of the same tokens, without a block for a last one that is not full."""
-        path, loads = Path(lease.path.block_size, lease.path.root), list(lease.loads)
+        path, loads = empty_like(lease.path), list(lease.loads)
         self.index.pool.share(lease.tree.fork(lease.path, path))
         new = {"id": number, "request_id": request_id, "path": path}
         fork = msgspec.structs.replace(lease, **new, loads=loads, waits=[], counted=False)
@@ -1194,9 +1221,14 @@ class PrefixIndex(Actor):
         )
 
 
+def empty_like(path: Path) -> Path:
+    """A path without tokens below the same root."""
+    return Path(path.block_size, path.root, path.flat)
+
+
 def copy_of(path: Path, blocks: int) -> Path:
     """The leading blocks of a path: tokens and extra keys, without nodes and device blocks."""
-    copy = Path(path.block_size, path.root)
+    copy = empty_like(path)
     copy.extend(np.frombuffer(path.tokens(0, blocks), "<u4"))
     for position, extra in path.extra_keys(0, blocks):
         copy.set_extra(position, extra)

@@ -259,7 +259,7 @@ class SaveTable:
         self._out.to_evictor(
             Save(
                 op,
-                path.hashes(start - 1, start) if start else path.root,
+                path.parent(start),
                 path.hashes(start, stop),
                 tuple(path.blocks(start, stop)),
                 self._keep,

@@ -79,6 +79,7 @@ class Acquire(IndexAsk[AcquireResult], frozen=True, eq=False):
     chunk_tokens: int = 0  # tokens after the cached ones that get blocks, 0 for all
     stored: Stored | None = None  # at the call, None if the store cannot tell
     hints: Hints | None = None
+    most: int | None = None  # leading blocks that may be hit, None for all
 
 
 class Prefetch(IndexAsk[Ack], frozen=True, eq=False):
@@ -164,6 +165,15 @@ class Truncate(IndexAsk[Ack], frozen=True, eq=False):
     lease: int
     position: int
     num_tokens: int
+
+
+class DropLeading(IndexAsk[Ack], frozen=True, eq=False):
+    """A lease of a flat path needs its first blocks no more: the others take their positions.
+    Reply: the blocks left in the table. Position as in `Extend`."""
+
+    lease: int
+    position: int
+    blocks: int
 
 
 class Commit(IndexAsk[Ack], frozen=True, eq=False):

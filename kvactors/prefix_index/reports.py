@@ -65,14 +65,14 @@ class Announcements:
         """Blocks [start, stop) of a path are on the device. Those above were announced before."""
         if not self.enabled:
             return
-        for first, last in slices(start, stop, self._index.turn_blocks):
+        for first, last in slices(start, stop, 1 if path.flat else self._index.turn_blocks):
             hashes, scope = path.hashes(first, last), self.scopes.get(path.root)
             if scope is None:
                 self.report(BlocksAdded(hashes, Tier.DEVICE, reason))
                 continue
-            parent = path.hashes(first - 1, first) if first else path.root
             tokens, extras = path.tokens(first, last), path.extra_keys(first, last)
-            added = (tokens, hashes, first, last - first, Tier.DEVICE, reason, parent)
+            place = 0 if path.flat else first
+            added = (tokens, hashes, place, last - first, Tier.DEVICE, reason, path.parent(first))
             self.report(PathCached(path.root, *added, scope, extras))
 
     def finished(self, tree: BlockTree, path: Path, start: int, stop: int) -> None:

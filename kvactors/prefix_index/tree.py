@@ -180,24 +180,25 @@ class BlockIndex:
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def limit_of(self, tokens: int) -> int:
+    def limit_of(self, tokens: int, most: int | None = None) -> int:
         """Blocks of a prompt that may be hit: all full ones, or one less to leave a token to
-        compute."""
-        return max(tokens - self.recompute_tokens, 0) // self.block_size
+        compute. most: see `Acquire`."""
+        limit = max(tokens - self.recompute_tokens, 0) // self.block_size
+        return limit if most is None else min(limit, most)
 
-    def can_fit(self, path: Path, needed: int) -> bool:
-        run, states = self.tree.peek(path, self.limit_of(path.num_tokens))
+    def can_fit(self, path: Path, needed: int, most: int | None) -> bool:
+        run, states = self.tree.peek(path, self.limit_of(path.num_tokens, most))
         # Blocks that other requests are loading come with their device blocks.
         shared = sum(1 for state in states if state & LOADING)
         return self.free + self.unpromised + self.evictable() >= needed - run - shared
 
-    def fits(self, path: Path, needed: int, media: Media) -> bool:
+    def fits(self, path: Path, needed: int, media: Media, most: int | None) -> bool:
         """Whether a request that holds nothing can have its blocks now. It shares the blocks of its
         path that others use. Unused ones can be evicted."""
         available = self.free + self.unpromised + self.evictable()
         if available >= needed:
             return True
-        limit = self.limit_of(path.num_tokens)
+        limit = self.limit_of(path.num_tokens, most)
         return available >= needed - self.before_media(self.tree.referenced_run(path, limit), media)
 
     def before_media(self, blocks: int, media: Media) -> int:
@@ -207,12 +208,14 @@ class BlockIndex:
                 blocks = offset // self.block_size
         return blocks
 
-    def needed_blocks(self, path: Path, chunk: int, *, fetch: int, media: Media) -> int:
+    def needed_blocks(
+        self, path: Path, chunk: int, *, fetch: int, media: Media, most: int | None
+    ) -> int:
         """Table entries that a request gets at most: all, or those of its cached blocks and of a
         chunk of tokens after them."""
         if not chunk:
             return self.blocks_for(path.num_tokens)
-        limit = self.limit_of(path.num_tokens)
+        limit = self.limit_of(path.num_tokens, most)
         cached = self.before_media(self.reach(path, limit, fetch=fetch), media)
         # A known block has a place in the table even if it cannot be hit.
         run, states = self.tree.peek(path, cached if media else limit)
@@ -224,7 +227,14 @@ class BlockIndex:
         return self.blocks_for(min(path.num_tokens, tokens) if chunk else path.num_tokens)
 
     def match(
-        self, path: Path, *, fetch: int, media: Media = (), chunk: int = 0, used: bool = True
+        self,
+        path: Path,
+        *,
+        fetch: int,
+        media: Media = (),
+        chunk: int = 0,
+        used: bool = True,
+        most: int | None = None,
     ) -> Match:
         """Pin the known blocks of the path, and find the blocks that may be loaded.
 
@@ -235,8 +245,9 @@ class BlockIndex:
             chunk: tokens after the cached ones that the request needs blocks for, 0 for all.
             used: whether the request gets its blocks for certain. Otherwise blocks that are being
                 evicted leave, unless `tree.keep` follows in this turn.
+            most: leading blocks that may be hit.
         """
-        limit = self.limit_of(path.num_tokens)
+        limit = self.limit_of(path.num_tokens, most)
         if media:
             limit = self.before_media(self.reach(path, limit, fetch=fetch), media)
         match = self._match(path, limit, fetch=fetch, used=used)

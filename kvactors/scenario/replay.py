@@ -20,10 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.uncancelled import wait_uncancelled
-from kvactors.cache import open_cache
 from kvactors.decode_batch import Step
 from kvactors.errors import ConfigError, DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
+from kvactors.opening import open_cache
 from kvactors.scenario.engine import Engine, Model, Observe, ScenarioRequest, reporting
 from kvactors.scenario.output import in_unicode
 from kvactors.scenario.report import Progress, Report, Totals, make_report

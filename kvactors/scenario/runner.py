@@ -13,11 +13,12 @@ from typing import Any, cast
 import anyio
 from msgspec.structs import replace
 
-from kvactors.cache import KVCache, open_cache
+from kvactors.cache import KVCache
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks import make_sinks
 from kvactors.layout import make_layout
 from kvactors.observe.lag import LagMonitor
+from kvactors.opening import open_cache
 from kvactors.scenario.engine import Engine, Observe, beside, reporting
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Progress, Report, Totals, make_report

@@ -213,11 +213,37 @@ def _disagreements(config: Config) -> Iterator[str]:
         if size is not None and in_bytes(size, name) == 0:
             yield f"{name} must be at least 1, not {size!r}"
     yield from _storage_faults(config.storage)
+    yield from _group_faults(config)
     tensor_parallel, ranks = config.layout.tensor_parallel, config.ranks.count
     yield from config.ranks.faults(tensor_parallel)
     yield from config.attention_store.faults(tensor_parallel, ranks)
     yield from sink_faults(config.flush.sinks)
     yield from quota_faults(config.quota, config.storage, ranks)
+
+
+def _group_faults(config: Config) -> Iterator[str]:
+    groups = config.cache.groups
+    names = [group.name for group in groups]
+    if len(set(names)) < len(names) or "" in names:
+        yield f"cache.groups need different names, not {names}"
+    if groups and config.ranks.count > 1:
+        yield "cache.groups and ranks.count above 1 cannot be combined"
+    if groups and config.storage.backend == "attention_store":
+        yield (
+            "cache.groups and storage.backend = 'attention_store' cannot be combined: it has the "
+            "blocks of a whole prefix"
+        )
+    if config.layout.kind == "state":
+        yield "layout.kind 'state' is for a group: put the layout into cache.groups"
+    for group in groups:
+        is_state, where = group.kind == "state", f"cache.groups {group.name!r}"
+        if is_state != (group.layout.kind == "state"):
+            yield f"{where}: kind {group.kind!r} and layout.kind {group.layout.kind!r} do not fit"
+        if is_state == (group.window > 0) or group.window == 1:
+            yield (
+                f"{where}: window is the tokens that a layer of kind 'window' attends to, at least "
+                f"2, and not of kind 'state' (window = {group.window})"
+            )
 
 
 def _storage_faults(storage: StorageConfig) -> Iterator[str]:
@@ -290,7 +316,7 @@ _logged: set[str] = set()  # each name once a process
 def variables_of(setting: str) -> tuple[str, ...]:
     """The variables that may set a setting (`table.name`)."""
     path, _, name = setting.rpartition(".")
-    if path == "flush.sinks":
+    if path in ("flush.sinks", "cache.groups"):
         return ()
     struct = MooncakeConfig if path == "storage.mooncake" else _table_of(path)
     found = [mark.name for mark in _marks(settings_of(struct)[name], Variable)]

@@ -42,7 +42,7 @@ from kvactors.settings.check import (
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.settings.sinks import AnySinkConfig
 
-LAYOUTS = ("gqa", "mla", "dsa")
+LAYOUTS = ("gqa", "mla", "dsa", "state")
 BACKENDS = ("none", "memory", "file", "mooncake", "attention_store")
 """Kinds of `[layout]` and `[storage]`. One of another package may use every setting."""
 
@@ -129,6 +129,82 @@ class HintsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     pin_share: Share = 0.25
 
 
+class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """The layout of a block. The defaults are a small GQA model's.
+
+    Attributes:
+        kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank,
+            qk_rope_head_dim, dtype, quantization, scale_dtype), dsa (kv_lora_rank,
+            qk_rope_head_dim, index_head_dim), state (options, of a group), or package.module:Class.
+        num_kv_heads: KV heads of all ranks together, or a list of them, a number for each layer.
+        head_dim: elements of a head, or a list of them.
+        dtype: of an element. uint8 for fp8.
+        quantization: block_wise_fp8 keeps bytes, and a scale for each token of each head (of gqa)
+            or for each token (of mla).
+        scale_dtype: of these scales.
+        kv_lora_rank: elements of the latent.
+        qk_rope_head_dim: elements with rotary positions.
+        index_head_dim: elements of the indexer.
+        num_layers: main layers.
+        layer_offset: number of the first main layer (of a pipeline stage).
+        extra_layers: MTP or draft layers after the main ones.
+        extra_block_ratio: blocks of the extra layers for each block of the main ones.
+        tensor_parallel: ranks that num_kv_heads are shared among.
+        options: settings of a layout of another package. Of a state: by name of each tensor of a
+            layer, its shape and dtype, as {ssm = {shape = [16, 128], dtype = "float32"}}.
+    """
+
+    kind: str = "gqa"
+    num_layers: Dimension = 4
+    num_kv_heads: Annotated[Dimension | list[Dimension], _HEADS] = 2
+    head_dim: Annotated[Dimension | list[Dimension], _HEADS] = 32
+    dtype: Annotated[Literal["float32", "float16", "bfloat16", "uint8", "int8"], _SCALED] = (
+        "float16"
+    )
+    quantization: Annotated[Literal["none", "block_wise_fp8"], _SCALED] = "none"
+    scale_dtype: Annotated[Literal["float32", "float16", "bfloat16"], _SCALED, _QUANTIZED] = (
+        "float32"
+    )
+    kv_lora_rank: Annotated[SmallCount, _LATENT] = 512
+    qk_rope_head_dim: Annotated[Dimension, _LATENT] = 64
+    index_head_dim: Annotated[Dimension, _INDEXED] = 128
+    layer_offset: LayerCount = 0
+    extra_layers: LayerCount = 0
+    extra_block_ratio: Annotated[Multiple, _EXTRA] = 1.0
+    tensor_parallel: RankCount = 1
+    options: Annotated[dict[str, Any], _of_layout("state")] = msgspec.field(default_factory=dict)
+
+
+class GroupConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Layers of a model that need less than every block of a prefix (docs/groups.md). The
+    layers of `[layout]` are those with full attention.
+
+    Attributes:
+        name: unique.
+        kind: window (layers with a sliding window, or that attend within a chunk) or state (layers
+            that keep a state a request: Mamba, linear attention).
+        layout: of a block. For state, layout.kind is state: a block is a snapshot.
+        num_blocks: device blocks of the group.
+        window: tokens that the layers attend to, the newest included. For kind window.
+        every: blocks between two snapshots of a request. 0: only at the end of its prompt, and
+            where its prompt leaves a cached one. For kind state.
+        slots: blocks of the group that the host tier may hold.
+        transit_slots: as in `host`, of this group.
+        stored_blocks: objects of the group in a store that `storage.capacity_blocks` or
+            `storage.capacity_bytes` bounds, None for as many blocks as those settings allow.
+    """
+
+    name: str
+    kind: Literal["window", "state"]
+    layout: LayoutConfig
+    num_blocks: Count
+    window: Number = 0
+    every: Number = 32
+    slots: Number = 0
+    transit_slots: Count = 64
+    stored_blocks: Count | None = None
+
+
 class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """The scope of the cache, and defaults of its operations.
 
@@ -140,6 +216,7 @@ class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         split_media: whether a media item may be cached in part. Without it `cached_tokens` ends
             before an item that would be split.
         default_deadline_s: seconds an operation may take unless its caller gives a deadline.
+        groups: layers with a sliding window or a state, one table for each group of them.
     """
 
     block_size: BlockTokens = 64
@@ -148,6 +225,7 @@ class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     recompute_last_token: bool = True
     split_media: bool = False
     default_deadline_s: Seconds = 30.0
+    groups: tuple[GroupConfig, ...] = ()
 
 
 class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -190,51 +268,6 @@ class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
             int((1.0 - self.high_watermark) * blocks + ROUNDING),
             int((1.0 - self.low_watermark) * blocks + ROUNDING),
         )
-
-
-class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The layout of a block. The defaults are a small GQA model's.
-
-    Attributes:
-        kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank,
-            qk_rope_head_dim, dtype, quantization, scale_dtype), dsa (kv_lora_rank,
-            qk_rope_head_dim, index_head_dim), or package.module:Class.
-        num_kv_heads: KV heads of all ranks together, or a list of them, a number for each layer.
-        head_dim: elements of a head, or a list of them.
-        dtype: of an element. uint8 for fp8.
-        quantization: block_wise_fp8 keeps bytes, and a scale for each token of each head (of gqa)
-            or for each token (of mla).
-        scale_dtype: of these scales.
-        kv_lora_rank: elements of the latent.
-        qk_rope_head_dim: elements with rotary positions.
-        index_head_dim: elements of the indexer.
-        num_layers: main layers.
-        layer_offset: number of the first main layer (of a pipeline stage).
-        extra_layers: MTP or draft layers after the main ones.
-        extra_block_ratio: blocks of the extra layers for each block of the main ones.
-        tensor_parallel: ranks that num_kv_heads are shared among.
-        options: settings of a layout of another package.
-    """
-
-    kind: str = "gqa"
-    num_layers: Dimension = 4
-    num_kv_heads: Annotated[Dimension | list[Dimension], _HEADS] = 2
-    head_dim: Annotated[Dimension | list[Dimension], _HEADS] = 32
-    dtype: Annotated[Literal["float32", "float16", "bfloat16", "uint8", "int8"], _SCALED] = (
-        "float16"
-    )
-    quantization: Annotated[Literal["none", "block_wise_fp8"], _SCALED] = "none"
-    scale_dtype: Annotated[Literal["float32", "float16", "bfloat16"], _SCALED, _QUANTIZED] = (
-        "float32"
-    )
-    kv_lora_rank: Annotated[SmallCount, _LATENT] = 512
-    qk_rope_head_dim: Annotated[Dimension, _LATENT] = 64
-    index_head_dim: Annotated[Dimension, _INDEXED] = 128
-    layer_offset: LayerCount = 0
-    extra_layers: LayerCount = 0
-    extra_block_ratio: Annotated[Multiple, _EXTRA] = 1.0
-    tensor_parallel: RankCount = 1
-    options: Annotated[dict[str, Any], _of_layout()] = msgspec.field(default_factory=dict)
 
 
 class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):

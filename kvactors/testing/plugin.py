@@ -112,7 +112,7 @@ async def kv_cache(
 ) -> AsyncIterator[KVCache]:
     """A small cache with real copies on the running loop. At the end of the test it must become
     idle (see `kvactors.testing.Sim.open`)."""
-    from kvactors.cache import open_cache
+    from kvactors.opening import open_cache
     from kvactors.testing.sim import check_at_rest, small_config, watch_leases
 
     sinks = {"flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]}}

@@ -136,7 +136,7 @@ class SinkContract(ABC):
                 "host": {"slots": 6, "transit_slots": 4},
             }
         )
-        from kvactors.cache import open_cache
+        from kvactors.opening import open_cache
 
         async with open_cache(config, sinks=[sink, mirror]) as served.cache:
             yield served

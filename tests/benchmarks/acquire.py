@@ -15,7 +15,8 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.cache import KVCache, open_cache
+from kvactors.cache import KVCache
+from kvactors.opening import open_cache
 from kvactors.settings import Config
 from kvactors.signals import run_terminable
 from tests.benchmarks.frame import Report, Row, rate_row, time_row

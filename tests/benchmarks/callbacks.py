@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor.ref import SWEEP
-from kvactors.cache import KVCache, open_cache
+from kvactors.cache import KVCache
+from kvactors.opening import open_cache
 from kvactors.settings import Config
 from tests.benchmarks.frame import Row, time_row
 

@@ -15,12 +15,12 @@ from statistics import median
 
 import msgspec
 
-from kvactors.cache import open_cache
 from kvactors.data_plane.base import Direction
 from kvactors.data_plane.ranks.protocol import CopyBlocks
 from kvactors.data_plane.ranks.worker import serve_rank
 from kvactors.device.host import HostDevice
 from kvactors.layout import make_layout
+from kvactors.opening import open_cache
 from kvactors.settings import CacheConfig, Config, DeviceConfig, HostConfig, LayoutConfig
 from kvactors.settings.ranks import RanksConfig
 from tests.benchmarks.frame import Row, time_row

@@ -18,9 +18,10 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.cache import KVCache, open_cache
+from kvactors.cache import KVCache
 from kvactors.errors import NoRoom
 from kvactors.observe.lag import LagMonitor, Lags
+from kvactors.opening import open_cache
 from kvactors.settings import Config
 from kvactors.signals import run_terminable
 from tests.benchmarks import callbacks

@@ -9,9 +9,10 @@ from contextlib import asynccontextmanager
 import numpy as np
 
 from kvactors.actor.uncancelled import uncancelled
-from kvactors.cache import KVCache, open_cache
+from kvactors.cache import KVCache
 from kvactors.errors import StoreUnsupported
 from kvactors.observe.statistics import residency
+from kvactors.opening import open_cache
 from kvactors.settings import Config
 from kvactors.storage import attempts
 from kvactors.testing.faults import Fault

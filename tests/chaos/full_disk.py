@@ -10,8 +10,9 @@ from typing import Any
 import anyio
 from anyio.to_thread import run_sync
 
-from kvactors.cache import KVCache, open_cache
+from kvactors.cache import KVCache
 from kvactors.errors import NoRoom
+from kvactors.opening import open_cache
 from kvactors.settings import Config
 from tests.chaos.mounts import fill_disk, mounted
 from tests.chaos.record import Setting, Tally, reached

@@ -8,8 +8,9 @@ from contextlib import AsyncExitStack
 
 import anyio
 
-from kvactors.cache import KVCache, open_cache
+from kvactors.cache import KVCache
 from kvactors.errors import DeviceError, LeaseEnded, RankLost
+from kvactors.opening import open_cache
 from kvactors.settings import Config
 from kvactors.testing.faults import Fault, Kind
 from kvactors.testing.plan import carry_out

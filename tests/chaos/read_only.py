@@ -8,8 +8,8 @@ from pathlib import Path
 
 from anyio.to_thread import run_sync
 
-from kvactors.cache import open_cache
 from kvactors.errors import StoreError
+from kvactors.opening import open_cache
 from kvactors.settings import Config
 from tests.chaos.mounts import can_freeze, command, immutable, mounted
 from tests.chaos.record import Setting, Tally

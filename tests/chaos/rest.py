@@ -7,7 +7,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from kvactors.cache import KVCache, open_cache
+from kvactors.cache import KVCache
+from kvactors.opening import open_cache
 from kvactors.settings import Config
 from kvactors.storage import attempts
 from kvactors.testing.sim import problems_at_rest

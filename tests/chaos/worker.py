@@ -127,7 +127,7 @@ async def worker(
 
 async def work(orders: Orders) -> None:
     """The process: serve requests, report, come to rest."""
-    from kvactors.cache import open_cache
+    from kvactors.opening import open_cache
 
     tally = Tally()
     attempts.PAUSE_S = BREAKER

@@ -97,7 +97,7 @@ class Host:
         self.tier = HostTier(slots, slots + transit)
         self.out = Out()
         self.requests = RequestTable(self.peers, self.storage, 0, lambda: self.now, self.out)
-        self.memory = HostMemory(self.tier, self.requests, self.config, self.storage)
+        self.memory = HostMemory(self.tier, self.requests, self.config, self.storage, flat=False)
         self._timers: list[Started] = []
 
     def run(self, call: Callable[..., object], *arguments: Any) -> list[Any]:

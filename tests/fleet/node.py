@@ -18,10 +18,11 @@ import anyio
 import anyio.to_thread
 import msgspec
 
-from kvactors.cache import KVCache, open_cache
+from kvactors.cache import KVCache
 from kvactors.errors import DeadlineExceeded, NoRoom
 from kvactors.flush_notifier.sinks.kv_wire import MEDIA
 from kvactors.lease import Hits
+from kvactors.opening import open_cache
 from kvactors.scenario.engine import Engine, ScenarioRequest
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Totals

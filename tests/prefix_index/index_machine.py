@@ -585,9 +585,13 @@ class IndexMachine:
             first.message.path.set_root(self.roots.root(PLAIN))
             message, fetch = first.message, self.fetch * LONGEST
             needed = self.index.needed_blocks(
-                message.path, message.chunk_tokens, fetch=fetch, media=message.media
+                message.path,
+                message.chunk_tokens,
+                fetch=fetch,
+                media=message.media,
+                most=message.most,
             )
-            fits = self.index.fits(first.message.path, needed, first.message.media)
+            fits = self.index.fits(message.path, needed, message.media, message.most)
             assert not fits, "nothing wakes a request that fits"
         paths = {id(lease.path): lease for lease in core.leases}
         private: list[int] = []

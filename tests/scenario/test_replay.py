@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvactors.cache import open_cache
+from kvactors.opening import open_cache
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import ReplayConfig, cache_config, replay
 from kvactors.scenario.report import MAX_ERRORS, Totals

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from kvactors.cache import open_cache
 from kvactors.device.host import HostDevice
 from kvactors.errors import NoRoom
+from kvactors.opening import open_cache
 from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import (
     ReplayConfig,

@@ -186,7 +186,7 @@ class ProgressWatch(Instrument):
             return index.free + index.evictable() + unpromised >= len(message.leases)
         # A request that is computed in chunks needs fewer, as long as its cached blocks leave.
         path = message.path
-        return index.fits(path, index.blocks_for(path.num_tokens), message.media)
+        return index.fits(path, index.blocks_for(path.num_tokens), message.media, message.most)
 
     def _is_hopeless(self, message: Any, claim: int, margin: float) -> bool:
         """Whether blocks that stay pinned until the deadline of a request keep it out. margin:

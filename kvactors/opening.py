@@ -1,0 +1,176 @@
+"""`open` a cache: read the settings, build its parts and run them until the block ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from numbers import Real
+from os import PathLike
+from pathlib import Path as File
+from typing import Any
+
+import numpy as np
+
+from kvactors.actor.log import get_logger
+from kvactors.cache import KVCache
+from kvactors.checks import check_flag, kind
+from kvactors.device.base import Device
+from kvactors.errors import ConfigError, WrongLoop
+from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.groups import GroupedCache, open_group
+from kvactors.settings import Config
+from kvactors.storage.backend import Backend
+from kvactors.system import System
+
+log = get_logger()
+
+
+def open_cache(
+    config: Config | Mapping[str, Any] | str | PathLike[str] | None = None,
+    device: Device | None = None,
+    *,
+    sinks: Sequence[Sink] = (),
+    backend: Backend | None = None,
+    inline_copies: bool = False,
+    clock: Callable[[], float] | None = None,
+    group_devices: Mapping[str, Device] | None = None,
+) -> AbstractAsyncContextManager[KVCache]:
+    """Open a cache: `async with kvactors.open(config) as cache`.
+
+    Args:
+        config: the settings, as a `Config`, a mapping or the path of a TOML file. None: the
+            defaults. Environment variables fill unset values (see `Config.from_env`).
+        device: the device blocks of the engine. None: a device is made from the config.
+        sinks: sinks supplied by the caller, beside those of the config.
+        backend: a store supplied by the caller, in place of the config's (not used in flush-only
+            mode).
+        inline_copies: copy in the loop's thread, for loops of virtual time.
+        clock: seconds that the ages of blocks are measured in, for a replay of past requests. A pin
+            with a time to live ends when that is over on the loop's clock as well. Time stands
+            still while a reading raises or is not finite. None: the loop's clock.
+        group_devices: by name of a group of `cache.groups`, the device blocks of the engine. The
+            other groups' devices are made from the config.
+
+    Returns:
+        A context manager. The cache is open inside its block.
+
+    Raises:
+        TypeError: an argument has a wrong type.
+        ValueError: the clock's first reading is not finite.
+        ConfigError: at entry, a setting is invalid.
+        OSError: at entry, the file of the settings cannot be read.
+        LayoutError: at entry, the device does not match the layout.
+        DeviceError: at entry, the device cannot be used.
+        StoreError: at entry, the store cannot be opened.
+        SinkError: at entry, a sink cannot be opened.
+        RankError: at entry, not all ranks joined in time.
+        WrongLoop: at entry, no asyncio event loop is running.
+        CacheFailed: at the end of the block, the cache has failed. An exception out of the block
+            passes instead, with a note.
+    """
+    for name, value, wanted in (("device", device, Device), ("backend", backend, Backend)):
+        if value is not None and not isinstance(value, wanted):
+            raise TypeError(f"{name} must be a {wanted.__name__}, not {kind(value)}")
+    if config is not None and not isinstance(config, Config | Mapping | str | PathLike):
+        raise TypeError(
+            f"config must be a Config, a mapping or the path of a TOML file, not {kind(config)}"
+        )
+    if not isinstance(sinks, (list, tuple)):
+        raise TypeError(f"sinks must be a list or tuple of Sink, not {kind(sinks)}")
+    for position, sink in enumerate(sinks):
+        if not isinstance(sink, Sink):
+            raise TypeError(f"sinks[{position}] must be a Sink, not {kind(sink)}")
+    given = None if clock is None else SafeClock(clock)
+    inline, devices = check_flag("inline_copies", inline_copies), dict(group_devices or {})
+    for name, one in devices.items():
+        if not isinstance(one, Device):
+            raise TypeError(f"group_devices[{name!r}] must be a Device, not {kind(one)}")
+    return _opened(config, device, tuple(sinks), backend, inline, given, devices)
+
+
+open = open_cache  # noqa: A001  (the public name is kvactors.open)
+
+
+@asynccontextmanager
+async def _opened(
+    config: Config | Mapping[str, Any] | str | PathLike[str] | None,
+    device: Device | None,
+    sinks: Sequence[Sink],
+    backend: Backend | None,
+    inline_copies: bool,
+    clock: Callable[[], float] | None,
+    devices: dict[str, Device],
+) -> AsyncIterator[KVCache]:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        raise WrongLoop(
+            "a cache is opened on a running asyncio event loop, and there is none here (trio has "
+            "its own): run the block with asyncio.run()"
+        ) from None
+    if isinstance(config, str | PathLike):
+        config = Config.from_toml(File(config))
+    elif isinstance(config, Mapping):
+        config = Config.from_mapping(config)
+    config = Config.from_env(base=config)
+    options: dict[str, Any] = {"inline_copies": inline_copies, "clock": clock}
+    groups = config.cache.groups
+    if unknown := devices.keys() - {group.name for group in groups}:
+        raise ConfigError(f"group_devices has {min(unknown)!r}, and cache.groups has no such group")
+    if groups and backend is not None:
+        raise ConfigError("a store of the caller has blocks of one size: name it in [storage]")
+    async with AsyncExitStack() as stack:
+        system = System(config, device, sinks, backend, **options)
+        del device  # a sleep releases it
+        caches = [
+            await stack.enter_async_context(
+                open_group(config, group, devices.pop(group.name, None), **options)
+            )
+            for group in groups
+        ]
+        cache = GroupedCache(system, caches) if groups else KVCache(system)
+        try:
+            async with system.running():
+                try:
+                    yield cache
+                finally:
+                    cache.close()
+        finally:
+            cache._context.stop()
+
+
+class SafeClock:
+    """Reads a clock of the caller. The time of a reading that fails is that of the reading before,
+    and the first such reading is logged: ages stand still, and requests are served.
+
+    Raises:
+        TypeError: it is not callable, or its first reading is not a number.
+        ValueError: the first reading is not finite.
+    """
+
+    __slots__ = ("_clock", "_failed", "_last")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        if not callable(clock):
+            raise TypeError(f"clock must be a function that returns seconds, not {kind(clock)}")
+        self._clock, self._failed = clock, False
+        self._last = self._read()
+
+    def __call__(self) -> float:
+        try:
+            self._last = self._read()
+        except Exception as error:
+            if not self._failed:
+                log.warning("clock failed", error=repr(error))
+            self._failed = True
+        return self._last
+
+    def _read(self) -> float:
+        seconds: Any = self._clock()
+        if isinstance(seconds, bool | np.bool_) or not isinstance(seconds, Real):
+            raise TypeError(f"clock must return a number of seconds, not {kind(seconds)}")
+        if not math.isfinite(seconds):
+            raise ValueError(f"clock must return a finite number of seconds, not {seconds}")
+        return float(seconds)

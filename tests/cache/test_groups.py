@@ -1,0 +1,68 @@
+"""Caches of models with windows and states: every pass reads what full attention, a window or a
+state would need, whatever the tiers did meanwhile."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.support.cache import BLOCK
+from tests.support.layers import Model, opened, state, window
+
+KINDS: dict[str, Any] = {
+    "window": [window(60)],
+    "state": [state(30)],
+    "both": [window(60), state(30)],
+    "both, all tiers": [window(22, slots=16), state(9, slots=4)],
+}
+
+
+async def walk(model: Model, seed: int, requests: int = 60) -> int:
+    """Conversations with shared prefixes, by passes of any size, with forks, preemptions, drafts
+    and requests that are given up. Returns the cached tokens."""
+    rng, cache, cached = random.Random(seed), model.cache, 0
+
+    def draw(most: int) -> list[int]:
+        return [rng.randrange(50) for _ in range(rng.randrange(most))]
+
+    said = [[*draw(36), 1] for _ in range(3)]
+    for number in range(requests):
+        tokens, name = list(rng.choice(said)), f"r{number}"
+        chunk = rng.choice((None, BLOCK, 6))
+        lease = await cache.acquire(name, tokens, chunk_tokens=chunk, wait_for_room=True)
+        await model.prefill(lease, tokens, chunk=chunk or 1 << 30)
+        cached += lease.cached_tokens
+        await model.decode(lease, tokens, draw(9))
+        fate = rng.randrange(6)
+        if fate == 0 and "state" not in cache.groups:
+            await lease.extend(draw(2 * BLOCK))  # a draft that is rejected
+            await lease.truncate(len(tokens))
+            await model.decode(lease, tokens, draw(6))
+        if fate == 1:
+            fork, others = await lease.fork(), list(tokens)
+            await model.decode(fork, others, [*draw(9), 7])
+            await model.decode(lease, tokens, [*draw(9), 8])
+            await fork.finish(len(others))
+        if fate == 2:
+            await lease.preempt(len(tokens))
+            lease = await cache.acquire(name, tokens, wait_for_room=True)
+            await model.prefill(lease, tokens)
+        if fate == 3:
+            lease.abandon()
+        else:
+            await lease.finish(len(tokens))
+        if len(tokens) < 60 and rng.random() < 0.6:
+            said[rng.randrange(len(said))] = tokens
+    return cached
+
+
+@pytest.mark.parametrize("policy", ["lru", "retain"])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_pass_reads_what_its_layers_need(kind, policy):
+    for seed in range(3):
+        host = {"slots": 10} if "tiers" in kind else {}
+        table = {"policy": policy}
+        async with opened(KINDS[kind], host=host, device_table=table) as cache:
+            assert await walk(Model(cache), seed) > 300
