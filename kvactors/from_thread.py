@@ -224,6 +224,7 @@ class ThreadLease(LoopCaller):
     commit = blocking(Lease.commit, end_lease)
     finish = blocking(Lease.finish)
     preempt = blocking(Lease.preempt)
+    pass_end = threaded(Lease.pass_end)
     hashes = threaded(Lease.hashes)
 
     def abandon(self, *, event: Completion | None = None, stream: Stream | None = None) -> None:

@@ -274,10 +274,7 @@ class GroupedLease(Lease):
         return (table, *(part.table(len(table)) for part in self._parts))
 
     def pass_end(self, start: int, stop: int) -> int:
-        """The token before which a pass must end that begins with token `start`, at most `stop`: a
-        state group wants a snapshot there."""
-        self._handle.context.check_thread()
-        size = self._path.block_size
+        stop, size = super().pass_end(start, stop), self._path.block_size
         for part in self._parts:
             if part.group.is_state:
                 at = bisect_left(part.blocks, start // size)

@@ -255,6 +255,17 @@ class Lease:
         `chunk_tokens`."""
         return min(self.num_tokens, len(self._table) * self._handle.context.block_size)
 
+    def pass_end(self, start: int, stop: int) -> int:
+        """The token before which a pass over the lease's tokens must end. It is `stop`, or an
+        earlier token before which a group of layers wants a snapshot of its state (docs/groups.md).
+
+        Args:
+            start: the first token of the pass.
+            stop: the token before which the pass ends without groups.
+        """
+        self._handle.context.check_thread()
+        return check_int("stop", stop, check_int("start", start))
+
     # -- loads
 
     async def wait_ready(

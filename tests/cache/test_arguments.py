@@ -119,6 +119,7 @@ VALID: dict[str, dict[str, object]] = {
     "fork_many": {"count": 1},
     "commit": {"computed_tokens": 0},
     "hashes": {"start": 0, "stop": 0},
+    "pass_end": {"start": 0, "stop": 0},
 }
 """Arguments that each method needs."""
 

@@ -3,6 +3,7 @@ state would need, whatever the tiers did meanwhile."""
 
 from __future__ import annotations
 
+import asyncio
 import random
 from typing import Any
 
@@ -66,3 +67,19 @@ async def test_a_pass_reads_what_its_layers_need(kind, policy):
         table = {"policy": policy}
         async with opened(KINDS[kind], host=host, device_table=table) as cache:
             assert await walk(Model(cache), seed) > 300
+
+
+async def test_a_thread_asks_where_its_passes_end():
+    async with opened([state(30)]) as cache:
+
+        def work():
+            with cache.from_thread.acquire("a", list(range(5 * BLOCK + 1))) as lease:
+                at, ends = 0, []
+                while at < lease.num_tokens:
+                    at = lease.pass_end(at, lease.num_tokens)
+                    lease.commit(at)
+                    ends.append(at)
+                return ends
+
+        snapshots = [2 * BLOCK, 4 * BLOCK, 5 * BLOCK]  # every two blocks, and the last full one
+        assert await asyncio.to_thread(work) == [*snapshots, 5 * BLOCK + 1]
