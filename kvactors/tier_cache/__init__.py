@@ -11,7 +11,7 @@ from kvactors.tier_cache.answers import (
     TierStatistics,
 )
 from kvactors.tier_cache.cache import TierCache, open_tiers
-from kvactors.tier_cache.settings import TierConfig, TierStorage
+from kvactors.tier_cache.settings import TierConfig, TierGroup, TierStorage
 from kvactors.tier_cache.slots import SlotMemory, shared_memory
 from kvactors.tier_cache.storage import StorageResult, StorageTier, open_storage
 
@@ -30,6 +30,7 @@ __all__ = [
     "TierCache",
     "TierConfig",
     "TierEvent",
+    "TierGroup",
     "TierHealth",
     "TierStatistics",
     "TierStorage",

@@ -43,6 +43,8 @@ CLOSED: int = -1  # in the place of the owner's thread: before the first call, a
 MISS, PENDING, HIT = Lookup
 OK = TierHealth("ok", ())
 
+NO_GROUPS: Mapping[str, TierCache] = {}
+
 UNKNOWN = b""  # the parent of a block whose parent is not known. Keys are never empty.
 
 BATCH = 32  # blocks of a job at most
@@ -77,9 +79,12 @@ class TierCache:
         memory: the host slots. Its slots and bytes must be those of the config.
         sinks: indexes to inform, beside those of the config.
         storage: a storage tier in place of the one that the config describes, not opened yet.
+        groups: caches of the groups of layers whose blocks have other sizes.
         clock: the time of time-outs. A given storage tier has its own.
 
     Attributes:
+        groups: the caches of the config's groups, by name. They are opened, reset and shut down
+            with this one, and their steps end with those of this one.
         sinks: takes the paths of blocks, for the indexes. None without any.
 
     Raises:
@@ -93,9 +98,11 @@ class TierCache:
         *,
         sinks: Sequence[Sink] = (),
         storage: StorageTier | None = None,
+        groups: Mapping[str, TierCache] = NO_GROUPS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config = checked_config(config)
+        self.groups = groups
         _check_parts(config, memory, storage)
         self.memory = memory
         if storage is None:
@@ -202,11 +209,15 @@ class TierCache:
                 raise _wrong_thread()
             SYSTEMS.add(self)
             try:
+                for group in self.groups.values():
+                    group.start()
                 self._storage.open(self.config.storage.open_timeout_s)
             except BaseException:
                 self.shutdown()
                 raise
             self._opened = True
+        for group in self.groups.values():
+            group.adopt()
         if self._thread != CLOSED:
             self._thread = get_ident()
 
@@ -291,28 +302,57 @@ class TierCache:
         if block is None:
             return self._lookup_stored(key) if storage and self._has_storage else MISS
         if block.arriving:
-            since = self._fetching.get(block)
-            late = since is not None and self._clock() - since > self._storage.timeout + 1.0
-            return MISS if late else PENDING
+            return self._arriving(block)
         self._held.add(key)
         if self._awaited:
             self._awaited.pop(key, None)
         return HIT
 
-    def _lookup_stored(self, key: bytes) -> Lookup:
-        """Where a key is that has no host slot. A stored key waits for one."""
+    def peek(self, key: bytes) -> Lookup:
+        """Where a key is at this moment: HIT, PENDING or MISS.
+
+        PENDING is a key that storage has, or that is on its way. No fetch begins, and a HIT may be
+        evicted before the step ends. So an engine with groups finds the longest prefix that all of
+        them can serve, and then looks up the keys that this prefix needs.
+
+        Raises:
+            ValueError: the key is no bytes, or empty.
+            WrongThread: another thread owns the cache.
+            CacheClosed: the cache is shut down.
+        """
+        key = checked_key(key)
+        self._enter()
+        block = self._blocks.get(key)
+        if block is not None:
+            return self._arriving(block) if block.arriving else HIT
+        return PENDING if self._has_storage and self._is_stored(key) is not False else MISS
+
+    def _arriving(self, block: HostBlock) -> Lookup:
+        since = self._fetching.get(block)
+        late = since is not None and self._clock() - since > self._storage.timeout + 1.0
+        return MISS if late else PENDING
+
+    def _is_stored(self, key: bytes) -> bool | None:
+        """Whether storage has a key that has no host slot. None: the store is asked."""
         storage = self._storage
         held = storage.contains(key)
         if not held and storage.lists:
-            return MISS
+            return False
         if self._is_taken(key) or not self._works(key):
-            return MISS
-        if not held:
-            if key in self._unasked:  # the engine asks again, and has not ended its step
-                self._submit_queries()
-            elif key not in self._asked:
-                self._unasked[key] = None
-            return PENDING
+            return False
+        if held:
+            return True
+        if key in self._unasked:  # the engine asks again, and has not ended its step
+            self._submit_queries()
+        elif key not in self._asked:
+            self._unasked[key] = None
+        return None
+
+    def _lookup_stored(self, key: bytes) -> Lookup:
+        """Where a key is that has no host slot. A stored key waits for one."""
+        stored = self._is_stored(key)
+        if not stored:
+            return MISS if stored is False else PENDING
         if self._reports_storage and key not in self._announced:
             self._record_stored([key])
         now = self._clock()
@@ -345,6 +385,8 @@ class TierCache:
         load of them is in flight. Fetches and saves begin."""
         if self._hands_over(self.end_step):
             return
+        for group in self.groups.values():
+            group.end_step()
         self._end_step()
         if self._fetching or (self._has_storage and self._short[0]):
             self._pace.step_ended()
@@ -822,6 +864,8 @@ class TierCache:
         storage = checked_flag("storage", storage)
         if self._hands_over(partial(self.reset, storage=storage)):
             return
+        for group in self.groups.values():
+            group.reset(storage=storage)
         tier = self._tier
         leaving = [*tier.victims(len(self._blocks)), *self._blocks.values()]  # children first
         removed = dict.fromkeys(block.hash for block in leaving if not block.arriving)
@@ -850,6 +894,8 @@ class TierCache:
         waiting = (self._wanted, self._unsaved, self._unasked, self._asked, self._handed)
         if any((*waiting, self._stores, self._loads, self._jobs, self._storage.clearing)):
             return True
+        if any(group.has_pending_work() for group in self.groups.values()):
+            return True
         return self._feed is not None and bool(self._feed.outbox or self._feed.resend)
 
     @property
@@ -876,18 +922,23 @@ class TierCache:
         stored = dict.fromkeys((tier.trouble, *tier.failing, tier.condition))
         sinks = () if self.sinks is None else self.sinks.service.troubles
         troubles = (*(f"storage: {one}" for one in stored if one), *sinks)
+        for name, group in self.groups.items():
+            troubles += tuple(f"group {name}: {one}" for one in group.health().reasons)
         return TierHealth("degraded", troubles) if troubles else OK
 
     def shutdown(self) -> None:
         """Write what is queued for storage, inform the sinks, close all and let go of the memory.
 
-        Takes `storage.close_timeout_s` seconds at most, and a few more if the disk hangs. Works
-        from any thread, any number of times. Later calls raise CacheClosed or do nothing.
+        Takes `storage.close_timeout_s` seconds at most for the cache and for each group, and a few
+        more if the disk hangs. Works from any thread, any number of times. Later calls raise
+        CacheClosed or do nothing.
         """
         if get_ident() == self._thread:
             self._enter()
             self._end_step()
             self._submit_saves(self.saving)
+        for group in self.groups.values():
+            group.shutdown()
         if not self._leave():
             return
         self._storage.close(self.config.storage.close_timeout_s)
@@ -904,6 +955,8 @@ class TierCache:
     def check(self) -> None:
         """AssertionError if the cache's own facts disagree, for tests."""
         self._tier.check()
+        for group in self.groups.values():
+            group.check()
 
 
 def _wrong_thread() -> WrongThread:
@@ -955,6 +1008,7 @@ def open_tiers(
     memory: Any = None,
     stride: int | None = None,
     sinks: Sequence[Sink] = (),
+    group_memory: Mapping[str, Any] = {},
 ) -> TierCache:
     """Open the tiers below an engine's device blocks.
 
@@ -964,13 +1018,19 @@ def open_tiers(
             engine. None: new memory.
         stride: bytes from one slot to the next in `memory`. None: `block_bytes`.
         sinks: indexes to inform, beside those of the config.
+        group_memory: memory for the host slots of groups, by name. Groups without: new memory.
 
     Raises:
         ConfigError: a setting is unknown, malformed or out of range.
         LayoutError: the memory does not fit.
     """
     checked = checked_config(config)
-    slots = SlotMemory(
-        checked.num_slots, checked.block_bytes, memory, stride, numa_node=checked.numa_node
-    )
-    return TierCache(checked, slots, sinks=sinks)
+    if unknown := group_memory.keys() - checked.groups:
+        raise ConfigError(f"group_memory names {min(unknown)!r}, and groups has no such name")
+    groups = {
+        name: open_tiers(checked.group(name), memory=group_memory.get(name))
+        for name in checked.groups
+    }
+    own = checked.own if groups else checked
+    slots = SlotMemory(own.num_slots, own.block_bytes, memory, stride, numa_node=own.numa_node)
+    return TierCache(own, slots, sinks=sinks, groups=groups)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -22,11 +22,15 @@ from kvactors.settings.check import (
     convert,
     human,
     in_bytes,
+    located,
 )
 from kvactors.settings.tables import StoreSettings
 from kvactors.tier_cache.slots import PAGE
 
 FINGERPRINT_DOMAIN = b"kvactors.tiers.v1"
+
+BlockBytes = Annotated[int, Meta(ge=1, le=MOST_BYTES)]
+Identity = Mapping[str, str | int | float | bool | None]
 
 
 class TierStorage(StoreSettings, frozen=True):
@@ -54,6 +58,22 @@ class TierStorage(StoreSettings, frozen=True):
     close_timeout_s: Seconds = 5.0
 
 
+class TierGroup(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
+    """Settings of a group of layers whose blocks have their own size (docs/tier_cache.md).
+
+    Attributes:
+        block_bytes: bytes of a block of the group.
+        num_slots: host slots.
+        capacity_bytes: bytes of the slots ("8 GiB"), in place of num_slots, in pages of 4 KiB each.
+        identity: what the group's blocks must share, beside the `identity` of the cache.
+    """
+
+    block_bytes: BlockBytes
+    num_slots: int = 0
+    capacity_bytes: ByteSize | None = None
+    identity: Identity = {}
+
+
 class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
     """Settings of a `TierCache`.
 
@@ -71,12 +91,17 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
             A tier is in `events` or in the `tiers` of sinks, not in both.
         tokens_per_block: needed with sinks.
         numa_node: the NUMA node that the host slots come from, None for the system's choice.
+        groups: groups of layers whose blocks have other sizes, by name. Each has a separate cache
+            in `TierCache.groups`, with the policy, the events, the storage and the node of this one
+            and without sinks. `storage.capacity_bytes` is divided by the bytes of the host slots.
+            `storage.capacity_blocks` is of the cache's own blocks, and a group gets as many for
+            each of its slots.
     """
 
     model: str
-    block_bytes: Annotated[int, Meta(ge=1, le=MOST_BYTES)]
+    block_bytes: BlockBytes
     num_slots: int = 0
-    identity: Mapping[str, str | int | float | bool | None] = {}
+    identity: Identity = {}
     policy: str = "lru"
     events: tuple[Literal["host", "storage"], ...] = ()
     storage: TierStorage = TierStorage()
@@ -84,6 +109,7 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     tokens_per_block: int = 0
     numa_node: DeviceNumber | None = None
     capacity_bytes: ByteSize | None = None
+    groups: Mapping[str, TierGroup] = {}
 
     @property
     def fingerprint(self) -> bytes:
@@ -92,26 +118,76 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         text = json.dumps(fields, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(FINGERPRINT_DOMAIN + text.encode()).digest()
 
+    @property
+    def own(self) -> TierConfig:
+        """The settings without the groups, with the share of storage of the cache's own blocks."""
+        return msgspec.structs.replace(self, groups={}, storage=self._share(self))
+
+    def group(self, name: str) -> TierConfig:
+        """The settings of a group's cache."""
+        found = self.groups[name]
+        return msgspec.structs.replace(
+            self,
+            block_bytes=found.block_bytes,
+            num_slots=found.num_slots,
+            identity={**self.identity, **found.identity, "layer group": name},
+            storage=self._share(found),
+            sinks=(),
+            groups={},
+        )
+
+    def _share(self, of: TierConfig | TierGroup) -> TierStorage:
+        """The storage with the capacity of one group's blocks."""
+        storage, sizes = self.storage, {}
+        if storage.capacity_bytes is not None:
+            total = in_bytes(storage.capacity_bytes, "storage.capacity_bytes")
+            groups: list[TierConfig | TierGroup] = [self, *self.groups.values()]
+            slots = sum(one.num_slots * one.block_bytes for one in groups)
+            sizes["capacity_bytes"] = total * of.num_slots * of.block_bytes // slots
+        if storage.capacity_blocks is not None:
+            blocks = storage.capacity_blocks * of.num_slots // self.num_slots
+            sizes["capacity_blocks"] = max(1, blocks)
+        return msgspec.structs.replace(storage, **sizes)
+
+
+Sized = TypeVar("Sized", TierConfig, TierGroup)
+
 
 def checked_config(config: TierConfig | Mapping[str, Any]) -> TierConfig:
     """A config whose values fit."""
     found = convert(config, TierConfig)
     if not found.model:
         raise ConfigError("model is needed: blocks of different models must not mix")
-    if found.capacity_bytes is not None:
-        found = _with_slots(found, found.capacity_bytes)
-    elif found.num_slots < 1:
-        raise ConfigError(
-            f"num_slots must be at least 1, not {found.num_slots}: set it or capacity_bytes"
-        )
+    found = _with_slots(found)
+    groups = {name: _checked_group(name, group) for name, group in found.groups.items()}
+    found = msgspec.structs.replace(found, groups=groups)
     if found.policy not in ALONE:
         raise ConfigError(f"unknown policy {found.policy!r}, known are {', '.join(ALONE)}")
     _check_storage(found.storage)
+    sizes = found.storage.capacity_bytes, found.storage.capacity_blocks
+    if groups and found.storage.backend == "file" and sizes == (None, None):
+        raise ConfigError(
+            f"storage.capacity_bytes is needed with groups ({', '.join(groups)}), which share it"
+        )
     return found
 
 
-def _with_slots(config: TierConfig, capacity: int | str) -> TierConfig:
-    """The config with the number of slots that a capacity in bytes holds."""
+def _checked_group(name: str, group: TierGroup) -> TierGroup:
+    with located(f"groups.{name}"):
+        if not name:
+            raise ConfigError("a group needs a name")
+        return _with_slots(group)
+
+
+def _with_slots(config: Sized) -> Sized:
+    """The config with the number of slots that its capacity in bytes holds."""
+    capacity = config.capacity_bytes
+    if capacity is None:
+        if config.num_slots < 1:
+            raise ConfigError(
+                f"num_slots must be at least 1, not {config.num_slots}: set it or capacity_bytes"
+            )
+        return config
     if config.num_slots:
         raise ConfigError(
             f"num_slots = {config.num_slots} and capacity_bytes = {capacity!r} are two sizes of "

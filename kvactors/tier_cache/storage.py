@@ -463,6 +463,8 @@ def open_storage(config: TierConfig | Mapping[str, Any], *, memory: Any = None) 
         StoreError: the store cannot be used (an OSError).
     """
     checked = checked_config(config)
+    if checked.groups:
+        raise ConfigError("a StorageTier has blocks of one size: open one with config.group(name)")
     if checked.storage.backend == "none":
         raise ConfigError("storage.backend is needed: file, memory, or package.module:Class")
     if memory is not None:

@@ -84,7 +84,7 @@ def store(
     """Store keys with their payloads. Returns whether there were slots for all of them."""
     found = cache.prepare_store(keys, parents)
     for key, slot in zip(found.keys, found.slots, strict=True):
-        cache.memory.view(slot)[:] = payload(key)
+        cache.memory.view(slot)[:] = payload(key, cache.config.block_bytes)
     cache.complete_store(found.keys)
     return not (found.waiting or found.refused)
 
