@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Collection, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -29,12 +30,13 @@ from kvactors.decode_batch import AnyLease, Step, Stepped
 from kvactors.device.base import Device
 from kvactors.device.events import Completion, Pass, Stream
 from kvactors.errors import KVActorsError, NoRoom, SleepUnsupported
+from kvactors.flush_notifier.messages import GroupLabel, ResyncDue
+from kvactors.flush_notifier.sinks.group import GroupSink
 from kvactors.lease import Lease
 from kvactors.lookup import PromptHits, hits_of
 from kvactors.native import DEVICE, HOST, LOADING, Path
 from kvactors.observe.health import Health
 from kvactors.prefix_index.messages import Ack, Acquire, Finish, Preempt
-from kvactors.settings import Config
 from kvactors.settings.tables import GroupConfig, QuotaConfig
 from kvactors.system import System
 from kvactors.types import HASH_BYTES, Tokens, hash_at
@@ -671,7 +673,16 @@ class GroupedCache(KVCache):
         """See `KVCache.wait_flushed`."""
         await super().wait_flushed(deadline, at_rest=at_rest, sinks=sinks)
         for cache in self._all:
-            await cache.wait_flushed(deadline, at_rest=at_rest)
+            own = None if sinks is None else [name for name in sinks if name in cache.sinks]
+            await cache.wait_flushed(deadline, at_rest=at_rest, sinks=own)
+
+    def count_divergent_blocks(self, sinks: Collection[str] | None = None) -> int:
+        """See `KVCache.count_divergent_blocks`."""
+        found = super().count_divergent_blocks(sinks)
+        for cache in self._all:
+            own = None if sinks is None else [name for name in sinks if name in cache.sinks]
+            found += cache.count_divergent_blocks(own)
+        return found
 
     async def sleep(self, level: int = 1, *, deadline: float | None = None) -> None:
         """See `KVCache.sleep`."""
@@ -716,11 +727,22 @@ class GroupedCache(KVCache):
 
 @asynccontextmanager
 async def open_group(
-    config: Config, group: GroupConfig, device: Device | None = None, **options: Any
+    system: System, number: int, device: Device | None = None, **options: Any
 ) -> AsyncIterator[KVCache]:
-    """Open the cache of a group of layers of a cache with these settings. device: the group's, made
-    from the settings if None."""
-    storage = config.storage
+    """Open the cache of a group of layers of an open cache.
+
+    Args:
+        number: of the group, from 0.
+        device: of the group, made from the settings if None.
+    """
+    config, group = system.config, system.config.cache.groups[number]
+    label = GroupLabel(number + 1, group.name, group.kind, group.window)
+    size, taking = (
+        config.cache.block_size,
+        [one for one in system.sinks.values() if one.takes_groups],
+    )
+    sinks = [GroupSink(sink, label, size) for sink in taking]
+    storage = system.storage
     if group.stored_blocks is not None:
         storage = replace(storage, capacity_blocks=group.stored_blocks, capacity_bytes=None)
     own = replace(
@@ -741,17 +763,26 @@ async def open_group(
             transit_bytes=None,
         ),
         storage=replace(storage, min_fetch_blocks=1),
-        flush=replace(config.flush, sinks=()),
+        flush=replace(config.flush, sinks=(), mode="normal"),
         quota=QuotaConfig(),
     )
-    system = System(own, device, item_tokens=item_words(config.cache.block_size), **options)
-    cache = KVCache(system)
+    made = System(own, device, sinks, item_tokens=item_words(size), **options)
+
+    def resync(name: str) -> None:
+        with suppress(KVActorsError):  # the cache is closing
+            made.notifier.try_tell(ResyncDue(name))
+
+    cache = KVCache(made)
     try:
-        async with system.running():
+        async with made.running():
+            for sink in sinks:
+                sink.sink.on_reset += (partial(resync, sink.name),)
             try:
                 yield cache
             finally:
                 cache.close()
+                for sink in sinks:
+                    sink.sink.on_reset = ()
     finally:
         cache._context.stop()
 

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvactors.actor.log import get_logger
 from kvactors.cache import KVCache
+from kvactors.call_context import CallContext
 from kvactors.checks import check_flag, kind
 from kvactors.device.base import Device
 from kvactors.errors import ConfigError, WrongLoop
@@ -121,24 +122,26 @@ async def _opened(
         raise ConfigError(f"group_devices has {min(unknown)!r}, and cache.groups has no such group")
     if groups and backend is not None:
         raise ConfigError("a store of the caller has blocks of one size: name it in [storage]")
-    async with AsyncExitStack() as stack:
-        system = System(config, device, sinks, backend, **options)
-        del device  # a sleep releases it
-        caches = [
-            await stack.enter_async_context(
-                open_group(config, group, devices.pop(group.name, None), **options)
-            )
-            for group in groups
-        ]
-        cache = GroupedCache(system, caches) if groups else KVCache(system)
-        try:
-            async with system.running():
-                try:
-                    yield cache
-                finally:
-                    cache.close()
-        finally:
-            cache._context.stop()
+    system = System(config, device, sinks, backend, **options)
+    del device  # a sleep releases it
+    contexts: list[CallContext] = []
+    try:
+        async with system.running(), AsyncExitStack() as stack:
+            caches = [
+                await stack.enter_async_context(
+                    open_group(system, number, devices.pop(group.name, None), **options)
+                )
+                for number, group in enumerate(groups)
+            ]
+            cache = GroupedCache(system, caches) if groups else KVCache(system)
+            contexts.append(cache._context)
+            try:
+                yield cache
+            finally:
+                cache.close()
+    finally:
+        for context in contexts:
+            context.stop()
 
 
 class SafeClock:

@@ -44,7 +44,7 @@ from kvactors.device.base import Device
 from kvactors.errors import CacheClosed, CacheFailed, ConfigError, KVActorsError, SinkError
 from kvactors.flush_notifier.actor import FlushNotifier, NoNotifier
 from kvactors.flush_notifier.deliver import SinkStatistics, close_sink, open_sink
-from kvactors.flush_notifier.messages import Report, SetIdleLimit, WaitFlushed
+from kvactors.flush_notifier.messages import Report, ResyncDue, SetIdleLimit, WaitFlushed
 from kvactors.flush_notifier.sinks import Sink, make_sinks, require_sinks
 from kvactors.fork import FORKED, SYSTEMS
 from kvactors.gpu_swapper.actor import GpuSwapper
@@ -256,7 +256,7 @@ class System:
         self.device_stores: list[ActorRef[DeviceStoreMessage]] = (
             [] if self.device_store is None else [ref(DeviceStoreActor)]
         )
-        self.notifier: ActorRef[Report | SetIdleLimit] = ref(FlushNotifier)
+        self.notifier: ActorRef[Report | SetIdleLimit | ResyncDue] = ref(FlushNotifier)
 
     @property
     def device(self) -> Any:

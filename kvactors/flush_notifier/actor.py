@@ -212,7 +212,8 @@ class FlushNotifier(Actor):
         delivery = self.sinks[message.sink]
         delivery.resync_due |= not delivery.resyncing
         self._deliver_soon()
-        self.after(delivery.sink.resync_interval, message)
+        if delivery.sink.resync_interval:
+            self.after(delivery.sink.resync_interval, message)
 
     @on(WaitFlushed)
     def wait_flushed(self, message: WaitFlushed, envelope: Envelope[bool]) -> None:

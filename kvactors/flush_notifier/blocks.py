@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from kvactors.actor.sliced import Sliced
+from kvactors.flush_notifier.messages import GroupLabel
 from kvactors.identity import PLAIN, RequestScope
 from kvactors.native import BlockRows
 from kvactors.redact import redacted_repr
@@ -43,6 +44,7 @@ class HeldBlock(NamedTuple):
     tiers: int
     scope: RequestScope
     extra_key: bytes = b""
+    group: GroupLabel | None = None
 
     def __repr__(self) -> str:
         return redacted_repr(self)

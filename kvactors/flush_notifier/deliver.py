@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import anyio
@@ -20,7 +21,7 @@ from kvactors.actor.sliced import Sliced, finish
 from kvactors.errors import KVActorsError, SinkError
 from kvactors.flush_notifier.ledger import Ledger, Tiers
 from kvactors.flush_notifier.messages import Resync, WaitFlushed
-from kvactors.flush_notifier.sinks.base import Sink
+from kvactors.flush_notifier.sinks.base import Sink, in_turn
 from kvactors.flush_notifier.view import DeliveryBatch, SinkView
 from kvactors.settings import FlushConfig
 from kvactors.types import Residency
@@ -136,10 +137,13 @@ class SinkDelivery:
             if begun:
                 self.sink.num_acknowledged = 0
                 if tasks:
-                    await self.sink.deliver(tasks)
+                    await in_turn(self.sink, partial(self.sink.deliver, tasks))
             else:
                 self.sink.set_snapshot_source(self.view.held_blocks)
-                await self.sink.begin_epoch(epoch)
+                await in_turn(self.sink, partial(self.sink.begin_epoch, epoch))
+            if not begun or any(not task.count for task in tasks):
+                for reset in self.sink.on_reset:
+                    reset()
 
         name = f"call of sink {self.sink.name}"
         self.sink.call = asyncio.get_running_loop().create_task(contained(call), name=name)

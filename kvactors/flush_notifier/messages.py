@@ -127,6 +127,21 @@ class SetIdleLimit(Control, frozen=True, eq=False):
     limit: int
 
 
+class GroupLabel(NamedTuple):
+    """A group of layers beside those of `[layout]` (see `kvactors.groups`).
+
+    Attributes:
+        number: 1 for the first of `cache.groups`.
+        kind: window or state.
+        window: tokens, 0 for a state.
+    """
+
+    number: int
+    name: str
+    kind: str
+    window: int
+
+
 class FlushTask(Message, frozen=True, eq=False):
     """A change sent to a sink: blocks [start_block_idx, start_block_idx + count) of a path are
     resident, or gone. It carries no KV data.
@@ -139,6 +154,9 @@ class FlushTask(Message, frozen=True, eq=False):
         hashes: hashes of the `count` blocks, 32 bytes each.
         parent: name of the block before them (the root hash if start_block_idx is 0).
         epoch: grows with each start of the notifier. Tasks of an earlier epoch are void.
+        group: the layers that the task is about, None for those of `[layout]`. The task of a group
+            is sent to sinks that take groups, and is about blocks anywhere in prompts: `hashes` and
+            `tokens` are of these blocks, there is no parent, and `start_block_idx` is 0.
     """
 
     tokens: bytes
@@ -152,6 +170,7 @@ class FlushTask(Message, frozen=True, eq=False):
     epoch: int
     scope: RequestScope = PLAIN
     extra_keys: ExtraKeys = ()
+    group: GroupLabel | None = None
 
 
 class Deliver(Control, frozen=True, eq=False):

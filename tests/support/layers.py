@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 import kvactors
+from kvactors.flush_notifier.sinks import Sink
 from kvactors.testing.sim import problems_at_rest
 from tests.support.cache import BLOCK, Table
 
@@ -61,8 +62,10 @@ def config(groups: Sequence[Table], *, device: int = 24, **tables: Any) -> kvact
 
 
 @asynccontextmanager
-async def opened(groups: Sequence[Table], **options: Any) -> AsyncIterator[Any]:
-    async with kvactors.open(config(groups, **options)) as cache:
+async def opened(
+    groups: Sequence[Table], sinks: Sequence[Sink] = (), **options: Any
+) -> AsyncIterator[Any]:
+    async with kvactors.open(config(groups, **options), sinks=sinks) as cache:
         yield cache
         assert await problems_at_rest(cache, 10) == []
         for one in cache.groups.values():

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.messages import FlushTask, GroupLabel
 from kvactors.flush_notifier.view import SinkFilter
 from kvactors.settings.sinks import SinkConfig
 from kvactors.types import Tier
@@ -51,6 +51,10 @@ class Sink(ABC):
     ready_timeout: float = 0.0
     """Seconds that `open` may take, if more than `actors.open_timeout_s`."""
 
+    takes_groups: bool = False
+    """Whether it is sent tasks about groups of layers (`FlushTask.group`), beside those about the
+    layers of `[layout]`. They come from the notifiers of the groups, whose epochs are others."""
+
     repeats: bool = False
     """Whether the view may be sent again without `begin_epoch` before it: the index keeps a set of
     blocks. The blocks that it lost are then sent again, and at no moment is the index empty.
@@ -71,6 +75,12 @@ class Sink(ABC):
     call: asyncio.Task[str] | None = None
     """The last call, in flight or ended. Set by FlushNotifier, which starts no call before the last
     one has ended."""
+
+    on_reset: tuple[Callable[[], None], ...] = ()
+    """Called after each removal of everything: the blocks of groups are due again."""
+
+    turn: asyncio.Future[None] | None = None
+    """Done at the end of the call in progress (see `in_turn`)."""
 
     def __init__(self, config: SinkConfig | str = "", block_size: int = 0) -> None:
         """Set the name and the filter.
@@ -105,6 +115,14 @@ class Sink(ABC):
         """Take the source of this sink's view. Called by each incarnation of the notifier before
         its `begin_epoch`."""
 
+    def set_group_source(self, group: GroupLabel, source: SnapshotSource) -> None:
+        """Take the source of this sink's view of a group of layers, as `set_snapshot_source`.
+
+        Args:
+            group: the group.
+            source: its blocks, which have neither a path nor a parent.
+        """
+
     @abstractmethod
     async def begin_epoch(self, epoch: int) -> None:
         """Discard everything sent before. The full state follows in `deliver`.
@@ -119,3 +137,16 @@ class Sink(ABC):
 
     async def close(self) -> None:
         """Release everything. No call follows. Must end soon even if the index does not answer."""
+
+
+async def in_turn(sink: Sink, work: Callable[[], Awaitable[None]]) -> None:
+    """Make a call to a sink after the one in progress: the notifiers of several groups of layers
+    call one sink."""
+    while sink.turn is not None:
+        await asyncio.wait([sink.turn])
+    turn = sink.turn = asyncio.get_running_loop().create_future()
+    try:
+        await work()
+    finally:
+        sink.turn = None
+        turn.set_result(None)

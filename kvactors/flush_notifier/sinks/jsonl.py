@@ -9,7 +9,8 @@ on..]}
 
 An epoch line makes everything above it void. The other fields are those of `FlushTask`. Where they
 are not empty a line also has "lora", "lora_id" and "salt" of the path, and "media": [[position of a
-block in the path, [[media hash as text, offset in the block], ..]], ..].
+block in the path, [[media hash as text, offset in the block], ..]], ..]. A line about a group of
+layers has the group's name under "group", no parent, and the tokens of its blocks alone.
 """
 
 from __future__ import annotations
@@ -52,6 +53,8 @@ class JsonLinesSink(Sink):
         self._encoder = msgspec.json.Encoder()
         self._threads = DaemonExecutor("kvactors-jsonl")
         self._torn = True  # whether the file may end within a line
+
+    takes_groups = True
 
     async def open(self) -> None:
         try:
@@ -97,6 +100,8 @@ class JsonLinesSink(Sink):
 
     def _identity(self, task: FlushTask) -> dict[str, object]:
         fields = task.scope._asdict()
+        if task.group is not None:
+            fields["group"] = task.group.name
         if task.extra_keys:
             fields["media"] = [
                 [position, [[identifier(value), offset] for value, offset in media_items(key)]]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ import anyio
 from kvactors.actor.log import get_logger
 from kvactors.actor.sliced import pace
 from kvactors.errors import SinkError
-from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.messages import FlushTask, GroupLabel
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
 from kvactors.flush_notifier.sinks.kv_sockets import Send, Sockets, zmq
 from kvactors.flush_notifier.sinks.kv_wire import END, KvEventEncoder, encode_sequence
@@ -120,13 +120,13 @@ class EventStream:
         self.fill = config.numbers == "from_zero"
         self.topic = config.topic.encode()
         self.window = Window(config.replay_window, config.replay_bytes)
-        self.source: SnapshotSource = _no_blocks
+        self.sources: dict[GroupLabel | None, SnapshotSource] = {}  # by group of layers
         self.sender: Send = _not_open
         self.states_made = 0
         self._encoder = encoder
         self._call: asyncio.Future[None] | None = None  # done at the end of the call in progress
         # published by the last call: may not be in the ledger's view of the sink yet
-        self._last: Sequence[FlushTask] = ()
+        self._last: dict[GroupLabel | None, Sequence[FlushTask]] = {}
         self._readers = 0
         self._state: StreamState | None = None
         self._making: asyncio.Task[StreamState] | None = None
@@ -148,10 +148,16 @@ class EventStream:
 
     def end_call(self, published: Sequence[FlushTask]) -> None:
         """The tasks of the call that were published."""
-        self._last = published
+        if published:
+            self._last[published[0].group] = published
         if self._call is not None:
             self._call.set_result(None)
             self._call = None
+
+    def forget_calls(self) -> None:
+        """Everything was removed, also what the last calls have published."""
+        self._last.clear()
+        self.end_call(())
 
     # -- the state
 
@@ -175,17 +181,18 @@ class EventStream:
         while self._call is not None:
             await asyncio.wait([self._call])
         self.window.needed = number = self.sequence
-        held_blocks, last = self.source(), self._last
+        held_blocks = chain.from_iterable([source() for source in self.sources.values()])
+        last = [task for tasks in self._last.values() for task in tasks]
         some = list(islice(held_blocks, SLICE_BLOCKS))  # the view is copied now
         if any(not task.count for task in last):
-            some = []  # that task removed everything
+            some = []  # that task removed everything, and groups send theirs again
         parts: list[tuple[bytes, ...]] = [(self._encoder.cleared,)]
         changed = await tiers_changed(last)
         events: list[bytes] = []
         blocks = 0
         while some:
             for held in some:
-                bits, now = changed.get(held.hash, (0, 0))
+                bits, now = changed.get((held.group, held.hash), (0, 0))
                 tiers = held.tiers & ~bits | now
                 events += [self._encoder.held(held, tier) for tier in Tier if tiers & tier]
                 blocks += bool(tiers)
@@ -218,24 +225,22 @@ class EventStream:
             self._making = None
 
 
-async def tiers_changed(tasks: Sequence[FlushTask]) -> dict[bytes, tuple[int, int]]:
-    """By hash of the blocks of one call, the tiers that changed and those of them that hold the
-    block afterwards. In slices."""
-    changed: dict[bytes, tuple[int, int]] = {}
+async def tiers_changed(
+    tasks: Sequence[FlushTask],
+) -> dict[tuple[GroupLabel | None, bytes], tuple[int, int]]:
+    """By group and hash of the blocks of some calls, the tiers that changed and those of them that
+    hold the block afterwards. In slices."""
+    changed: dict[tuple[GroupLabel | None, bytes], tuple[int, int]] = {}
     over = pace(SLICE_BLOCKS)
     for task in tasks:
         bit = task.tier.value
         gained = bit if task.residency is Residency.RESIDENT else 0
         for block_hash in split_hashes(task.hashes):
-            bits, tiers = changed.get(block_hash, (0, 0))
-            changed[block_hash] = bits | bit, tiers & ~bit | gained
+            bits, tiers = changed.get((task.group, block_hash), (0, 0))
+            changed[task.group, block_hash] = bits | bit, tiers & ~bit | gained
             if over():
                 await asyncio.sleep(0)
     return changed
-
-
-def _no_blocks() -> Iterator[Any]:
-    return iter(())
 
 
 def _not_open(*_: object) -> None:
@@ -424,6 +429,7 @@ class KvEventsSink(Sink):
         self.endpoint = of_rank(config.endpoint, config.dp_rank)
         self.replay_endpoint = of_rank(config.replay_endpoint, config.dp_rank)
         self._encoder = KvEventEncoder(config, block_size)
+        self.takes_groups = self._encoder.takes_groups
         first = first_number(config.numbers, self.name)
         self.events = EventStream(config, self._encoder, first)
         self.server: ReplayServer | None = None
@@ -468,11 +474,14 @@ class KvEventsSink(Sink):
             self._sockets.close(LINGER_S)
 
     def set_snapshot_source(self, source: SnapshotSource) -> None:
-        self.events.source = source
+        self.events.sources[None] = source
+
+    def set_group_source(self, group: GroupLabel, source: SnapshotSource) -> None:
+        self.events.sources[group] = source
 
     async def begin_epoch(self, epoch: int) -> None:
         self.events.publish([self._encoder.cleared])
-        self.events.end_call(())
+        self.events.forget_calls()
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         self.num_acknowledged = 0

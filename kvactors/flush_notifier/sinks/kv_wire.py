@@ -17,17 +17,21 @@ import msgspec
 import xxhash
 
 from kvactors.flush_notifier.blocks import HeldBlock
-from kvactors.flush_notifier.messages import ExtraKeys, FlushTask
+from kvactors.flush_notifier.messages import ExtraKeys, FlushTask, GroupLabel
 from kvactors.identity import PLAIN, MediaHash, RequestScope, media_items
 from kvactors.native import EventEncoder
 from kvactors.settings.sinks import KvEventsSinkConfig
-from kvactors.types import HASH_BYTES, Residency, Tier
+from kvactors.types import HASH_BYTES, Residency, Tier, split_hashes
 
 MEDIA = {
     "vllm": {Tier.DEVICE: "GPU", Tier.HOST: "CPU", Tier.STORAGE: "STORAGE"},
     "sglang": {Tier.DEVICE: "GPU", Tier.HOST: "CPU_PINNED", Tier.STORAGE: "DISK"},
 }
 """By dialect: the names of the tiers."""
+
+GROUP_FIELDS = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
+GROUP_KINDS = {"window": "sliding_window", "state": "mamba"}
+"""vLLM's names, by the kind of a group of layers."""
 
 END = (1 << 64) - 1  # in place of a sequence number: the end of a reply
 
@@ -144,7 +148,16 @@ class KvEventEncoder:
     """Encodes events of one sink, as MessagePack encoders that write numbers in the shortest form,
     bit for bit."""
 
-    __slots__ = ("_form", "_max_blocks", "_native", "batch", "cleared")
+    __slots__ = (
+        "_form",
+        "_max_blocks",
+        "_media",
+        "_native",
+        "_whole",
+        "batch",
+        "cleared",
+        "takes_groups",
+    )
 
     def __init__(self, config: KvEventsSinkConfig, block_size: int) -> None:
         self._form = form = Form.of(config)
@@ -158,7 +171,9 @@ class KvEventEncoder:
             resident=Residency.RESIDENT,
             plain=PLAIN,
         )
-        self._max_blocks = config.max_blocks
+        self._max_blocks, self._whole = config.max_blocks, config.hashes == "bytes"
+        self._media = MEDIA[config.media]
+        self.takes_groups = config.arrays_for == "vllm"  # Dynamo reads other fields in arrays
         self.batch = self._native.batch
         cleared = "AllBlocksCleared"
         self.cleared = _pack([cleared] if form.array else {"type": cleared})
@@ -195,12 +210,20 @@ class KvEventEncoder:
     def batch_of_tasks(self, timestamp: float, tasks: Sequence[FlushTask]) -> bytes | None:
         """Encode tasks as one batch, each as one event. None if they have more than `max_blocks`
         blocks, and if there are none."""
+        if tasks and tasks[0].group is not None:
+            if sum(task.count for task in tasks) > self._max_blocks:
+                return None
+            return self.batch(timestamp, [self.event(task) for task in tasks])
         return self._native.batch_of_tasks(timestamp, tasks, self._max_blocks, self.event)
 
     def event(self, task: FlushTask) -> bytes:
         if task.residency is Residency.RESIDENT:
             content = task.hashes, task.parent, task.tokens, task.tier
+            if task.group is not None:
+                return self._stored_in_group(*content, task.scope, task.group)
             return self.stored(*content, task.start_block_idx, task.scope, task.extra_keys)
+        if task.group is not None:
+            return self._removed_from_group(task.hashes, task.tier, task.group)
         return self._native.removed(task.hashes, task.tier) if task.count else self.cleared
 
     def events(self, task: FlushTask, max_blocks: int) -> Iterator[tuple[bytes, int]]:
@@ -224,7 +247,37 @@ class KvEventEncoder:
             )
             yield self.event(part), end - at
 
+    def _stored_in_group(
+        self,
+        hashes: bytes,
+        parent: bytes,
+        tokens: bytes,
+        tier: Tier,
+        scope: RequestScope,
+        group: GroupLabel,
+    ) -> bytes:
+        """A BlockStored with the fields of vLLM's hybrid models. It has no parent: the index has
+        blocks of the group anywhere in prompts."""
+        count = len(hashes) // HASH_BYTES
+        lora_id, lora_name, fields, packed = pack_identity(self._form, scope, 1, count, ())
+        values = (group.number, GROUP_KINDS[group.kind], group.window or None)
+        for name, value in zip(GROUP_FIELDS, values, strict=True):
+            packed += _pack(value) if self._form.array else _pack(name) + _pack(value)
+        more = (lora_id, lora_name, fields + len(values), packed)
+        return self._native.stored_with(hashes, b"", tokens, tier, *more)
+
+    def _removed_from_group(self, hashes: bytes, tier: Tier, group: GroupLabel) -> bytes:
+        names: list[Any] = split_hashes(hashes)
+        if not self._whole:
+            names = [int.from_bytes(name[-8:], "big") for name in names]
+        event: dict[str, Any] = {"type": "BlockRemoved", "block_hashes": names}
+        event |= {"medium": self._media[tier], "group_idx": group.number}
+        return _pack(list(event.values()) if self._form.array else event)
+
     def held(self, held: HeldBlock, tier: Tier) -> bytes:
+        if held.group is not None:
+            content = held.hash, b"", held.tokens, tier, held.scope, held.group
+            return self._stored_in_group(*content)
         extra_keys = ((held.position, held.extra_key),) if held.extra_key else ()
         return self.stored(
             held.hash, held.parent, held.tokens, tier, held.position, held.scope, extra_keys

@@ -19,8 +19,11 @@ KEPT_TASKS = 10_000
 class MemorySink(Sink):
     """Checks every task against the earlier ones, and applies it."""
 
+    takes_groups = True
+
     def __init__(self, config: MemorySinkConfig, block_size: int) -> None:
         super().__init__(config, block_size)
+        self.groups: dict[str, dict[Tier, set[bytes]]] = {}  # block hashes by name and tier
         self.tasks: deque[FlushTask] = deque(maxlen=KEPT_TASKS)
         self.counts: Counter[Residency] = Counter()
         self.epochs: list[int] = []
@@ -35,6 +38,9 @@ class MemorySink(Sink):
 
     async def deliver(self, tasks: Sequence[FlushTask]) -> None:
         self.calls += 1
+        if tasks[0].group is not None:
+            self._apply_groups(tasks)
+            return
         for task in tasks:
             self._validate(task)
         for task in tasks:
@@ -45,6 +51,18 @@ class MemorySink(Sink):
         for hashes in self.live_view.values():
             hashes.clear()
         self._blocks = {}
+        self.groups = {}
+
+    def _apply_groups(self, tasks: Sequence[FlushTask]) -> None:
+        """Tasks of a group of layers, whose blocks do not depend on others."""
+        for task in tasks:
+            assert task.group is not None
+            size = 4 * self.block_size * task.count * (task.residency is Residency.RESIDENT)
+            if len(task.hashes) != HASH_BYTES * task.count or len(task.tokens) != size:
+                raise SinkError(f"sink {self.name!r}: a task of {task.group} is malformed")
+            view = self.groups.setdefault(task.group.name, {tier: set() for tier in Tier})
+            held, hashes = view[task.tier], split_hashes(task.hashes)
+            held.update(hashes) if size else held.difference_update(hashes)
 
     def view(self) -> dict[Tier, set[bytes]]:
         return {tier: set(hashes) for tier, hashes in self.live_view.items()}
