@@ -35,7 +35,6 @@ from kvactors.flush_notifier.sinks.group import GroupSink
 from kvactors.lease import Lease
 from kvactors.lookup import PromptHits, hits_of
 from kvactors.native import DEVICE, HOST, LOADING, Path
-from kvactors.observe.health import Health
 from kvactors.prefix_index.messages import Ack, Acquire, Finish, Preempt
 from kvactors.settings.tables import GroupConfig, QuotaConfig
 from kvactors.system import System
@@ -456,8 +455,8 @@ class GroupedLease(Lease):
 class GroupedCache(KVCache):
     """A `KVCache` whose model has several groups of layers (`cache.groups` of the settings).
 
-    Statistics, `free_blocks`, quotas, pins and `check_slices` are of the layers of `[layout]`.
-    `groups` has the cache of every other group by name, with its own.
+    `free_blocks`, quotas, pins and `check_slices` are of the layers of `[layout]`. `groups` has the
+    cache of every other group by name, with its own.
     """
 
     _LEASE: ClassVar[type[Lease]] = GroupedLease
@@ -700,17 +699,6 @@ class GroupedCache(KVCache):
             await cache.wake(deadline=deadline)
         await super().wake(device, deadline=deadline)
 
-    def health(self) -> Health:
-        """See `KVCache.health`. Components of a group have its name before theirs."""
-        found = super().health()
-        order = ("ok", "degraded", "failed")
-        for name, cache in self.groups.items():
-            one = cache.health()
-            reasons = tuple(r._replace(component=f"{name}: {r.component}") for r in one.reasons)
-            worst = max(found.status, one.status, key=order.index)
-            found = Health(worst, found.reasons + reasons)
-        return found
-
     def check(self) -> list[str]:
         """See `KVCache.check`."""
         found = super().check()
@@ -775,6 +763,7 @@ async def open_group(
     cache = KVCache(made)
     try:
         async with made.running():
+            system.layer_groups[group.name] = made
             for sink in sinks:
                 sink.sink.on_reset += (partial(resync, sink.name),)
             try:

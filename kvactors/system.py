@@ -223,6 +223,7 @@ class System:
         self.shutdown = Shutdown(config.actors.drain_timeout_s, self.arena)
         self.forked = False
         self.is_open = True  # new calls are accepted
+        self.layer_groups: dict[str, System] = {}  # by name
         self.leaked_leases = 0  # garbage-collected before their end
         self.sizing: asyncio.Task[None] | None = None  # `set_num_blocks` at work
         self.asleep = 0  # the level of the sleep

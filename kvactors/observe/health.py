@@ -52,12 +52,15 @@ class Health(NamedTuple):
 
 def health(system: System) -> Health:
     """The health as of now. A change since the last call is logged once."""
-    supervisor = system.supervisor
-    if supervisor.failed is not None:
-        failure = _reason(
-            supervisor.failed_actor, described(supervisor.failed), supervisor.failed_at
-        )
-        found = Health("failed", (failure,))
+    parts = [("", system.supervisor)]
+    parts += [(f"{name}: ", group.supervisor) for name, group in system.layer_groups.items()]
+    failed = [
+        _reason(f"{name}{one.failed_actor}", described(one.failed), one.failed_at)
+        for name, one in parts
+        if one.failed is not None
+    ]
+    if failed:
+        found = Health("failed", tuple(failed))
     else:
         begun: dict[tuple[str, str], float] = {}
         for component, why, since in _troubles(system):
@@ -103,6 +106,9 @@ def _troubles(system: System) -> Iterator[Trouble]:
         yield "copies", system.plane.trouble, None
     if system.arena.trouble:
         yield "host memory", system.arena.trouble, None
+    for name, group in system.layer_groups.items():
+        for component, why, since in _troubles(group):
+            yield f"{name}: {component}", why, since
 
 
 def _actors(system: System) -> Iterator[Trouble]:

@@ -221,7 +221,7 @@ def _hit_tokens(s: Snapshot) -> dict[str, float]:
 def _resident(s: Snapshot) -> dict[str, float]:
     index, store = s.statistics.prefix, s.statistics.store
     return {
-        "device": index.blocks_total - index.blocks_free,
+        "device": index.blocks_used,
         "host": s.statistics.host.resident,
         "storage": 0 if store is None else store.objects,
     }
@@ -231,6 +231,15 @@ def _resident_bytes(s: Snapshot) -> dict[str, float]:
     size = s.summary["block_bytes"]
     sizes = {"device": size, "host": size, "storage": _at(s, "store.object_bytes")}
     return {tier: blocks * sizes[tier] for tier, blocks in _resident(s).items()}
+
+
+def _of_groups(read: Mapping[str, str]) -> Callable[[Snapshot], Samples]:
+    """Values of each group of layers by tier."""
+    return lambda s: [
+        ((name, tier), _at(group, path))
+        for name, group in s.statistics.groups.items()
+        for tier, path in read.items()
+    ]
 
 
 def _usage(s: Snapshot) -> dict[str, float]:
@@ -299,6 +308,16 @@ FAMILIES: tuple[Family, ...] = (
           CAPACITIES, "tier"),
     gauge("tier_blocks", "Blocks in a tier.", _resident, "tier"),
     gauge("tier_bytes", "Bytes of the blocks in a tier, on one rank.", _resident_bytes, "tier"),
+    gauge("group_blocks", "Blocks of a group of layers in a tier.",
+          _of_groups({"device": "prefix.blocks_used", "host": "host.resident",
+                      "storage": "store.objects"}), "group", "tier"),
+    gauge("group_capacity_blocks", "Blocks of a group that a tier holds at most.",
+          _of_groups(CAPACITIES), "group", "tier"),
+    counter("group_hits", "Blocks of a group that requests found, by tier.",
+            _of_groups({tier: f"{tier}_hits" for tier in CAPACITIES}), "group", "tier"),
+    counter("group_blocks_evicted", "Blocks of a group that left a tier for others.",
+            _of_groups({"device": "prefix.evicted", "host": "host.evicted",
+                        "storage": "store.evicted"}), "group", "tier"),
     gauge("device_blocks_free", "Device blocks that no block of a request is in.",
           "prefix.blocks_free"),
     gauge("device_blocks_evictable", "Cached device blocks that no request uses.",

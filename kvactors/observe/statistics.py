@@ -48,6 +48,8 @@ class CacheStatistics(NamedTuple):
         copies: the copy engine: of a GPU, of each rank, or None for host memory.
         actors: one record for each actor.
         supervisor: failures and restarts of actors.
+        groups: by name, the statistics of each group of layers beside those of `[layout]`. A hit of
+            theirs is one of an item (docs/groups.md).
     """
 
     requests: int
@@ -66,6 +68,7 @@ class CacheStatistics(NamedTuple):
     copies: CopyStatistics
     actors: tuple[ActorStatistics, ...]
     supervisor: SupervisorStatistics
+    groups: dict[str, CacheStatistics] = {}  # noqa: RUF012
 
     def as_dict(self) -> dict[str, Any]:
         """Nested dictionaries of names and values, for JSON."""
@@ -107,6 +110,7 @@ def collect(system: System) -> CacheStatistics:
         system.plane.statistics(),
         actors,
         system.supervisor.statistics(),
+        {name: collect(group) for name, group in system.layer_groups.items()},
     )
 
 

@@ -227,3 +227,8 @@ class IndexStatistics(NamedTuple):
     pins_refused: Count = 0
     pins_expired: Count = 0
     quota_evictions: Count = 0
+
+    @property
+    def blocks_used(self) -> int:
+        """Device blocks that are not free."""
+        return self.blocks_total - self.blocks_free

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvactors.observe.prometheus import CacheMetrics
 from tests.support.cache import BLOCK
 from tests.support.layers import Model, opened, state, window
 
@@ -83,3 +84,21 @@ async def test_a_thread_asks_where_its_passes_end():
 
         snapshots = [2 * BLOCK, 4 * BLOCK, 5 * BLOCK]  # every two blocks, and the last full one
         assert await asyncio.to_thread(work) == [*snapshots, 5 * BLOCK + 1]
+
+
+async def test_groups_are_observed():
+    groups = [window(22, slots=16), state(9, slots=4)]
+    async with opened(groups, host={"slots": 10}) as cache:
+        metrics = CacheMetrics(cache)
+        await walk(Model(cache), 1, requests=10)
+        shown = metrics.render().decode()
+        metrics.close()
+        found = cache.statistics().groups
+        assert found["state"].prefix.blocks_total == 9
+        assert found["window"].device_hits > 0
+        hits = f'group="window",tier="device"}} {float(found["window"].device_hits)}'
+        assert f"kvactors:group_hits_total{{{hits}" in shown
+
+        cache.groups["state"].system.asleep = 1
+        assert [one.component for one in cache.health().reasons] == ["state: cache"]
+        cache.groups["state"].system.asleep = 0
