@@ -36,7 +36,8 @@ from kvactors.lease import Lease
 from kvactors.lookup import PromptHits, hits_of
 from kvactors.native import DEVICE, HOST, LOADING, Path
 from kvactors.prefix_index.messages import Ack, Acquire, Finish, Preempt
-from kvactors.settings.tables import GroupConfig, QuotaConfig
+from kvactors.settings import Config
+from kvactors.settings.tables import GroupConfig, QuotaConfig, StorageConfig
 from kvactors.system import System
 from kvactors.types import HASH_BYTES, Tokens, hash_at
 
@@ -713,27 +714,11 @@ class GroupedCache(KVCache):
             cache.close()
 
 
-@asynccontextmanager
-async def open_group(
-    system: System, number: int, device: Device | None = None, **options: Any
-) -> AsyncIterator[KVCache]:
-    """Open the cache of a group of layers of an open cache.
-
-    Args:
-        number: of the group, from 0.
-        device: of the group, made from the settings if None.
-    """
-    config, group = system.config, system.config.cache.groups[number]
-    label = GroupLabel(number + 1, group.name, group.kind, group.window)
-    size, taking = (
-        config.cache.block_size,
-        [one for one in system.sinks.values() if one.takes_groups],
-    )
-    sinks = [GroupSink(sink, label, size) for sink in taking]
-    storage = system.storage
+def group_config(config: Config, group: GroupConfig, storage: StorageConfig) -> Config:
+    """The settings of the cache of a group of layers, of a cache with these settings and store."""
     if group.stored_blocks is not None:
         storage = replace(storage, capacity_blocks=group.stored_blocks, capacity_bytes=None)
-    own = replace(
+    return replace(
         config,
         cache=replace(
             config.cache,
@@ -754,6 +739,26 @@ async def open_group(
         flush=replace(config.flush, sinks=(), mode="normal"),
         quota=QuotaConfig(),
     )
+
+
+@asynccontextmanager
+async def open_group(
+    system: System, number: int, device: Device | None = None, **options: Any
+) -> AsyncIterator[KVCache]:
+    """Open the cache of a group of layers of an open cache.
+
+    Args:
+        number: of the group, from 0.
+        device: of the group, made from the settings if None.
+    """
+    config, group = system.config, system.config.cache.groups[number]
+    label = GroupLabel(number + 1, group.name, group.kind, group.window)
+    size, taking = (
+        config.cache.block_size,
+        [one for one in system.sinks.values() if one.takes_groups],
+    )
+    sinks = [GroupSink(sink, label, size) for sink in taking]
+    own = group_config(config, group, system.storage)
     made = System(own, device, sinks, item_tokens=item_words(size), **options)
 
     def resync(name: str) -> None:

@@ -4,19 +4,21 @@ settings with their origins), `config schema`, and `size`."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from json import dumps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from cyclopts import App
+from msgspec import to_builtins
 from rich.console import Console
 from rich.markup import escape
 
 from kvactors.capacity import BlockBytes, block_bytes, in_blocks
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.flush_notifier.sinks import class_of_sink
+from kvactors.groups import group_config
 from kvactors.layout import Layout, make_layout
 from kvactors.scenario.output import (
     Output,
@@ -30,11 +32,12 @@ from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.shipped import find_toml
 from kvactors.scenario.spec import Scenario
 from kvactors.settings import CacheConfig, Config, StorageConfig, convert, read_toml
-from kvactors.settings.check import changed_in, human, in_bytes, read, settings_of
+from kvactors.settings.check import human, in_bytes, read, settings_of
 from kvactors.settings.load import contradictions, replaced, unused, variables_of
 from kvactors.settings.model import read_model
 from kvactors.settings.schema import json_schema
 from kvactors.settings.sinks import ClassSinkConfig
+from kvactors.settings.tables import GroupConfig
 from kvactors.storage.factory import capacity_of
 
 HIDDEN = "<set>"  # shown in place of a secret
@@ -85,12 +88,16 @@ def check_file(path: Path, environ: Mapping[str, str]) -> FileReport:
 
 def sizes(config: Config) -> Iterator[str]:
     """The sizes of the tiers in blocks, tokens and bytes."""
-    tiers = _own(config, make_layout(config.layout, config.cache.block_size))
+    main, *groups = _parts(config)
+    tiers = _own(config, main)
     sized = {one.tier for one in tiers}
     if "device" not in sized:
         yield "device: the number of blocks is set after opening"
     for one in tiers:
-        yield f"{one.tier}: {one.blocks:,} blocks, {one.tokens:,} tokens, {human(one.bytes)}"
+        yield f"{one.tier}: {one.blocks:,} blocks, {_note(one)}"
+    for part in groups:
+        for one in _own(config, part):
+            yield f"{part.name}, {one.tier}: {one.blocks:,} blocks, {_note(one)}"
     backend = config.storage.backend
     if backend != "none" and "storage" not in sized:
         of_file = "80 % of the space that the file system can give"
@@ -190,6 +197,17 @@ SIZE_SETTINGS = {
     "storage": "storage.capacity_blocks",
 }
 
+GROUP_SIZES = {
+    "device": "num_blocks",
+    "host": "slots",
+    "transit": "transit_slots",
+    "storage": "stored_blocks",
+}
+"""Settings of a group of layers, by tier."""
+
+REQUEST_TOKENS = 8192
+LEAST_TRANSIT = 4  # transit slots of a group whose blocks are larger than those of [layout]
+
 CacheDtype = Literal["float32", "float16", "bfloat16", "uint8", "int8"]
 
 
@@ -203,12 +221,28 @@ class TierSize(msgspec.Struct):
     setting: str
 
 
+class GroupSize(msgspec.Struct):
+    """A group of layers with a window or a state, on one rank. request_blocks: that a request of
+    the report's `request_tokens` needs."""
+
+    name: str
+    kind: str
+    device_bytes: float
+    host_bytes: int
+    storage_bytes: int
+    request_blocks: int
+    tiers: list[TierSize]
+
+
 class SizeReport(msgspec.Struct):
-    """Sizes of one rank.
+    """Sizes of one rank, of the layers of `[layout]` unless said otherwise.
 
     Attributes:
         model: the model's architecture, empty for a file of settings.
         ranks: tensor-parallel ranks. Each has blocks of this size.
+        request_tokens: tokens of a request, by whose needs memory is divided among the groups.
+        requests: such requests that the device has room for at once.
+        groups: of layers with a window or a state.
         settings: the settings for the tiers of given sizes, as TOML.
     """
 
@@ -226,6 +260,47 @@ class SizeReport(msgspec.Struct):
     tiers: list[TierSize]
     settings: str
     notes: list[str]
+    request_tokens: int
+    requests: int
+    groups: list[GroupSize]
+
+
+class Part(NamedTuple):
+    """The layers of `[layout]`, or of a group. need: blocks that a request takes."""
+
+    group: GroupConfig | None
+    layout: Layout
+    each: BlockBytes
+    need: int
+
+    def holds_no_block(self, option: str, size: str, nbytes: float) -> ConfigError:
+        name = f" of the group {self.name!r}" if self.group else ""
+        return ConfigError(f"{option} {size} holds no block of {human(nbytes)}{name}")
+
+    @property
+    def name(self) -> str:
+        return self.group.name if self.group else ""
+
+
+def _parts(config: Config, tokens: int = REQUEST_TOKENS) -> list[Part]:
+    """The layers of `[layout]` and those of each group. tokens: of a request."""
+    size, found = config.cache.block_size, list[Part]()
+    for group in (None, *config.cache.groups):
+        layout = make_layout(config.layout if group is None else group.layout, size)
+        each = block_bytes(layout, StorageConfig(backend="file"))
+        found.append(Part(group, layout, each, request_blocks(group, tokens, size)))
+    return found
+
+
+def request_blocks(group: GroupConfig | None, tokens: int, block_size: int) -> int:
+    """Blocks that a request needs whose prompt is computed in chunks: all, those of the window and
+    the one that grows, or its snapshots and the state that it computes on."""
+    blocks = -(-tokens // block_size)
+    if group is None:
+        return blocks
+    if group.kind == "window":
+        return min(blocks, 1 - (1 - group.window) // block_size)
+    return (tokens // (block_size * group.every) if group.every else 0) + 2
 
 
 def _read_source(source: Path, asked: Mapping[str, Any]) -> tuple[Config, str, tuple[str, ...]]:
@@ -233,7 +308,9 @@ def _read_source(source: Path, asked: Mapping[str, Any]) -> tuple[Config, str, t
     if source.suffix != ".toml":
         found = read_model(source, **{name: one for name, one in asked.items() if one is not None})
         storage = StorageConfig(backend="file")
-        return Config(layout=found.layout, storage=storage), found.name, found.notes
+        cache = CacheConfig(groups=found.groups)
+        config = Config(cache=cache, layout=found.layout, storage=storage)
+        return config, found.name, found.notes
     for name, value in asked.items():
         if value is not None:
             option = name.replace("_", "-")
@@ -242,7 +319,10 @@ def _read_source(source: Path, asked: Mapping[str, Any]) -> tuple[Config, str, t
     return kind_of(data)[1].from_mapping(data), "", ()
 
 
-def _own(config: Config, layout: Layout) -> list[TierSize]:
+def _own(config: Config, part: Part) -> list[TierSize]:
+    """The tiers that settings give a part."""
+    layout = part.layout
+    config = config if part.group is None else group_config(config, part.group, config.storage)
     config = in_blocks(config, layout, config.storage)
     each, host = block_bytes(layout, config.storage), config.host
     sizes = {
@@ -251,7 +331,7 @@ def _own(config: Config, layout: Layout) -> list[TierSize]:
         "transit": host.arena_slots(stored=config.storage.backend != "none") - host.slots,
         "storage": capacity_of(config.storage, each.storage),
     }
-    return _tiers(sizes, layout, each)
+    return _tiers(sizes, part._replace(each=each))
 
 
 def transit_slots(rate: int, slot_bytes: int, storage: StorageConfig) -> int:
@@ -265,55 +345,78 @@ def transit_slots(rate: int, slot_bytes: int, storage: StorageConfig) -> int:
     return max(4 * depth, -int(-rate * TURNAROUND_S // slot_bytes))
 
 
-def _given(given: Mapping[str, str | None], transit: int, layout: Layout) -> list[TierSize]:
-    """The tiers that fit given sizes, with transit slots in the memory of the host."""
-    each = block_bytes(layout, StorageConfig(backend="file"))
-    sizes = {"device": 0, "host": 0, "transit": transit, "storage": 0}
-    nbytes = {"device": each.device, "host": each.host, "storage": each.storage}
-    for (option, text), (tier, one) in zip(given.items(), nbytes.items(), strict=True):
+def _given(
+    given: Mapping[str, str | None], transit: int, parts: Sequence[Part]
+) -> list[list[TierSize]]:
+    """The tiers of each part that fit given sizes, divided by what a request needs. Transit slots
+    are in the memory of the host."""
+    sizes = [{"device": 0, "host": 0, "transit": transit, "storage": 0} for _ in parts]
+    for (option, text), tier in zip(given.items(), ("device", "host", "storage"), strict=True):
         if text is None:
             continue
-        size = in_bytes(text, option)
-        sizes[tier] = layout.blocks_in(size) if tier == "device" else int(size // one)
-        if not sizes[tier]:
-            raise ConfigError(f"{option} {text} holds no block of {human(one)}")
-    if sizes["host"]:
-        sizes["transit"] = min(transit, sizes["host"] // TRANSIT_SHARE)
-        sizes["host"] -= sizes["transit"]
-    return _tiers(sizes, layout, each)
+        size, needs = in_bytes(text, option), [one.need * getattr(one.each, tier) for one in parts]
+        for part, need, found in zip(parts, needs, sizes, strict=True):
+            share, nbytes = int(size * (need / sum(needs))), getattr(part.each, tier)
+            found[tier] = part.layout.blocks_in(share) if tier == "device" else share // nbytes
+            if not found[tier]:
+                raise part.holds_no_block(option, text, nbytes)
+    for part, found in zip(parts, sizes, strict=True):
+        if part.group is not None and (found["host"] or transit):
+            # the bytes of as many blocks of [layout]: a request loads few blocks of a group
+            slots = transit or part.group.transit_slots
+            few = max(LEAST_TRANSIT, slots * parts[0].each.host // part.each.host)
+            found["transit"] = min(slots, few)
+        if found["host"]:
+            least = 0 if part.group is None else 1
+            found["transit"] = max(least, min(found["transit"], found["host"] // TRANSIT_SHARE))
+            found["host"] -= found["transit"]
+    return [_tiers(found, part) for found, part in zip(sizes, parts, strict=True)]
 
 
-def _tiers(sizes: Mapping[str, int], layout: Layout, each: BlockBytes) -> list[TierSize]:
-    found: list[TierSize] = []
+def _tiers(sizes: Mapping[str, int], part: Part) -> list[TierSize]:
+    layout, each, group, found = part.layout, part.each, part.group, list[TierSize]()
     for tier, blocks in sizes.items():
         nbytes = blocks * (each.storage if tier == "storage" else each.host)
         if tier == "device":
             nbytes = layout.device_bytes(blocks)
         if blocks:
-            tokens = blocks * layout.block_size
-            found.append(TierSize(tier, blocks, tokens, nbytes, SIZE_SETTINGS[tier]))
+            tokens = 0 if group and group.kind == "state" else blocks * layout.block_size
+            setting = f"cache.groups.{GROUP_SIZES[tier]}" if group else SIZE_SETTINGS[tier]
+            found.append(TierSize(tier, blocks, tokens, nbytes, setting))
     return found
 
 
-def _settings(config: Config, tiers: list[TierSize]) -> str:
-    changed = changed_in(config.layout)
+def _settings(config: Config, parts: Sequence[Part], sizes: Sequence[Sequence[TierSize]]) -> str:
     tables: dict[str, list[str]] = {
         "cache": [f"block_size = {config.cache.block_size}"],
         "layout": [
-            f"{name} = {toml_value(getattr(config.layout, name))}"
-            for name in config.layout.__struct_fields__
-            if name in changed
+            f"{name} = {toml_value(value)}" for name, value in to_builtins(config.layout).items()
         ],
     }
-    for one in tiers:
+    for one in sizes[0]:
         table, _, name = one.setting.partition(".")
-        note = f"{one.tokens:,} tokens, {human(one.bytes)}"
-        tables.setdefault(table, []).append(f"{name} = {one.blocks}  # {note}")
+        tables.setdefault(table, []).append(f"{name} = {one.blocks}  # {_note(one)}")
     if "storage" in tables:
         tables["cache"].append('model = "NAME AND VERSION"  # blocks of models never mix')
         tables["storage"] = ['backend = "file"', 'directory = "PATH"', *tables["storage"]]
     shown = [f"[{table}]\n" + "\n".join(lines) for table, lines in tables.items() if lines]
+    for group, part, tiers in zip(config.cache.groups, parts[1:], sizes[1:], strict=True):
+        # without a device of a given size, the share of the default one
+        blocks = -(-config.device.num_blocks * part.need // parts[0].need)
+        own = {"num_blocks": f"{blocks}"}
+        for one in tiers:
+            own[GROUP_SIZES[one.tier]] = f"{one.blocks}  # {_note(one)}"
+        kept = "every" if group.kind == "state" else "window"
+        same = {name: getattr(group, name) for name in ("name", "kind", kept)}
+        same |= {"layout": to_builtins(group.layout)}
+        lines = [f"{name} = {toml_value(value)}" for name, value in same.items()]
+        lines += [f"{name} = {text}" for name, text in own.items()]
+        shown.append("[[cache.groups]]\n" + "\n".join(lines))
     return "\n\n".join(shown) + "\n"
+
+
+def _note(tier: TierSize) -> str:
+    return f"{tier.tokens:,} tokens, {human(tier.bytes)}" if tier.tokens else human(tier.bytes)
 
 
 # -- the commands
@@ -393,6 +496,7 @@ def size(
     host: str | None = None,
     disk: str | None = None,
     disk_rate: str | None = None,
+    request_tokens: int = REQUEST_TOKENS,
     json: Output | None = None,
 ) -> int:
     """Print the bytes of a block and a token in each tier, and the settings of the tiers that fit
@@ -418,6 +522,8 @@ def size(
         Space on a disk for blocks.
     disk_rate
         Bytes that the disk moves in a second, for the number of transit slots. By default "4 GiB".
+    request_tokens
+        Tokens of a request. The sizes are divided by its needs among groups of layers.
     json
         Where to write the report.
     """
@@ -428,8 +534,10 @@ def size(
         checked = convert({"block_size": block_size}, CacheConfig, "cache")
         cache = msgspec.structs.replace(config.cache, block_size=checked.block_size)
         config = msgspec.structs.replace(config, cache=cache)
-    layout = make_layout(config.layout, config.cache.block_size)
-    each = block_bytes(layout, StorageConfig(backend="file"))
+    if request_tokens < 1:
+        raise ConfigError(f"--request-tokens must be at least 1, not {request_tokens}")
+    main, *groups = parts = _parts(config, request_tokens)
+    layout, each = main.layout, main.each
     transit = 0
     if disk is not None:
         rate = in_bytes(DISK_RATE if disk_rate is None else disk_rate, "--disk-rate")
@@ -438,7 +546,8 @@ def size(
         raise ConfigError("--disk-rate is for the transit slots of a --disk")
     own = source.suffix == ".toml" and device is host is disk is None
     given = {"--device": device, "--host": host, "--disk": disk}
-    tiers = _own(config, layout) if own else _given(given, transit, layout)
+    sizes = [_own(config, one) for one in parts] if own else _given(given, transit, parts)
+    on_device = [sum(one.blocks for one in tiers if one.tier == "device") for tiers in sizes]
     blocks = layout.blocks_in(GIB)
     report = SizeReport(
         source=str(source),
@@ -452,9 +561,15 @@ def size(
         storage_bytes=each.storage,
         blocks_per_gib=blocks,
         tokens_per_gib=blocks * layout.block_size,
-        tiers=tiers,
-        settings="" if own else _settings(config, tiers),
+        tiers=sizes[0],
+        settings="" if own else _settings(config, parts, sizes),
         notes=list(notes),
+        request_tokens=request_tokens,
+        requests=min(have // part.need for have, part in zip(on_device, parts, strict=True)),
+        groups=[
+            GroupSize(group.name, group.kind, *one.each, one.need, tiers)
+            for group, one, tiers in zip(config.cache.groups, groups, sizes[1:], strict=True)
+        ],
     )
     print_size(report, Console(stderr=to_stdout(json)))
     if json is not None:
@@ -478,14 +593,40 @@ def print_size(report: SizeReport, console: Console) -> None:
         ],
         console,
     )
-    if report.tiers:
+    if report.groups:
         rows = [
-            ((one.tier, f"{one.blocks:,}", f"{one.tokens:,}", human(one.bytes)), None)
-            for one in report.tiers
+            (one.name, one.kind, f"{one.device_bytes:,.0f}", f"{one.request_blocks:,}")
+            for one in report.groups
         ]
         print_rows(
-            "tiers", ("tier", "blocks", "tokens", "bytes"), rows, console, numbers=range(1, 4)
+            f"other layers, for requests of {report.request_tokens:,} tokens",
+            ("group", "kind", "bytes of a block", "blocks a request"),
+            [(row, None) for row in rows],
+            console,
+            numbers=range(2, 4),
         )
+    tiers = [("", one) for one in report.tiers]
+    tiers += [(f"{group.name}, ", one) for group in report.groups for one in group.tiers]
+    if tiers:
+        rows = [
+            (
+                f"{name}{one.tier}",
+                f"{one.blocks:,}",
+                f"{one.tokens:,}" if one.tokens else "",
+                human(one.bytes),
+            )
+            for name, one in tiers
+        ]
+        print_rows(
+            "tiers",
+            ("tier", "blocks", "tokens", "bytes"),
+            [(row, None) for row in rows],
+            console,
+            numbers=range(1, 4),
+        )
+    if report.groups and report.requests:
+        text = f"{report.requests:,} requests of {report.request_tokens:,} tokens at once"
+        console.print(f"the device has room for {text}", highlight=False)
     for note in report.notes:
         console.print(f"note: {escape(note)}", highlight=False)
     if report.tiers and report.settings:
