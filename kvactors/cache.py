@@ -258,7 +258,8 @@ class KVCache:
         if self.system.index_actor.settings.fetch:
             stored = await self._count_stored(message.path, message.scope, message.media)
             message = replace(message, stored=stored)
-        return await self._grant(message)
+        made = self._grant(message)
+        return made if isinstance(made, Lease) else await made
 
     def _acquire_message(
         self,
@@ -294,23 +295,42 @@ class KVCache:
             lease, request_id, path, at, evictions, scope, media, room, chunk, None, hints
         )
 
-    async def _grant(self, message: Acquire) -> Lease:
-        media, at = message.media, message.deadline
-        if media and self._split_media:
-            message = replace(message, media=())
+    def _grant(self, message: Acquire) -> Lease | Coroutine[Any, Any, Lease]:
+        """Ask the index: the lease, or a coroutine to be awaited in the same step."""
+        split = message.media and self._split_media
+        sent = replace(message, media=()) if split else message
         entrance = self._context.index.entrance
         try:
-            asked = entrance.begin_ask(message, at, queued=message.wait_for_room)
-            granted: AcquireResult = await asked if isinstance(asked, CoroutineType) else asked
-        except (NoRoom, Paused):
-            raise
+            asked = entrance.begin_ask(sent, message.deadline, queued=message.wait_for_room)
         except BaseException as error:
-            self._context.abandon(message.lease)
-            if isinstance(error, ActorFailed):
-                self._context.raise_if_closed(error)
+            self._not_granted(message, error)
             raise
+        if isinstance(asked, CoroutineType):
+            return self._granted_later(message, asked)
+        return self._lease_of(message, asked)
+
+    async def _granted_later(
+        self, message: Acquire, asked: CoroutineType[Any, Any, AcquireResult]
+    ) -> Lease:
+        try:
+            return self._lease_of(message, await asked)
+        except BaseException as error:
+            self._not_granted(message, error)
+            raise
+
+    def _lease_of(self, message: Acquire, granted: AcquireResult) -> Lease:
         lease, name, path = message.lease, message.request_id, message.path
-        return self._LEASE(self._context, lease, name, path, granted, at, media)
+        return self._LEASE(
+            self._context, lease, name, path, granted, message.deadline, message.media
+        )
+
+    def _not_granted(self, message: Acquire, error: BaseException) -> None:
+        """Without an answer of the index it may have granted the lease."""
+        if isinstance(error, NoRoom | Paused):
+            return
+        self._context.abandon(message.lease)
+        if isinstance(error, ActorFailed):
+            self._context.raise_if_closed(error)
 
     def record_pass(
         self,

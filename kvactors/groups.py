@@ -510,7 +510,8 @@ class GroupedCache(KVCache):
         if self.system.index_actor.settings.fetch:
             stored = await self._count_stored(message.path, message.scope, message.media)
             message = replace(message, stored=stored)
-        lease: Any = await self._grant(message)
+        made = self._grant(message)
+        lease: Any = made if isinstance(made, Lease) else await made
         lease._cache, lease._message = self, message
         try:
             for group in self.layer_groups:
@@ -546,7 +547,8 @@ class GroupedCache(KVCache):
         )
         if cache.system.index_actor.settings.fetch:
             own = replace(own, stored=await cache._count_stored(items, scope, ()))
-        part.lease = await cache._grant(own)
+        made = cache._grant(own)
+        part.lease = made if isinstance(made, Lease) else await made
         if len(part.blocks) > len(part.lease._table):
             try:
                 await part.follow(lease)

@@ -37,8 +37,14 @@ async def test_a_commit_in_parts_during_a_truncate_is_refused(monkeypatch, queue
         assert await lease.commit(0) == 0
 
 
-async def test_a_media_item_is_not_cut():
-    async with opened(device=32) as cache, await cache.acquire("a", prompt(1, 1)) as lease:
+@pytest.mark.parametrize("split", [False, True])
+async def test_a_media_item_is_not_cut(split):
+    async with (
+        opened(device=32, cache={"split_media": split}) as cache,
+        await cache.acquire("a", prompt(1, 1), extra_keys=[(1, 2, "dog")]) as lease,
+    ):
+        with pytest.raises(ValueError, match="within the media item of 2 tokens at 1"):
+            await lease.truncate(2)
         await lease.extend(prompt(2, 1), extra_keys=[(1, 2, "cat")])
         with pytest.raises(ValueError, match="within the media item of 2 tokens at 5"):
             await lease.truncate(6)
