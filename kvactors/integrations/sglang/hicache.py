@@ -16,10 +16,9 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from kvactors.integrations.page_store import PageStore
-from kvactors.integrations.sglang.pages import HostPages, find_prefixes, leading
+from kvactors.integrations.sglang.pages import KV, HostPages, find_prefixes, leading
 from kvactors.integrations.sglang.runtime import digest_of_models, replica_of
 from kvactors.integrations.sglang.settings import (
-    KV,
     check_shared,
     pages_of_each,
     read_settings,

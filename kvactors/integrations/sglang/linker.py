@@ -12,7 +12,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from sglang.srt.runtime_context import get_model
 
 from kvactors.errors import ConfigError
-from kvactors.integrations.sglang.pages import DevicePages, PageMoves
+from kvactors.integrations.sglang.pages import KV, STATE, PageMoves, Places, device_pages
 from kvactors.integrations.sglang.runtime import digest_of_models, replica_of
 from kvactors.integrations.sglang.settings import (
     LINKER_WHERE,
@@ -40,52 +40,68 @@ class KVActorsLinker(PageMoves, UnifiedCacheLinker):
         forward_stream: Any = None,
     ) -> None:
         settings = read_linker_settings(extra_config)
-        _check_supported(params, components)
+        _check_supported(params)
         self.forward_stream = forward_stream
-        self._pages = DevicePages(params.token_to_kv_pool_allocator.get_kvcache(), params.page_size)
-        self.pools = {PoolName.KV: self._pages}
+        self._pages = device_pages(
+            params.token_to_kv_pool_allocator.get_kvcache(),
+            params.req_to_token_pool,
+            params.page_size,
+            [one.name for one in components],
+        )
+        self.pools = {PoolName(name): pages for name, pages in self._pages.items()}
         tiers = open_tiers(
             linker_tier_config(
                 settings,
                 get_model().model_path,
-                self._pages.facts,
-                page_bytes=self._pages.page_bytes,
+                self._pages,
                 replica=replica_of(0),
                 weights=digest_of_models(),
             )
         )
         try:
-            copies = CopyWorker(self._pages.tensors, tiers.memory)
+            caches = {KV: tiers, **tiers.groups}
+            copies = {
+                name: CopyWorker(pages.tensors, caches[name].memory)
+                for name, pages in self._pages.items()
+            }
             tiers.start()
         except BaseException:
             tiers.shutdown()
             raise
         super().__init__(tiers, copies, settings.fetch_wait_s)
         self.layer_done_counter = self
-        log.info(
-            "linker: %d host pages of %d bytes", tiers.config.num_slots, self._pages.page_bytes
-        )
+        if STATE in self._pages:  # SGLang has the pool of keys and values wait, and not this one
+            params.req_to_token_pool.register_layer_transfer_counter(self)
+        for name, cache in caches.items():
+            slots, nbytes = cache.config.num_slots, cache.config.block_bytes
+            log.info("linker: %d host pages of %d bytes (%s)", slots, nbytes, name)
 
     def lookup(self, rid: str, transfers: list[PoolTransfer]) -> list[int]:
-        """The lengths of prefixes that can be loaded, in pages."""
-        return list(range(1, self.find(_keys(_kv(transfers))) + 1))
+        """The length of the longest prefix that can be loaded, in pages: SGLang takes the longest
+        one that every rank has, and there is one rank."""
+        keys = {str(one.name): _keys(one) for one in transfers}
+        windows = {name: len(some) for name, some in keys.items() if name != KV}
+        found = self.find(keys[KV], windows)
+        return [found] if found else []
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Have pages loaded with the next batch. False if one was evicted since its look-up."""
-        return self.queue_load(rid, *self._moved(transfers))
+        return self.queue_load(rid, self._places(transfers))
 
     def offload(self, transfers: list[PoolTransfer], session_id: str | None = None) -> bool:
         """Copy pages to the host tier, and from there to storage."""
-        return self.queue_store(*self._moved(transfers))
+        return self.queue_store(self._places(transfers))
 
-    def _moved(self, transfers: list[PoolTransfer]) -> tuple[list[bytes], list[int]]:
-        transfer = _kv(transfers)
-        keys = _keys(transfer)
-        return keys, self._pages.numbers(transfer.device_indices, len(keys))
+    def _places(self, transfers: list[PoolTransfer]) -> Places:
+        places = {}
+        for one in transfers:
+            name, keys = str(one.name), _keys(one)
+            places[name] = keys, self._pages[name].numbers(one.device_indices, len(keys))
+        return places
 
     def stream(self) -> int | None:
         """The stream that a copy comes after, with the forward pass that uses the pages."""
-        if not self._pages.tensors[0].is_cuda:
+        if not self._pages[KV].tensors[0].is_cuda:
             return None
         current = torch.cuda.current_stream()
         if self.forward_stream is not None:
@@ -93,23 +109,11 @@ class KVActorsLinker(PageMoves, UnifiedCacheLinker):
         return int(current.cuda_stream)
 
 
-def _kv(transfers: list[PoolTransfer]) -> PoolTransfer:
-    """The transfer of keys and values, the only one that SGLang makes for the supported models."""
-    (found,) = transfers
-    return found
-
-
 def _keys(transfer: PoolTransfer) -> list[bytes]:
     return [bytes.fromhex(key) for key in transfer.keys or ()]
 
 
-def _check_supported(params: Any, components: Any) -> None:
-    found = [str(one.name) for one in components if one.name != "FULL"]
-    if found:
-        raise ConfigError(
-            f"{LINKER_WHERE}: KVActorsLinker supports models with full attention alone, not with "
-            f"{', '.join(found)}: use KVActorsHiCache"
-        )
+def _check_supported(params: Any) -> None:
     if params.mtp_draft_device_pools or getattr(params, "sidecar_draft_device_pools", ()):
         raise ConfigError(f"{LINKER_WHERE}: KVActorsLinker supports no draft models")
     group = params.attn_tp_cache_group or params.tp_cache_group

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from kvactors.errors import ConfigError
 from kvactors.integrations.engine import check_ranks
+from kvactors.integrations.sglang.pages import KV, DevicePages
 from kvactors.settings.check import (
     ByteSize,
     DeviceNumber,
@@ -18,12 +19,11 @@ from kvactors.settings.check import (
     in_bytes,
     located,
 )
-from kvactors.tier_cache import TierConfig, TierStorage
+from kvactors.tier_cache import TierConfig, TierGroup, TierStorage
 from kvactors.tier_cache.settings import checked_config
 
 WHERE = "--hicache-storage-backend-extra-config"
 LINKER_WHERE = "--unified-cache-external-linker-config: linker_extra_config"
-KV = "kv"  # SGLang's name of the pool of full attention
 NO_EFFECT = ("write_policy", "min_hits", "on_full", "on_full_wait_s", "slot_timeout_s")
 """Settings of the storage below a host tier of kvactors."""
 PROCESS_STORES = ("file", "memory")  # their objects belong to one process
@@ -129,7 +129,7 @@ def _config(
         parts += [f"replica-{replica}"] if replica else []
         parts += [f"pool-{pool['name']}"] if pool["name"] != KV else []
         storage = replace(storage, directory="/".join(parts))
-    more["identity"] |= {f"pool_{name}": value for name, value in pool.items()}
+    more["identity"] |= _identity(pool)
     return TierConfig(model=f"{settings.model or model}@{weights}", storage=storage, **more)
 
 
@@ -162,24 +162,36 @@ def tier_config(
     return _config(settings, config.model_name, pool, storage, **more)
 
 
+def _identity(pool: Mapping[str, str | int | None]) -> dict[str, str | int | None]:
+    return {f"pool_{name}": value for name, value in pool.items()}
+
+
 def linker_tier_config(
-    settings: LinkerSettings,
-    model: str | None,
-    pool: Mapping[str, str | int | None],
-    *,
-    page_bytes: int,
-    **more: Any,
+    settings: LinkerSettings, model: str | None, pools: Mapping[str, DevicePages], **more: Any
 ) -> TierConfig:
-    """Settings of the host tier and the storage below SGLang's device pool, as `_config`."""
-    num_slots = in_bytes(settings.host_bytes, "host_bytes") // page_bytes
-    if num_slots < 1:
-        raise ConfigError(
-            f"{LINKER_WHERE}: host_bytes = {settings.host_bytes} holds no page of {page_bytes} "
-            "bytes"
-        )
-    more |= {"block_bytes": page_bytes, "num_slots": num_slots, "identity": {"engine": "sglang"}}
-    more |= {"policy": settings.eviction_policy, "numa_node": settings.numa_node}
-    return _config(settings, model, pool, settings.storage, **more)
+    """Settings of the host tier and the storage below SGLang's device pools, as `_config`. Pools
+    share the host memory in the proportions of the device's."""
+    total = in_bytes(settings.host_bytes, "host_bytes")
+    device = sum(one.num_pages * one.page_bytes for one in pools.values())
+    slots = {name: total * one.num_pages // device for name, one in pools.items()}
+    for name, one in pools.items():
+        if slots[name] < 1:
+            raise ConfigError(
+                f"{LINKER_WHERE}: host_bytes = {settings.host_bytes} holds no page of "
+                f"{one.page_bytes} bytes (pool {name!r}, whose share of the device's memory is "
+                f"{one.num_pages * one.page_bytes / device:.0%})"
+            )
+    groups = {
+        name: TierGroup(one.page_bytes, slots[name], identity=_identity(one.facts))
+        for name, one in pools.items()
+        if name != KV
+    }
+    sizes = {"block_bytes": pools[KV].page_bytes, "num_slots": slots[KV], "groups": groups}
+    more |= {"identity": {"engine": "sglang"}, "policy": settings.eviction_policy, **sizes}
+    more |= {"numa_node": settings.numa_node}
+    with located(LINKER_WHERE):
+        config = _config(settings, model, pools[KV].facts, settings.storage, **more)
+        return checked_config(config)
 
 
 def pages_of_each(storage: TierStorage, page_bytes: Mapping[str, int]) -> int | None:

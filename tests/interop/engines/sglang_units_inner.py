@@ -1,6 +1,7 @@
-"""kvactors as HiCache storage below SGLang's prefix tree and its host pools, without an engine.
+"""kvactors as HiCache storage and as linker below SGLang's prefix tree and its pools, without an
+engine.
 
-The trees come from the test kit that SGLang ships. So every kind of host pool that runs on a CPU is
+The trees come from the test kit that SGLang ships. So every kind of pool that runs on a CPU is
 tested, with pages of 1 to 128 tokens: full attention, sliding windows, Mamba states.
 """
 
@@ -11,10 +12,14 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 import types
 import unittest
+from array import array
 from pathlib import Path
 from typing import Any
+
+import torch
 
 # the kit takes one base class from a module that imports SGLang's benchmarks
 _utils = types.ModuleType("sglang.test.test_utils")
@@ -22,16 +27,21 @@ _utils.CustomTestCase = unittest.TestCase
 sys.modules["sglang.test.test_utils"] = _utils
 
 from sglang.srt.environ import envs  # noqa: E402
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+    CacheRequestHandle,
+    InitLoadBackParams,
+    MatchPrefixParams,
+)
 from sglang.srt.mem_cache.pool_host import base as pool_host  # noqa: E402
+from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.test.kits.unified_radix_cache import mixins  # noqa: E402
 from sglang.test.kits.unified_radix_cache.config import CONFIGS, supports_hicache  # noqa: E402
 from sglang.test.kits.unified_radix_cache.fixtures import build_fixture, match_prefix  # noqa: E402
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures  # noqa: E402
 
-from kvactors.integrations.sglang import hicache  # noqa: E402
+from kvactors.integrations.sglang import hicache, linker  # noqa: E402
 
-hicache.digest_of_models = lambda: "tiny"
+hicache.digest_of_models = linker.digest_of_models = lambda: "tiny"
 """The kit publishes no model."""
 
 
@@ -198,7 +208,123 @@ class Storage(UnifiedRadixCacheStorageFixtures):
         assert not any(counters[pool].loaded for pool in others), counters
 
 
+class RecordedLinker(linker.KVActorsLinker):
+    """Records the bytes of pages that are stored, and the places of those that are loaded."""
+
+    def record(self, places: Any) -> dict[tuple[str, bytes], bytes]:
+        """The bytes that the device has at places, by pool and key."""
+        return {
+            (name, key): b"".join(
+                one[page].contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                for one in self._pages[name].tensors
+            )
+            for name, (keys, pages) in places.items()
+            for key, page in zip(keys, pages, strict=True)
+        }
+
+    def queue_store(self, places: Any) -> bool:
+        self.stored = getattr(self, "stored", {}) | self.record(places)
+        return bool(super().queue_store(places))
+
+    def queue_load(self, request: str, places: Any) -> bool:
+        self.loaded = places
+        return bool(super().queue_load(request, places))
+
+
+class Linked(mixins.UnifiedRadixCacheFixtures):
+    """A tree above the linker."""
+
+    LIMIT = 60.0
+    """Seconds that a wait may take. Only a hang takes as long."""
+
+    def setUp(self) -> None:
+        gc.collect()  # pools of trees that were dropped
+        self.cache, self.allocator, self.requests = build_fixture(self.cfg)
+        if not self.cfg.has_swa:  # the kit's allocator gives the tokens from 1 on, in no pages
+            self.allocator.alloc(self.cfg.page_size - 1)
+        extra = {
+            "host_bytes": "64MB",
+            "model": "tiny",
+            "fetch_wait_s": self.LIMIT,
+            "storage": {"backend": "memory", "capacity_bytes": "256MB"},
+        }
+        components = set(self.cache.components)
+        self.linker = RecordedLinker(
+            None, self.cache.cache_init_params, components=components, extra_config=extra
+        )
+        self.cache.init_cache_linker(self.linker)
+        self.addCleanup(self.linker.close)
+        random = torch.Generator().manual_seed(3)
+        for pages in self.linker._pages.values():
+            for one in pages.tensors:
+                one.copy_(torch.rand(one.shape, generator=random))
+
+    def sequence(self, pages: int) -> list[int]:
+        """Tokens of some pages, more than a sliding window has."""
+        window = self.cfg.sliding_window_size or 0
+        return self._make_seq(1, max(pages, -(-window // self.cfg.page_size) + 1))
+
+    def store(self, tokens: list[int]) -> None:
+        """Insert tokens and save their pages."""
+        self._insert(self.cache, self.allocator, self.requests, tokens)
+        until = time.monotonic() + self.LIMIT
+        while self.cache.linker.pending_offloads or self.linker._tiers.has_pending_work():
+            assert time.monotonic() < until, "a store does not end"
+            self.cache.check_hicache_events()
+
+    def forget(self) -> None:
+        """Forget the pages of the device and of the host tier."""
+        self.cache.reset()
+        for pages in self.linker._pages.values():
+            for one in pages.tensors:
+                one.zero_()
+
+    def load(self, tokens: list[int]) -> int:
+        """Load what a request for tokens finds, and compare it. Returns the tokens."""
+        request = self._make_req(self.requests)
+        key = RadixKey(array("q", tokens))
+        match = self.cache.match_prefix(MatchPrefixParams(key=key, req=request))
+        if not match.host_hit_length:
+            return 0
+        self._apply_match_to_req(request, match)
+        found = InitLoadBackParams(
+            best_match_node=match.best_match_node,
+            host_hit_length=match.host_hit_length,
+            req=request,
+        )
+        count, _ = self.cache.init_load_back(found)
+        self.cache.ready_to_load_host_cache()
+        assert self.cache.linker.finish_loads() == []
+        loaded = self.linker.record(self.linker.loaded)
+        assert set(self.linker._pages) == {name for name, _ in loaded}
+        assert all(self.linker.stored[one] == data for one, data in loaded.items())
+        return count
+
+    def test_pages_of_all_pools_come_back(self) -> None:
+        tokens = self.sequence(PAGES)
+        self.store(tokens)
+        assert {name for name, _ in self.linker.stored} == set(self.linker._pages)
+        self.forget()
+        assert self.load(tokens) == len(tokens)
+        self.linker._tiers.check()
+
+    def test_a_prefix_ends_where_a_pool_has_its_pages(self) -> None:
+        """A node is split where another prompt leaves it. Its state is at its end."""
+        tokens = self.sequence(PAGES)
+        self.store(tokens)
+        self.forget()
+        page = self.cfg.page_size
+        shorter = tokens[:-page] + [5000 + i for i in range(page)]
+        assert self.load(shorter) == (0 if self.cfg.has_mamba else len(tokens) - page)
+        self.forget()
+        others = [name for name in self.linker._pages if name != "kv"]
+        for name in others:
+            self.linker._tiers.groups[name].reset(storage=True)
+        assert self.load(tokens) == (0 if others else len(tokens))
+
+
 for _cfg in CONFIGS:
-    if supports_hicache(_cfg):
-        _name = f"Test_{_cfg.label}"
-        globals()[_name] = type(_name, (Storage, unittest.TestCase), {"cfg": _cfg})
+    for _kind in (Storage, Linked):
+        if _kind is Linked or supports_hicache(_cfg):
+            _name = f"Test{_kind.__name__}_{_cfg.label}"
+            globals()[_name] = type(_name, (_kind, unittest.TestCase), {"cfg": _cfg})
