@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from hashlib import sha256
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -111,6 +112,18 @@ def is_serialized(layout: str) -> bool:
     return layout.startswith("uint8[") and "," not in layout and ";" not in layout
 
 
+def chunk_order(keys: Iterable[Key]) -> list[Key]:
+    """Keys in the order of their chunks. LMCache gives the chunks of one object group and rank
+    after those of another one, and a prefix needs chunks of all of them."""
+    rows: Counter[tuple[int, int]] = Counter()
+    placed = []
+    for key in keys:
+        row = key.kv_rank, key.object_group_id
+        placed.append((rows[row], key))
+        rows[row] += 1
+    return [key for _, key in sorted(placed, key=itemgetter(0))]
+
+
 class KeyCatalog:
     """Objects, least recently used first, with at most `capacity` pages. Locked objects are never
     evicted or removed. `reserved`: pages of objects that are being stored. `locks`: of each key,
@@ -132,9 +145,9 @@ class KeyCatalog:
         return [(key, found.shape) for key, found in self.objects.items()]
 
     def touch(self, keys: Iterable[Key]) -> None:
-        """Keys of one prefix were used. The first of them counts as used last: chunks at the end of
-        a prefix are evicted before those that they depend on."""
-        for key in reversed(list(keys)):
+        """Keys of one prefix were used. Its beginning counts as used last: chunks at the end are
+        evicted before those that they depend on."""
+        for key in reversed(chunk_order(keys)):
             if key in self.objects:
                 self.objects.move_to_end(key)
 

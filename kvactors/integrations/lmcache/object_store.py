@@ -24,6 +24,7 @@ from kvactors.integrations.lmcache.catalog import (
     ObjectShape,
     Record,
     StoredObject,
+    chunk_order,
     is_serialized,
     stored_object,
 )
@@ -327,7 +328,7 @@ class ObjectStore:
             self.catalog.touch(task.keys)
         # A store task ends when its keys are in the file, also those that another task has stored.
         # The end of the prefix comes first: the file's order is the order of use after a restart.
-        keys = dict.fromkeys(reversed(task.keys)) if task.save else ()
+        keys = dict.fromkeys(reversed(chunk_order(task.keys))) if task.save else ()
         records = [self._unwritten[key] for key in keys if key in self._unwritten]
         if not records:
             self.end_task(task.number)

@@ -51,6 +51,46 @@ def test_objects_are_stored_found_and_loaded(world: World) -> None:
     world.check()
 
 
+STATES = [key._replace(object_group_id=1) for key in KEYS]
+"""States after the same chunks."""
+STATE_LAYOUT, STATE_SIZE = "float32[3,500]", 6000
+
+
+def store_groups(world: World, count: int) -> list[bool]:
+    """Store chunks, and states of two pages, in one task."""
+    memory = [Memory(payload(key)) for key in KEYS[:count]]
+    memory += [Memory(payload(key, STATE_SIZE), STATE_LAYOUT) for key in STATES[:count]]
+    task = world.submit([*KEYS[:count], *STATES[:count]], memory, save=True)
+    world.wait(lambda: task.number in world.results)
+    return task.ok
+
+
+def test_objects_of_several_groups_have_sizes_and_layouts_of_their_group(world: World) -> None:
+    assert store_groups(world, 2) == [True] * 4
+    both = [*KEYS[:2], *STATES[:3]]
+    assert world.look_up(both, LAYOUT, STATE_LAYOUT) == [True] * 4 + [False]
+    assert world.look_up(both, LAYOUT, "float32[3,501]") == [True] * 2 + [False] * 3
+    memory = [Memory(), *(Memory(bytes(STATE_SIZE), STATE_LAYOUT) for _ in range(2))]
+    task = world.submit([KEYS[1], STATES[0], KEYS[0]], memory, save=False)
+    world.wait(lambda: task.number in world.results)
+    assert task.ok == [True, True, False]  # the memory of a state, for a chunk
+    assert memory[0].bytes.raw == payload(KEYS[1])
+    assert memory[1].bytes.raw == payload(STATES[0], STATE_SIZE)
+    world.objects.post(partial(world.objects.unlock, [*both[:4], *KEYS[:2]]))
+    world.check()
+
+
+def test_the_end_of_a_prefix_is_evicted_in_all_groups(tmp_path: Path) -> None:
+    """LMCache looks all chunks of a group up, and then all of another one."""
+    pages = 4 * (PAGES + 2)
+    world = World(open_files(tmp_path, pages), tmp_path, pages)
+    assert store_groups(world, 4) == [True] * 8
+    assert world.store(KEYS[10:11]) == [True]  # evicts a chunk and a state
+    found = world.look_up([*KEYS[:4], *STATES[:4]], LAYOUT, STATE_LAYOUT)
+    assert found == [True, True, True, False] * 2
+    world.close()
+
+
 def test_another_layout_takes_the_place_unless_the_object_is_locked(world: World) -> None:
     other = "bfloat16[2,50,50]"
     world.store(KEYS[:2])

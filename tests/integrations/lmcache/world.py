@@ -130,10 +130,12 @@ class World:
         self.wait(lambda: task.number in self.results)
         return [each.bytes.raw if ok else None for each, ok in zip(memory, task.ok, strict=True)]
 
-    def look_up(self, keys: Sequence[Key], layout: str | None = LAYOUT) -> list[bool]:
-        """Look keys up. Those that are found stay locked."""
+    def look_up(
+        self, keys: Sequence[Key], layout: str | None = LAYOUT, states: str | None = None
+    ) -> list[bool]:
+        """Look keys up. Those that are found stay locked. `states`: layout of the object group 1."""
         number = next(self._numbers)
-        layouts = {} if layout is None else {0: layout}
+        layouts = {i: one for i, one in enumerate((layout, states)) if one is not None}
         self.objects.post(partial(self.objects.look_up, number, list(keys), layouts))
         self.wait(lambda: number in self.lookups)
         return self.lookups[number]

@@ -25,6 +25,8 @@ from lmcache.v1.distributed.quota_manager import QuotaManager
 from lmcache.v1.distributed.storage_manager import StorageManager
 
 SHAPE = torch.Size([2, 4, 64, 256])
+STATE = torch.Size([3, 500])
+"""The shape of an object of a second group: the state after a chunk."""
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 LIMIT = 600.0
 """Seconds that a wait may take. It only bounds a hang."""
@@ -90,11 +92,11 @@ class Server:
             "by_salt": dict(usage.bytes_by_cache_salt),
         }
 
-    def _write(self, keys: list[ObjectKey], dtype: str = "float16") -> None:
+    def _write(self, keys: list[ObjectKey], shape: torch.Size = SHAPE) -> None:
         """Write objects to L1."""
-        reserved = self.manager.reserve_write(keys, layout_of(dtype))
+        reserved = self.manager.reserve_write(keys, layout_of("float16", shape))
         for key, one in reserved.items():
-            memoryview(one.byte_array).cast("B")[:] = payload(key)
+            memoryview(one.byte_array).cast("B")[:] = payload(key, shape)
         self.manager.finish_write(list(reserved))
 
     def store(
@@ -131,6 +133,36 @@ class Server:
             right = sum(data == payload(key) for data, key in zip(found, keys[:hits], strict=True))
             self.manager.finish_read_prefetched(keys[:hits])
         return {"hits": hits, "right": right, "l2": result.l2_hit_count}
+
+    def groups(self, numbers: list[int]) -> dict[str, Any]:
+        """Write chunks and the state after each, empty L1, and prefetch the chunks and the last
+        state, as for a model with recurrent layers."""
+        chunks = [key_of(number, "") for number in numbers]
+        states = [key_of(number, "", group=1) for number in numbers]
+        if not self.status()["stored_object_count"]:
+            self._write(chunks)
+            self._write(states, STATE)
+            self._when(lambda found: found["stored_object_count"] >= 2 * len(numbers))
+        self.manager.clear(force=True)
+        rows = [
+            GroupedObjectKeys(chunks, 0, layout_of("float16")),
+            GroupedObjectKeys(states, 1, layout_of("float16", STATE), sliding_window_size=1),
+        ]
+        handle = self.manager.submit_prefetch_task(PrefetchTaskSpec(rows))
+        if not self.manager.wait_prefetch_status(handle, LIMIT):
+            raise RuntimeError("the prefetch does not end")
+        result = self.manager.query_prefetch_status(handle)
+        hits = [cells.popcount() for cells in result.hit_cells]
+        wanted = {key: payload(key) for key in chunks[: hits[0]]}
+        if hits[1]:
+            wanted[states[hits[0] - 1]] = payload(states[hits[0] - 1], STATE)
+        right = 0
+        if wanted:
+            with self.manager.read_prefetched_results(list(wanted)) as objects:
+                found = [bytes(memoryview(one.byte_array).cast("B")) for one in objects]
+            right = sum(map(bytes.__eq__, found, wanted.values()))
+            self.manager.finish_read_prefetched(list(wanted))
+        return {"hits": hits, "right": right} | self._when()
 
     def mixed(self, threads: int, rounds: int, keys: int) -> dict[str, Any]:
         """Threads that store and prefetch random runs of keys, with an L1 that is cleared at
@@ -200,21 +232,22 @@ class Server:
         return {}
 
 
-def key_of(number: int, salt: str) -> ObjectKey:
+def key_of(number: int, salt: str, group: int = 0) -> ObjectKey:
     """The key of a chunk."""
     name = hashlib.sha256(str(number).encode()).digest()
-    return ObjectKey(name, "tiny", ObjectKey.ComputeKVRank(1, 0, 1, 0), 0, salt)
+    return ObjectKey(name, "tiny", ObjectKey.ComputeKVRank(1, 0, 1, 0), group, salt)
 
 
-def layout_of(dtype: str) -> MemoryLayoutDesc:
+def layout_of(dtype: str, shape: torch.Size = SHAPE) -> MemoryLayoutDesc:
     """The layout of a chunk."""
-    return MemoryLayoutDesc([SHAPE], [DTYPES[dtype]])
+    return MemoryLayoutDesc([shape], [DTYPES[dtype]])
 
 
-def payload(key: ObjectKey) -> bytes:
+def payload(key: ObjectKey, shape: torch.Size = SHAPE) -> bytes:
     """The bytes of a chunk."""
-    seed = hashlib.sha256(key.chunk_hash + key.cache_salt.encode()).digest()
-    return seed * (SHAPE.numel() * 2 // len(seed))
+    name = key.chunk_hash + key.cache_salt.encode() + bytes([key.object_group_id])
+    seed, size = hashlib.sha256(name).digest(), shape.numel() * 2
+    return (seed * (size // len(seed) + 1))[:size]
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ BOTH = pytest.mark.parametrize("version", ["lmcache", "lmcache_next"])
 """The release of LMCache, and the pre-release of the next one."""
 OBJECT = 2 * 4 * 64 * 256 * 2
 """Bytes of an object of the storage manager: 256 KiB."""
+STATE = 3 * 500 * 2
+"""Bytes of an object of a second group."""
 ALL = list(range(32))
 
 
@@ -132,6 +134,17 @@ def test_every_chunk_comes_back_after_a_restart_and_after_kill_9_and_none_after_
     manager.ask("store", numbers=ALL)
     assert manager.found(ALL) == (32, 32)
     manager.ask("close")
+
+
+@BOTH
+def test_chunks_and_states_of_several_object_groups(manager: Manager, version: str) -> None:
+    assert manager.open() == 0
+    found = manager.ask("groups", numbers=ALL[:8])
+    assert (found["hits"][0], found["hits"][1] >= 1, found["right"]) == (8, True, 9)
+    assert found["bytes_used"] == 8 * (OBJECT + STATE)
+    assert manager.open() == 16  # a restart
+    found = manager.ask("groups", numbers=ALL[:8])
+    assert (found["hits"][0], found["right"]) == (8, 9)
 
 
 def test_a_store_that_is_too_small_alone_and_under_concurrent_requests(manager: Manager) -> None:
