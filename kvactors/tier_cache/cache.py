@@ -972,6 +972,8 @@ def _check_in_flight(keys: Iterable[bytes], in_flight: Container[bytes], what: s
 
 
 def _check_parts(config: TierConfig, memory: Any, storage: Any) -> None:
+    if config.groups:
+        raise ConfigError("open_tiers opens groups: give TierCache the config of one of them")
     if not isinstance(memory, SlotMemory):
         raise ConfigError(f"memory must be a SlotMemory, not {memory!r:.80}")
     if (memory.num_slots, memory.block_bytes) != (config.num_slots, config.block_bytes):

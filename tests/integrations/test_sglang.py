@@ -22,10 +22,10 @@ from kvactors.integrations.sglang.settings import (
     WHERE,
     check_shared,
     is_replicated,
-    pages_of_each,
     place,
     read_linker_settings,
     read_settings,
+    stored_share,
     tier_config,
 )
 from kvactors.tier_cache import TierStorage, open_storage
@@ -168,19 +168,23 @@ def test_ranks_that_share_pages_need_a_shared_store() -> None:
         check_shared(storage, Config(is_mla_model=True, tp_size=2))
 
 
-def test_pools_share_a_capacity() -> None:
-    def pages(sizes: dict[str, int], **capacity: Any) -> int | None:
-        return pages_of_each(TierStorage(**FILE, **capacity), sizes)
+def test_pools_share_a_capacity_as_they_share_host_memory() -> None:
+    def share(pools: dict[str, Any], **capacity: Any) -> float | None:
+        return stored_share(TierStorage(**FILE, **capacity), pools)
 
-    both = {"kv": 100, "mamba": 300}
-    assert pages({"kv": 100}) is None
-    assert pages(both, capacity_bytes=4000) == 10
-    assert pages(both, capacity_bytes=4000, capacity_blocks=7) == 7
-    assert pages(both, capacity_blocks=7) == 7
+    sizes = {"kv": (20, 100), "mamba": (5, 400)}
+    both = {
+        name: SimpleNamespace(num_pages=pages, page_bytes=page_bytes)
+        for name, (pages, page_bytes) in sizes.items()
+    }
+    assert share({"kv": both["kv"]}) is None
+    assert share(both, capacity_bytes=8000) == 2.0  # 40 pages and 10 states
+    assert share(both, capacity_bytes=8000, capacity_blocks=30) == 1.5
+    assert share(both, capacity_blocks=60) == 3.0
     with pytest.raises(ConfigError, match="is needed for a model with several pools"):
-        pages(both)
-    with pytest.raises(ConfigError, match="holds no page of every pool"):
-        pages(both, capacity_bytes=399)
+        share(both)
+    with pytest.raises(ConfigError, match="hold no page of pool 'mamba'"):
+        share(both, capacity_bytes=799)
 
 
 # -- prefixes

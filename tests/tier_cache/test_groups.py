@@ -9,7 +9,7 @@ import pytest
 
 from kvactors import CacheClosed, ConfigError, StoreError, TierCache, WrongThread, open_tiers
 from kvactors.storage import attempts
-from kvactors.tier_cache import Lookup, TierGroup, open_storage
+from kvactors.tier_cache import Lookup, SlotMemory, TierGroup, open_storage
 from kvactors.tier_cache.settings import checked_config
 from tests.tier_cache.helpers import BLOCK, KEYS, answer, elsewhere, load, payload, settle, store
 from tests.tier_cache.stores import FaultyStore
@@ -230,7 +230,7 @@ def test_a_bad_group_is_named(groups: Any, storage: Any, error: str) -> None:
         checked_config({**table, "storage": storage})
 
 
-def test_a_storage_tier_has_one_size() -> None:
+def test_caches_and_storage_tiers_have_one_size() -> None:
     config = checked_config(
         {
             "model": "m",
@@ -242,6 +242,8 @@ def test_a_storage_tier_has_one_size() -> None:
     )
     with pytest.raises(ConfigError, match=r"config\.group\(name\)"):
         open_storage(config)
+    with pytest.raises(ConfigError, match="open_tiers opens groups"):
+        TierCache(config, SlotMemory(1, BLOCK))
     tier = open_storage(config.group("state"))
     assert tier.block_bytes == STATE
     tier.close()

@@ -20,8 +20,8 @@ from kvactors.integrations.sglang.pages import KV, HostPages, find_prefixes, lea
 from kvactors.integrations.sglang.runtime import digest_of_models, replica_of
 from kvactors.integrations.sglang.settings import (
     check_shared,
-    pages_of_each,
     read_settings,
+    stored_share,
     tier_config,
 )
 from kvactors.tier_cache import open_storage
@@ -44,7 +44,7 @@ class KVActorsHiCache(HiCacheStorage):
         self._weights = digest_of_models()
         self._pages: dict[str, HostPages] = {}  # of the host pools
         self._stores: dict[str, PageStore] = {}
-        self._capacity: int | None = None
+        self._share: float | None = None  # stored pages for each page of a host pool
         self._opened = self._closed = False
         self._metrics = StorageMetrics()
         self._last_fault = ""
@@ -73,10 +73,9 @@ class KVActorsHiCache(HiCacheStorage):
         """Open the stores of the other pools. All pools share the capacity."""
         self._opened = True
         try:
-            sizes = {name: pages.page_bytes for name, pages in self._pages.items()}
-            self._capacity = pages_of_each(self.settings.storage, sizes)
+            self._share = stored_share(self.settings.storage, self._pages)
             for name in self._pages:
-                if self._capacity is not None:
+                if self._share is not None:
                     self._open(name)
         except BaseException:
             self.close()
@@ -92,7 +91,7 @@ class KVActorsHiCache(HiCacheStorage):
             self._config,
             pages.facts,
             page_bytes=pages.page_bytes,
-            pages=self._capacity,
+            pages=None if self._share is None else max(1, int(self._share * pages.num_pages)),
             replica=replica_of(self._config.dp_rank),
             weights=self._weights,
         )

@@ -152,6 +152,11 @@ class HostPages:
         return sizes
 
     @property
+    def num_pages(self) -> int:
+        """Pages that the pool holds."""
+        return int(self.pool.size) // self.page_tokens
+
+    @property
     def facts(self) -> dict[str, str | int | None]:
         """The facts that two pools must share for their pages to be interchangeable."""
         pool = self.pool

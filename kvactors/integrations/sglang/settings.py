@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from kvactors.errors import ConfigError
 from kvactors.integrations.engine import check_ranks
-from kvactors.integrations.sglang.pages import KV, DevicePages
+from kvactors.integrations.sglang.pages import KV, DevicePages, HostPages
 from kvactors.settings.check import (
     ByteSize,
     DeviceNumber,
@@ -194,24 +194,28 @@ def linker_tier_config(
         return checked_config(config)
 
 
-def pages_of_each(storage: TierStorage, page_bytes: Mapping[str, int]) -> int | None:
-    """Pages of the store of every pool, None if one pool takes all that `storage` gives."""
-    if len(page_bytes) == 1:
+def stored_share(storage: TierStorage, pools: Mapping[str, HostPages]) -> float | None:
+    """Stored pages for each page of a host pool. None if one pool takes all that `storage` gives.
+    So pools share the capacity in the proportions that SGLang gives their host memory."""
+    if len(pools) == 1:
         return None
-    pools = ", ".join(page_bytes)
+    names = ", ".join(pools)
     if storage.capacity_blocks is None and storage.capacity_bytes is None:
         raise ConfigError(
             f"{WHERE}: storage.capacity_bytes or storage.capacity_blocks is needed for a model "
-            f"with several pools ({pools})"
+            f"with several pools ({names})"
         )
-    pages = storage.capacity_blocks
+    shares = []
+    if storage.capacity_blocks is not None:
+        shares.append(storage.capacity_blocks / pools[KV].num_pages)
     if storage.capacity_bytes is not None:
-        nbytes = in_bytes(storage.capacity_bytes, "storage.capacity_bytes")
-        fitting = nbytes // sum(page_bytes.values())
-        if fitting < 1:
+        host = sum(one.num_pages * one.page_bytes for one in pools.values())
+        shares.append(in_bytes(storage.capacity_bytes, "storage.capacity_bytes") / host)
+    share = min(shares)
+    for name, one in pools.items():
+        if share * one.num_pages < 1:
             raise ConfigError(
-                f"{WHERE}: storage.capacity_bytes holds no page of every pool ({pools}: "
-                f"{sum(page_bytes.values())} bytes)"
+                f"{WHERE}: storage.capacity_bytes and capacity_blocks hold no page of pool "
+                f"{name!r}: {one.page_bytes} bytes, and pools ({names}) share as their host memory"
             )
-        pages = min(fitting, pages or fitting)
-    return pages
+    return share
