@@ -11,15 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Any, TypeAlias
+from copy import copy
+from typing import Any, NamedTuple, Self, TypeAlias
 
 import anyio
 
 from kvactors.cache import KVCache
-from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
+from kvactors.errors import DeadlineExceeded, KVActorsError, NeverFits, NoRoom
 from kvactors.lease import Lease
 from kvactors.scenario.report import Progress, Totals
-from kvactors.types import Tokens
+from kvactors.types import HASH_BYTES, Tokens
 
 IDLE = 300.0
 """Seconds within which a cache must be idle between turns. Only a hang takes as long."""
@@ -38,6 +39,12 @@ class Model:
     def __init__(self, device: Any) -> None:
         self._device = device
 
+    def on(self, device: Any) -> Self:
+        """The same model on another device."""
+        made = copy(self)
+        made._device = device
+        return made
+
     async def run(self, call: Callable[[], Any]) -> Any:
         return call()
 
@@ -50,15 +57,32 @@ class Model:
         return bad
 
 
-class ScenarioRequest:
-    """A lease, and the contents that its blocks must have. known: number of leading blocks that
-    were computed, or whose loads have landed."""
+class GroupModel(NamedTuple):
+    """The model's layers of one group. window: tokens. 0: the layers keep a state."""
 
-    def __init__(self, lease: Lease, block_size: int, model: Model) -> None:
+    model: Model
+    window: int
+
+
+class ScenarioRequest:
+    """A lease, and the contents that its blocks must have.
+
+    Attributes:
+        computed: number of leading tokens that were computed, or whose loads have landed.
+    """
+
+    def __init__(
+        self, lease: Lease, block_size: int, model: Model, groups: Sequence[GroupModel] = ()
+    ) -> None:
         self.lease = lease
-        self.known = 0
+        self.computed = 0
         self._block_size = block_size
-        self._model = model
+        self._model, self._groups = model, groups
+
+    @property
+    def known(self) -> int:
+        """Leading blocks with contents."""
+        return self.computed // self._block_size
 
     @property
     def full(self) -> int:
@@ -66,19 +90,54 @@ class ScenarioRequest:
 
     def landed(self) -> None:
         """The loads have landed: the cached blocks hold the contents of their hashes."""
-        self.known = self.lease.cached_tokens // self._block_size
+        self.computed = self.lease.cached_tokens
 
-    async def compute(self) -> None:
-        first, self.known = self.known, self.full
-        if first < self.known:
-            blocks = self.lease.block_table[first : self.known]
-            await self._model.fill(blocks, self.lease.hashes(first, self.known))
+    async def compute(self, stop: int | None = None) -> None:
+        """Compute the tokens before `stop`, None for all, in passes that end where a group of
+        layers wants a snapshot. All passes but the last are committed."""
+        stop = self.lease.num_tokens if stop is None else stop
+        while self.computed < stop:
+            end = self.lease.pass_end(self.computed, stop)
+            await self._run_pass(self.computed, end)
+            self.computed = end
+            if end < stop:
+                await self.lease.commit(end)
+
+    async def _run_pass(self, start: int, stop: int) -> None:
+        first, last = start // self._block_size, stop // self._block_size
+        names = self.lease.hashes(first, last)
+        main, *tables = self.lease.block_tables
+        if names:
+            await self._model.fill(main[first:last], names)
+        for group, table in zip(self._groups, tables, strict=True):
+            if not group.window:
+                # the state after a part of a block has other contents than any snapshot
+                whole = stop % self._block_size == 0
+                name = names[-HASH_BYTES:] if whole else bytes(HASH_BYTES)
+                await group.model.fill([table[(stop - 1) // self._block_size]], name)
+            elif names:
+                await group.model.fill(table[first:last], names)
 
     async def verify(self, start: int = 0, stop: int | None = None) -> Sequence[int]:
         """Compare known blocks with their contents. Returns the positions of the wrong ones."""
         stop = self.known if stop is None else stop
         blocks, names = self.lease.block_table[start:stop], self.lease.hashes(start, stop)
         return [start + index for index in await self._model.check(blocks, names)]
+
+    async def verify_groups(self) -> tuple[int, Sequence[int]]:
+        """Compare the blocks that the next pass reads in the groups of layers with their contents.
+        Returns the number of blocks, and the positions of the wrong ones."""
+        checked, wrong, stop = 0, list[int](), self.known
+        for group, table in zip(self._groups, self.lease.block_tables[1:], strict=True):
+            start = max(0, self.computed - group.window + 1) // self._block_size
+            if not group.window:
+                start = stop if self.computed % self._block_size else max(0, stop - 1)
+            if start < stop:
+                names = self.lease.hashes(start, stop)
+                bad = await group.model.check(table[start:stop], names)
+                wrong += [start + index for index in bad]
+                checked += stop - start
+        return checked, wrong
 
 
 OnWrong = Callable[[ScenarioRequest, Sequence[int], str], Awaitable[None]]
@@ -113,7 +172,13 @@ class Engine:
         self._on_wrong = on_wrong
 
     def request(self, lease: Lease) -> ScenarioRequest:
-        return ScenarioRequest(lease, self.cache.block_size, self.model)
+        groups = [
+            GroupModel(self.model.on(cache.device), config.window)
+            for config, cache in zip(
+                self.cache.config.cache.groups, self.cache.groups.values(), strict=True
+            )
+        ]
+        return ScenarioRequest(lease, self.cache.block_size, self.model, groups)
 
     async def begin(self, request: ScenarioRequest, *, resumed: bool = False) -> None:
         """Wait for the loads, count the hits, verify the blocks. A resumed request is not counted
@@ -130,6 +195,7 @@ class Engine:
             await self.verify(request, 0, request.known, "served")
         else:
             await self.verify(request, hits.device, sum(hits), "served")
+        await self.verify_groups(request, "served")
 
     async def compute(self, request: ScenarioRequest) -> None:
         await request.compute()
@@ -138,8 +204,15 @@ class Engine:
     async def verify(self, request: ScenarioRequest, start: int, stop: int, when: str) -> None:
         if start >= stop:
             return
-        wrong = await request.verify(start, stop)
-        self.totals.verified_blocks += stop - start
+        await self._count(request, stop - start, await request.verify(start, stop), when)
+
+    async def verify_groups(self, request: ScenarioRequest, when: str) -> None:
+        await self._count(request, *await request.verify_groups(), when)
+
+    async def _count(
+        self, request: ScenarioRequest, checked: int, wrong: Sequence[int], when: str
+    ) -> None:
+        self.totals.verified_blocks += checked
         if wrong and self._on_wrong is not None:
             await self._on_wrong(request, wrong, when)
         self.totals.corrupt_blocks_served += len(wrong)
@@ -168,6 +241,7 @@ class Engine:
                 await self.compute(request)
             if self._thorough:
                 await self.verify(request, cached, request.full, "held")
+                await self.verify_groups(request, "held")
             await lease.finish(output_tokens=output_tokens)
         self.totals.finished += 1
         return lease
@@ -184,6 +258,9 @@ class Engine:
         while True:
             try:
                 return await self.serve(name, tokens, output, **options)
+            except NeverFits:  # a group of layers is too small
+                totals.rejected += 1
+                return None
             except self.RETRIED:
                 totals.no_room += 1
                 await anyio.sleep(RETRY)

@@ -464,7 +464,7 @@ class Serving:
         for job in outcome.prefilled:  # their prompts become shareable
             request = self._requests[job.number]
             try:
-                await request.compute()
+                await request.compute(job.prompt_tokens)
                 await request.lease.commit(job.prompt_tokens)
             except KVActorsError as error:
                 self._fail(job, error)
@@ -506,7 +506,7 @@ class Serving:
         request = self._requests.pop(job.number)
         self._scheduler.preempt(job)
         try:
-            await request.compute()
+            await request.compute(job.num_tokens - 1)
             await request.lease.preempt(job.num_tokens - 1)
         except KVActorsError as error:
             request.lease.abandon()

@@ -145,6 +145,12 @@ async def session(
     store = None
     if config.flush.flush_only:
         bare = replace(bare, storage=StorageConfig())
+    elif config.cache.groups:  # each opens its own store
+        if any(not fault.sink for fault in scenario.fault):
+            raise ConfigError(
+                "faults of the store and cache.groups cannot be combined: name a sink, or leave "
+                "the groups out"
+            )
     else:
         identity = (config.cache.model, layout.fingerprint, layout.block_bytes)
         store = make_backend(config.storage, *identity)

@@ -401,6 +401,12 @@ def sweep(
 ) -> SweepReport:
     """Hit rates of a trace by cache size. sizes: of the device, in blocks. Empty: from one block to
     the whole trace. limit: see `read_trace`. A config's if there is one and this is 0."""
+    if config is not None and config.cache.groups:
+        raise ConfigError(
+            "a sweep is about blocks of one kind, and the config has cache.groups: leave --config "
+            "out for the hits of the layers with full attention, which no group can exceed, and "
+            "take the sizes of the groups from `kvactors size`"
+        )
     if any(size < 1 for size in sizes):
         raise ConfigError(f"a device has at least one block, not {min(sizes)}")
     requests = list(read_trace(trace, coarse=coarse, limit=limit))

@@ -196,8 +196,9 @@ class Script:
             await self.requests[step.request].lease.extend(self._tokens(step))
         elif step.do == "commit":
             request = self.requests[step.request]
-            await request.compute()
-            await request.lease.commit(step.tokens or request.lease.num_tokens)
+            tokens = step.tokens or request.lease.num_tokens
+            await request.compute(tokens)
+            await request.lease.commit(tokens)
         elif step.do == "finish":
             await self.requests.pop(step.request).lease.finish()
         elif step.do == "preempt":
