@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 from cyclopts import App
 from msgspec import to_builtins
+from msgspec.structs import replace
 from rich.console import Console
 from rich.markup import escape
 
@@ -206,6 +207,9 @@ GROUP_SIZES = {
 """Settings of a group of layers, by tier."""
 
 REQUEST_TOKENS = 8192
+SNAPSHOT_TOKENS = 2048
+"""Tokens between two snapshots of a model's state, at least."""
+
 LEAST_TRANSIT = 4  # transit slots of a group whose blocks are larger than those of [layout]
 
 CacheDtype = Literal["float32", "float16", "bfloat16", "uint8", "int8"]
@@ -317,6 +321,18 @@ def _read_source(source: Path, asked: Mapping[str, Any]) -> tuple[Config, str, t
             raise ConfigError(f"--{option} is for a model: {source} has [layout]")
     data = read_toml(source)
     return kind_of(data)[1].from_mapping(data), "", ()
+
+
+def _spaced(config: Config) -> Config:
+    """The settings of a model, with snapshots so far apart that they take no more bytes than the
+    blocks between them."""
+    size, groups = config.cache.block_size, list[GroupConfig]()
+    block = make_layout(config.layout, size).block_bytes
+    for group in config.cache.groups:
+        snapshot = make_layout(group.layout, size).block_bytes
+        every = max(-(-SNAPSHOT_TOKENS // size), -(-snapshot // block))
+        groups.append(replace(group, every=every) if group.kind == "state" else group)
+    return replace(config, cache=replace(config.cache, groups=tuple(groups)))
 
 
 def _own(config: Config, part: Part) -> list[TierSize]:
@@ -532,8 +548,10 @@ def size(
     config, model, notes = _read_source(source, asked)
     if block_size is not None:
         checked = convert({"block_size": block_size}, CacheConfig, "cache")
-        cache = msgspec.structs.replace(config.cache, block_size=checked.block_size)
-        config = msgspec.structs.replace(config, cache=cache)
+        cache = replace(config.cache, block_size=checked.block_size)
+        config = replace(config, cache=cache)
+    if model:
+        config = _spaced(config)
     if request_tokens < 1:
         raise ConfigError(f"--request-tokens must be at least 1, not {request_tokens}")
     main, *groups = parts = _parts(config, request_tokens)
@@ -624,7 +642,7 @@ def print_size(report: SizeReport, console: Console) -> None:
             console,
             numbers=range(1, 4),
         )
-    if report.groups and report.requests:
+    if report.groups and any(one.tier == "device" for one in report.tiers):
         text = f"{report.requests:,} requests of {report.request_tokens:,} tokens at once"
         console.print(f"the device has room for {text}", highlight=False)
     for note in report.notes:

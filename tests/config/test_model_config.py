@@ -204,12 +204,37 @@ def test_transit_slots_follow_from_the_rate_of_the_disk(tmp_path, options, slots
     assert (transit.blocks, transit.setting) == (slots, "host.transit_slots")
 
 
+@pytest.mark.parametrize(
+    ("data", "block_size", "every", "slots"),
+    [
+        (JAMBA, 64, 32, 8),  # 2,048 tokens. Transit slots have the bytes of 128 blocks of 1 MiB
+        (JAMBA, 1024, 2, 128),
+        (QWEN, 64, 50, 4),  # a snapshot has 49.1 times the bytes of a block
+    ],
+)
+def test_large_snapshots_are_far_apart_and_have_few_transit_slots(
+    tmp_path, data, block_size, every, slots
+):
+    report = size_report(write(tmp_path, data), block_size=block_size, disk="1 TiB")
+    (group,) = report.groups
+    assert f"every = {every}\n" in report.settings
+    assert group.request_blocks == 8192 // (block_size * every) + 2
+    (transit,) = (one for one in group.tiers if one.tier == "transit")
+    assert (transit.blocks, transit.setting) == (slots, "cache.groups.transit_slots")
+
+
 def test_options_that_cannot_be_are_named(tmp_path):
     path = write(tmp_path, LLAMA)
     with pytest.raises(ConfigError, match="--disk-rate is for"):
         size_report(path, host="1 GiB", disk_rate="1 GiB")
+    with pytest.raises(ConfigError, match="--request-tokens must be at least 1, not 0"):
+        size_report(path, request_tokens=0)
     with pytest.raises(LayoutError, match="8 KV heads cannot be shared among 3 ranks"):
         size_report(path, tensor_parallel=3)
+    with pytest.raises(
+        ConfigError, match=r"64 MiB holds no block of 73.69 MiB of the group 'state'"
+    ):
+        size_report(write(tmp_path, QWEN), device="64 MiB")
 
 
 def test_remarks(tmp_path):
