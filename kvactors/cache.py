@@ -40,7 +40,7 @@ from kvactors.cpu_evictor.messages import EmptyHost
 from kvactors.data_plane.engine import NoCopies
 from kvactors.data_plane.local import LocalPlane, make_device
 from kvactors.data_plane.ranks.plane import RanksPlane
-from kvactors.decode_batch import AnyLease, Step, Stepped, step_batch
+from kvactors.decode_batch import AnyLease, Step, StepCall, Stepped, step_batch
 from kvactors.device.arena import bring_in
 from kvactors.device.base import Device, DeviceBlocks
 from kvactors.device.events import Completion, Pass, Stream
@@ -125,6 +125,7 @@ class KVCache:
     """One open cache, for the loop it was opened on. Other threads use `from_thread`."""
 
     _LEASE: ClassVar[type[Lease]] = Lease
+    _STEP: ClassVar[type[StepCall]] = StepCall
 
     def __init__(self, system: System) -> None:
         self.system = system
@@ -406,7 +407,7 @@ class KVCache:
             DeviceError: the event has failed, or the device has no CUDA streams. Nothing changed.
         """
         at = self._context.begin_call(deadline)
-        return await step_batch(self._context, steps, event, stream, at)
+        return await step_batch(self._context, steps, event, stream, at, self._STEP)
 
     def lookup(
         self,

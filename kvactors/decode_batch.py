@@ -79,19 +79,18 @@ async def step_batch(
     event: Completion | None,
     stream: Stream | None,
     at: float,
+    make: type[StepCall],
 ) -> list[Stepped]:
     """`KVCache.step`. at: the absolute deadline."""
     given: Any = steps
     if isinstance(given, (str, bytes)) or not isinstance(given, Sequence):
         raise TypeError(f"steps must be a list or tuple of Step, not {kind(given)}")
-    call = _Call(context, list(given))
+    call = make(context, list(given))
     if event is not None or stream is not None:
         await call.wait(event, stream, at)
     try:
         call.begin()
-        for first in range(0, len(call.leases), BATCH_LEASES):
-            await call.send(first, at)
-        await call.finish(at)
+        await call.carry_out(at)
     except BaseException:
         call.give_up()
         raise
@@ -100,7 +99,7 @@ async def step_batch(
     return call.outcomes
 
 
-class _Call:
+class StepCall:
     """Checked copies of the arguments of a call, and the outcomes."""
 
     def __init__(self, context: CallContext, steps: list[Step]) -> None:
@@ -175,6 +174,11 @@ class _Call:
         for handle in self._begun:
             handle.changing = ""
 
+    async def carry_out(self, at: float) -> None:
+        for first in range(0, len(self.leases), BATCH_LEASES):
+            await self.send(first, at)
+        await self.finish(at)
+
     async def send(self, first: int, at: float) -> None:
         """Step up to BATCH leases by one message, which leaves those that need more than blocks."""
         last = min(first + BATCH_LEASES, len(self.leases))
@@ -226,7 +230,8 @@ class _Call:
                 added = Path(path.block_size, path.root)
                 added.extend(np.frombuffer(self._tokens.row(row), np.uint32))
                 granted = await handle.take(Extend(handle.id, position, added, ()), at)
-                blocks = lease._appended(added, (), granted.blocks)
+                lease.num_tokens += count
+                blocks = lease._append_blocks(granted.blocks)
             if computed is not None and computed > position:
                 await lease._commit_in_parts(computed, at)
             self.outcomes[row] = Stepped(blocks, path.num_committed)

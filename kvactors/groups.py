@@ -13,8 +13,9 @@ A hit of n blocks needs the last items before n: those of the window, or one sna
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Any, ClassVar, Self
@@ -23,25 +24,33 @@ import numpy as np
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
+from kvactors.actor.clock import now
 from kvactors.actor.log import get_logger
 from kvactors.actor.sliced import finish
+from kvactors.actor.uncancelled import uncancelled
 from kvactors.cache import Cleared, KVCache
-from kvactors.decode_batch import AnyLease, Step, Stepped
+from kvactors.decode_batch import AnyLease, StepCall, Stepped
 from kvactors.device.base import Device
 from kvactors.device.events import Completion, Pass, Stream
-from kvactors.errors import KVActorsError, NoRoom, SleepUnsupported
+from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, SleepUnsupported
 from kvactors.flush_notifier.messages import GroupLabel, ResyncDue
 from kvactors.flush_notifier.sinks.group import GroupSink
 from kvactors.lease import Lease
-from kvactors.lookup import PromptHits, hits_of
+from kvactors.lookup import PromptHits, hits_of, hosted_blocks
 from kvactors.native import DEVICE, HOST, LOADING, Path
-from kvactors.prefix_index.messages import Ack, Acquire, Finish, Preempt
+from kvactors.prefix_index.messages import Ack, Acquire, Extend, Finish, Preempt, Reserve
 from kvactors.settings import Config
 from kvactors.settings.tables import GroupConfig, QuotaConfig, StorageConfig
 from kvactors.system import System
 from kvactors.types import HASH_BYTES, Tokens, hash_at
 
 HASH_WORDS = HASH_BYTES // 4
+
+STORAGE = 1 << 8
+"""Beside the state bits of the index: the index does not know the item, and the store has it."""
+
+ORDER = (DEVICE, LOADING, HOST)
+"""Of items that are acquired together: an index loads what follows the last one on the device."""
 
 PROBED_ITEMS = 64
 """Items that a step of a look-up looks at together."""
@@ -59,6 +68,11 @@ def item_words(block_size: int) -> int:
     return 1 + block_size + 2 * HASH_WORDS
 
 
+def left(at: float) -> float:
+    """Seconds until a call must have ended."""
+    return max(at - now(), 1e-9)
+
+
 class LayerGroup:
     """One group of layers of a cache, and the cache of its items.
 
@@ -73,10 +87,10 @@ class LayerGroup:
         self.span = 1 if self.is_state else -(-(config.window - 1) // block_size)
 
     def items(self, path: Path, blocks: Sequence[int]) -> NDArray[np.uint32]:
-        """The words of the items of full blocks of a prompt, given in ascending order."""
+        """The words of the items of full blocks of a prompt."""
         if not blocks:
             return np.empty(0, np.uint32)
-        first, end, size = blocks[0], blocks[-1] + 1, self.block_size
+        first, end, size = min(blocks), max(blocks) + 1, self.block_size
         names = path.parent(first) + path.hashes(first, end)
         rows = np.asarray(blocks) - first
         hashes = np.frombuffer(names, np.uint32).reshape(-1, HASH_WORDS)
@@ -100,7 +114,7 @@ class LayerGroup:
         found, run, stop = blocks, 0, blocks
         while stop:
             start = max(0, stop - PROBED_ITEMS)
-            held = self._held(path, start, stop, scope)
+            held = self.tiers(path, start, stop, scope)
             for block in range(stop - 1, start - 1, -1):
                 if held[block - start]:
                     run += 1
@@ -111,23 +125,28 @@ class LayerGroup:
             stop = start
         return 0
 
-    def _held(self, path: Path, start: int, stop: int, scope: Any) -> list[bool]:
-        """Whether a tier has the item of each block."""
-        system = self.cache.system
+    def tiers(self, path: Path, start: int, stop: int, scope: Any) -> list[int]:
+        """What has the item of each block: DEVICE, LOADING, HOST, STORAGE, or 0 for none."""
+        system, count = self.cache.system, stop - start
         items = self.item_path(path, range(start, stop), scope)
-        states = system.index_actor.index.tree.probe(items, 0, stop - start)
-        held = [bool(state & (DEVICE | HOST | LOADING)) for state in states]
-        store, hosted = system.store, system.evictor_actor.host.blocks
-        if not all(held) and (store is not None or hosted):
-            hashes = items.hashes(0, stop - start)
-            for at, known in enumerate(held):
-                if not known:
-                    key = hash_at(hashes, at)
-                    block = hosted.get(key)
-                    held[at] = (block is not None and not block.arriving) or bool(
-                        store is not None and store.held_run([key])
-                    )
-        return held
+        states = system.index_actor.index.tree.probe(items, 0, count)
+        found = [next((bit for bit in ORDER if state & bit), 0) for state in states]
+        if all(found) or not system.index_actor.settings.fetch:
+            return found
+        hosted, store, hashes = (
+            hosted_blocks(system, scope.salt),
+            system.store,
+            items.hashes(0, count),
+        )
+        for at, known in enumerate(found):
+            if not known:
+                key = hash_at(hashes, at)
+                block = hosted.get(key)
+                if (block is not None and not block.arriving) or (
+                    store is not None and store.held_run([key])
+                ):
+                    found[at] = STORAGE
+        return found
 
 
 class GroupLease:
@@ -136,44 +155,62 @@ class GroupLease:
     Attributes:
         lease: in the group's cache. Its path has the items of `blocks`, in that order. The last may
             not be complete.
-        blocks: of the prompt, ascending.
+        blocks: of the prompt, ascending but for the hits.
         hits: leading items that were cached when the lease was acquired.
-        floor: the first block of the prompt for which the first item's device block stands.
+        kept: hits that it still has.
+        floor: the first block of the prompt for which a device block stands.
         marks: blocks of the prompt after which a snapshot is wanted beside the regular ones.
+        incarnation: of the group's index, which has the lease.
     """
 
     def __init__(self, group: LayerGroup, blocks: list[int], floor: int, marks: set[int]) -> None:
         self.group, self.blocks, self.floor = group, blocks, floor
-        self.hits, self.marks = len(blocks), marks
+        self.hits = self.kept = len(blocks)
+        self.marks = marks
+        self.incarnation = group.cache.system.index.incarnation
         self._last = -1  # block of the last computed token
         self.lease: Lease = None  # type: ignore[assignment]  # until it is acquired
 
     def forked(self, lease: Lease) -> GroupLease:
-        """The same items, in a fork."""
-        made = GroupLease(self.group, list(self.blocks), self.floor, self.marks)
-        made.hits, made.lease = self.hits, lease
+        """The same items, in a fork, which has no reserved blocks."""
+        made = GroupLease(self.group, self.blocks[: len(lease._table)], self.floor, self.marks)
+        made.hits, made.kept, made.lease = self.hits, self.kept, lease
         return made
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all of its hits."""
+        return self.lease.cached_tokens == self.hits * self.group.words
 
     def table(self, blocks: int) -> tuple[int, ...]:
         """The device blocks for the first blocks of the prompt, -1 where the group has none."""
-        found, last = [-1] * min(self.floor, blocks), self.floor - 1
-        for block, at in zip(self.blocks, self.lease._table, strict=False):
-            found += [at] * (min(block, blocks - 1) - last)
-            last = block
-        return tuple(found[:blocks])
+        found, floor = [-1] * blocks, self.floor
+        for block, at in sorted(zip(self.blocks, self.lease._table, strict=False)):
+            first = floor if self.group.is_state else block
+            stop = min(block + 1, blocks)
+            found[first:stop] = [at] * (stop - first)
+            floor = stop
+        return tuple(found)
+
+    def _before(self, block: int) -> int:
+        """Leading items of blocks before `block`."""
+        for at in range(self.kept):
+            if self.blocks[at] >= block:
+                return at
+        return bisect_left(self.blocks, block, self.kept)
 
     # -- growth
 
     def plan(self, blocks: int) -> None:
         """Have items for the first `blocks` blocks of the prompt."""
-        last = self.blocks[-1] if self.blocks else self.floor - 1
+        last = max(self.blocks, default=self.floor - 1)
         while last < blocks - 1:
             last = self._next_mark(last) if self.group.is_state else last + 1
             self.blocks.append(last)
 
     def _trim(self, blocks: int) -> None:
         """Have no items beyond those that the first `blocks` blocks of the prompt need."""
-        while len(self.blocks) > 1 and self.blocks[-2] >= blocks - 1:
+        while len(self.blocks) > self.kept + 1 and self.blocks[-2] >= blocks - 1:
             self.blocks.pop()
 
     def _next_mark(self, last: int) -> int:
@@ -188,65 +225,89 @@ class GroupLease:
     def words(self, path: Path, done: int) -> NDArray[np.uint32]:
         """What the group's lease lacks of the items of a prompt, if it has `done` words. An item
         that has begun has its first word, so that a fork copies its device block."""
-        complete = bisect_left(self.blocks, path.num_full_blocks)
+        complete = self._before(path.num_full_blocks)
         first, part = divmod(done, self.group.words)
         words = self.group.items(path, self.blocks[first:complete])[part:]
         if first <= complete < len(self.blocks) and not (part and first == complete):
             words = np.append(words, np.uint32(min(self.blocks[complete], NEVER)))
         return words
 
-    async def follow(self, lease: Lease) -> None:
-        """Have the items that the lease's tokens and blocks need. NoRoom: nothing changed."""
-        own, group, path = self.lease, self.group, lease._path
-        self._trim(len(lease._table))
-        before = len(self.blocks)
-        self.plan(len(lease._table))
-        complete = bisect_left(self.blocks, path.num_full_blocks)
-        wanted = complete * group.words + (complete < len(self.blocks))
+    async def cover(self, blocks: int, at: float) -> None:
+        """Have device blocks for the first `blocks` blocks of the prompt, before the lease has. If
+        it gets none there after all, a later call uses them."""
+        own, words, before = self.lease, self.group.words, len(self.blocks)
+        self.plan(blocks)
         try:
-            if wanted < own.num_tokens or len(self.blocks) < len(own._table):
-                await own.truncate(wanted)  # as the lease was
-            if wanted > own.num_tokens:
-                await own.extend(self.words(path, own.num_tokens))
             while (lacking := len(self.blocks) - len(own._table)) > 0:
-                most = min(lacking, own._handle.context.part_tokens // group.words)
-                upto = (len(own._table) + most) * group.words
-                await own.reserve(upto - own.num_tokens)
-        except NoRoom:
+                most = min(lacking, own._handle.context.part_tokens // words)
+                upto = (len(own._table) + most) * words
+                await own.reserve(upto - own.num_tokens, deadline=left(at))
+        except BaseException:
             del self.blocks[max(before, len(own._table)) :]
             raise
 
+    def _wanted(self, path: Path) -> int:
+        """Words of the items of a prompt. An item that has begun has its first one."""
+        complete = self._before(path.num_full_blocks)
+        return complete * self.group.words + (complete < len(self.blocks))
+
+    async def follow(self, lease: Lease, at: float) -> None:
+        """Have the items of the lease's tokens, for which the group has blocks."""
+        own, path = self.lease, lease._path
+        if self._wanted(path) > own.num_tokens:
+            await own.extend(self.words(path, own.num_tokens), deadline=left(at))
+
+    async def truncate(self, lease: Lease, at: float) -> None:
+        """Have no items and blocks beyond the lease's."""
+        own = self.lease
+        self._trim(len(lease._table))
+        wanted = self._wanted(lease._path)
+        if wanted < own.num_tokens or len(self.blocks) < len(own._table):
+            await own.truncate(wanted, deadline=left(at))
+
     # -- commit and end
 
-    async def commit(self, lease: Lease, computed: int) -> None:
+    def has_committed(self, computed: int) -> bool:
+        """Whether the last commit did the same.
+
+        Raises:
+            LeaseEnded: the group's index has failed, so that others may have the lease's blocks.
+        """
+        if self.group.cache.system.index.incarnation != self.incarnation:
+            raise LeaseEnded(f"the index of the group {self.group.config.name!r} has failed")
+        size = self.group.block_size
+        return computed % size != 0 and (computed - 1) // size <= self._last
+
+    async def commit(self, lease: Lease, computed: int, at: float) -> None:
         """The first `computed` tokens are computed. Items that no later token needs are given up:
         those that are complete stay cached."""
-        size, words, own = self.group.block_size, self.group.words, self.lease
-        last, self._last = self._last, (computed - 1) // size
-        if self._last <= last and computed % size:
+        if self.has_committed(computed):
             return
+        size, words, own = self.group.block_size, self.group.words, self.lease
+        self._last = max(self._last, (computed - 1) // size)
         full = min(computed // size, lease._path.num_full_blocks)
         if self.group.is_state:
             # A block has the state of its last token only if a pass has ended there.
-            passed = bisect_left(self.blocks, -(-computed // size) - 1)
-            await self._give_up(passed)
+            passed = self._before(-(-computed // size) - 1)
+            await self._give_up(passed, at)
             if self.blocks and (self.blocks[0] + 1) * size == computed <= full * size:
-                await own.commit(words)
+                await own.commit(words, deadline=left(at))
             return
-        await own.commit(bisect_left(self.blocks, full) * words)
+        await own.commit(self._before(full) * words, deadline=left(at))
         needed = max(0, computed - self.group.config.window + 1) // size
-        await self._give_up(bisect_left(self.blocks, needed))
+        await self._give_up(self._before(needed), at)
 
-    async def _give_up(self, items: int) -> None:
+    async def _give_up(self, items: int, at: float) -> None:
         if items:
-            self.floor = self.blocks[items - 1] + 1
+            self.floor = max(self.floor, *(block + 1 for block in self.blocks[:items]))
+            self.kept = max(0, self.kept - items)
             del self.blocks[:items]
-            await self.lease._drop_leading(items)
+            await self.lease._drop_leading(items, left(at))
 
-    async def finish(self, lease: Lease, computed: int | None) -> None:
+    async def finish(self, lease: Lease, computed: int | None, at: float) -> None:
         if computed is not None:
-            await self.commit(lease, computed)
-        await self.lease.finish(output_tokens=0)
+            await self.commit(lease, computed, at)
+        await self.lease.finish(output_tokens=0, deadline=left(at))
 
 
 NEVER = (1 << 32) - 1
@@ -260,6 +321,10 @@ class GroupedLease(Lease):
     tokens up to there are committed before the next pass: this makes the snapshots. A pass from
     token a to before token b reads the state in the entry of token a - 1, if a is not 0, and writes
     it to the entry of token b - 1.
+
+    A call that grows the request takes the blocks of the groups first, so that no group lacks room
+    once the request has grown. The groups follow the calls one after another. If a group fails, or
+    the caller is cancelled between two of them, the lease ends in all of them.
     """
 
     _cache: GroupedCache
@@ -268,6 +333,16 @@ class GroupedLease(Lease):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._parts: list[GroupLease] = []
+        self._latest: asyncio.Future[None] | None = None  # end of the last call in the groups
+
+    def _bind(self, part: GroupLease) -> None:
+        """The lease has a part in a further group."""
+        handle = self._handle
+        if not handle.bound:
+            handle.bound.append(handle)
+        handle.bound.append(part.lease._handle)
+        part.lease._handle.bound = handle.bound
+        self._parts.append(part)
 
     @property
     def block_tables(self) -> tuple[tuple[int, ...], ...]:
@@ -284,27 +359,58 @@ class GroupedLease(Lease):
                     stop = min(stop, (part.blocks[at] + 1) * size)
         return stop
 
-    def _give_up_parts(self) -> None:
-        for part in self._parts:
-            part.lease.abandon()
-
-    async def _follow(self, before: int) -> None:
-        """Have the items that the lease needs now. If there is no room for them, the lease has
-        `before` tokens again, and blocks for no others."""
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """Within the block no other call of the lease is in the groups: they come one after
+        another."""
+        over = asyncio.get_running_loop().create_future()
+        before, self._latest = self._latest, over
         try:
-            for part in self._parts:
-                await part.follow(self)
-        except NoRoom as error:
-            try:
-                await super().truncate(before)
+            if before is not None:
+                try:
+                    await before
+                except BaseException:
+                    self._handle.give_up()  # the next call does not wait for the one before
+                    raise
+            yield
+        finally:
+            if not over.done():
+                over.set_result(None)
+            if self._latest is over:
+                self._latest = None
+
+    async def _in_groups(
+        self, call: Callable[[GroupLease], Awaitable[None]], change: str = ""
+    ) -> None:
+        """Make a call in every group. change: of the lease, that it is a part of."""
+        handle = self._handle
+        if change:
+            handle.begin_change(change)
+        try:
+            async with self._alone():
                 for part in self._parts:
-                    await part.follow(self)
-            except KVActorsError:
-                self.abandon()
-            raise error
+                    await call(part)
+        finally:
+            if change:
+                handle.changing = ""
+
+    async def _follow(
+        self, call: Callable[[GroupLease], Awaitable[None]], change: str = ""
+    ) -> None:
+        """Make a call in every group after that of the lease: it ends if one fails."""
+        try:
+            await self._in_groups(call, change)
         except BaseException:
-            self.abandon()
+            self._handle.give_up()
             raise
+
+    def _lacks(self, tokens: int) -> bool:
+        """Whether the block tables end before this number of tokens."""
+        return tokens > len(self._table) * self._path.block_size
+
+    async def _cover(self, tokens: int, at: float, change: str = "") -> None:
+        blocks = -(-tokens // self._path.block_size)
+        await self._in_groups(lambda part: part.cover(blocks, at), change)
 
     # -- loads
 
@@ -313,26 +419,49 @@ class GroupedLease(Lease):
     ) -> None:
         """See `Lease.wait_ready`. If a group lacks an item after all, nothing of the request is
         cached, and it gets other device blocks."""
-        pending = self.pending
+        handle = self._handle
+        at = None if deadline is None else handle.begin_call(deadline)
         await super().wait_ready(stream=stream, deadline=deadline)
+        whole = await self._groups_ready(stream, at) and self._is_whole()
+        if not (whole or self.pending):
+            async with self._alone():
+                if self._handle is handle:  # no other call has done it
+                    await self._acquire_again(deadline if at is None else left(at))
+
+    async def _groups_ready(self, stream: Stream | None, at: float | None) -> bool:
+        """Wait for the loads of the groups. Returns whether none of them lacks a device block."""
+        whole = True
         for part in self._parts:
-            await part.lease.wait_ready(stream=stream, deadline=deadline)
-        if pending and not (self.pending or self._is_whole()):
-            await self._acquire_again(deadline)
+            try:
+                deadline = None if at is None else left(at)
+                await part.lease.wait_ready(stream=stream, deadline=deadline)
+            except NoRoom:
+                whole = False
+            self.pending |= part.lease.pending
+            self._handle.unread |= part.lease._handle.unread
+        return whole
 
     def _is_whole(self) -> bool:
         """Whether every group has what the cached tokens need."""
         return self.cached_tokens == (self._message.most or 0) * self._path.block_size and all(
-            part.lease.cached_tokens == part.hits * part.group.words for part in self._parts
+            part.is_whole for part in self._parts
         )
 
     async def _acquire_again(self, deadline: float | None) -> None:
         cache, at = self._cache, self._handle.context.begin_call(deadline)
-        self.abandon()
-        path = again(self._path)
-        lease = next(cache._leases)
-        message = replace(self._message, lease=lease, path=path, most=0, deadline=at)
-        made = await cache._grant_all(replace(message, wait_for_room=True), 0)
+        lease, path = next(cache._leases), again(self._path)
+        self._handle.give_up()
+        message = replace(
+            self._message,
+            lease=lease,
+            path=path,
+            media=self._media,
+            most=0,
+            deadline=at,
+            wait_for_room=True,
+        )
+        made = await cache._grant_all(message, 0)
+        made._latest = self._latest
         self.__dict__.update(made.__dict__)
         del made.__dict__["_handle"]  # its finaliser must not end the lease
 
@@ -340,58 +469,50 @@ class GroupedLease(Lease):
         self, layer: int, *, stream: Stream | None = None, deadline: float | None = None
     ) -> int:
         """See `Lease.wait_layer`: a layer of `[layout]`. The other groups are waited for whole."""
-        for part in self._parts:
-            await part.lease.wait_ready(deadline=deadline)
-        cached = await super().wait_layer(layer, stream=stream, deadline=deadline)
-        if any(part.lease.cached_tokens < part.hits * part.group.words for part in self._parts):
-            await self.wait_ready(deadline=deadline)
-            return self.cached_tokens
-        return cached
+        at = None if deadline is None else self._handle.begin_call(deadline)
+        whole = await self._groups_ready(None, at)
+        rest = None if at is None else left(at)
+        cached = await super().wait_layer(layer, stream=stream, deadline=rest)
+        if whole and all(part.is_whole for part in self._parts):
+            return cached
+        await self.wait_ready(deadline=None if at is None else left(at))
+        return self.cached_tokens
 
     # -- tokens and blocks
 
-    async def extend(self, tokens: Tokens, **options: Any) -> tuple[int, ...]:
-        """See `Lease.extend`."""
-        before = self.num_tokens
-        blocks = await super().extend(tokens, **options)
-        await self._follow(before)
-        return blocks
-
-    async def next_chunk(
-        self, num_tokens: int, *, deadline: float | None = None
-    ) -> tuple[int, ...]:
-        """See `Lease.next_chunk`."""
-        blocks = await super().next_chunk(num_tokens, deadline=deadline)
-        await self._follow(self.num_tokens)
-        return blocks
-
-    async def reserve(self, num_tokens: int, *, deadline: float | None = None) -> tuple[int, ...]:
-        """See `Lease.reserve`."""
-        blocks = await super().reserve(num_tokens, deadline=deadline)
-        await self._follow(self.num_tokens)
+    async def _grow(self, message: Extend | Reserve, at: float, call: str) -> tuple[int, ...]:
+        if self._lacks(message.num_tokens):
+            await self._cover(message.num_tokens, at, call)
+        blocks = await super()._grow(message, at, call)
+        await self._follow(lambda part: part.follow(self, at), call)
         return blocks
 
     async def truncate(self, num_tokens: int, *, deadline: float | None = None) -> tuple[int, ...]:
         """See `Lease.truncate`. A state cannot go back: the caller has one of before, or computes
         again from `cached_tokens` of a new lease."""
+        at = self._handle.begin_call(deadline)
         dropped = await super().truncate(num_tokens, deadline=deadline)
-        await self._follow(num_tokens)
+        await self._follow(lambda part: part.truncate(self, at), "truncate")
         return dropped
 
     async def fork_many(
         self, count: int, request_ids: Sequence[str] | None = None, **options: Any
     ) -> tuple[Self, ...]:
         """See `Lease.fork_many`."""
+        at = self._handle.begin_call(options.get("deadline"))
         forks = await super().fork_many(count, request_ids, **options)
+        names = [fork.request_id for fork in forks]
+        waits = {key: one for key, one in options.items() if key.startswith("wait")}
+
+        async def fork_part(part: GroupLease) -> None:
+            made = await part.lease.fork_many(count, names, deadline=left(at), **waits)
+            for fork, lease in zip(forks, made, strict=True):
+                fork._bind(part.forked(lease))
+
         try:
             for fork in forks:
                 fork._cache, fork._message = self._cache, self._message
-            names = [fork.request_id for fork in forks]
-            waits = {key: one for key, one in options.items() if key not in ("event", "stream")}
-            for part in self._parts:
-                made = await part.lease.fork_many(count, names, **waits)
-                for fork, lease in zip(forks, made, strict=True):
-                    fork._parts.append(part.forked(lease))
+            await self._in_groups(fork_part, "fork")
         except BaseException:
             for fork in forks:
                 fork.abandon()
@@ -409,17 +530,13 @@ class GroupedLease(Lease):
         deadline: float | None = None,
     ) -> int:
         """See `Lease.commit`."""
+        at = self._handle.begin_call(deadline)
         done = await super().commit(computed_tokens, event=event, stream=stream, deadline=deadline)
-        await self._commit_parts_of(computed_tokens)
+        await self._commit_parts_of(computed_tokens, at)
         return done
 
-    async def _commit_parts_of(self, computed: int) -> None:
-        try:
-            for part in self._parts:
-                await part.commit(self, computed)
-        except BaseException:
-            self.abandon()
-            raise
+    async def _commit_parts_of(self, computed: int, at: float) -> None:
+        await self._follow(lambda part: part.commit(self, computed, at))
 
     async def _end(
         self,
@@ -428,15 +545,19 @@ class GroupedLease(Lease):
         stream: Stream | None,
         deadline: float | None,
     ) -> Ack:
-        reply = await super()._end(message, event, stream, deadline)
+        at, handle = self._handle.begin_call(deadline), self._handle
+        reply: Any = None
         try:
-            for part in self._parts:
-                await part.finish(self, message.computed_tokens)
-        except KVActorsError as error:  # its items are not cached
-            log.warning("group of layers lost a request", error=str(error))
+            reply = await super()._end(message, event, stream, deadline)
+            await self._in_groups(lambda part: part.finish(self, message.computed_tokens, at))
+        except KVActorsError as error:
+            if reply is None:
+                raise
+            log.warning("group of layers lost a request", error=str(error))  # its items
         finally:
-            self._give_up_parts()
-        return reply
+            if handle.ended:
+                handle.end_bound()
+        return reply  # type: ignore[no-any-return]
 
     def abandon(self, *, event: Completion | None = None, stream: Stream | None = None) -> None:
         """See `Lease.abandon`."""
@@ -444,13 +565,34 @@ class GroupedLease(Lease):
             self._handle.context.check_thread()
             self._cache.record_pass([self], event=event, stream=stream)
         super().abandon()
-        self._give_up_parts()
 
-    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            await super().__aexit__(kind, error, trace)
-        finally:
-            self._give_up_parts()
+
+class GroupedStep(StepCall):
+    """A step of leases of several groups of layers."""
+
+    async def carry_out(self, at: float) -> None:
+        befores = [lease.num_tokens for lease in self.leases]
+        for row, lease in enumerate(self.leases):
+            tokens = befores[row] + self._counts[row]
+            if self._numbers[row] and lease._lacks(tokens):
+                try:
+                    await lease._cover(tokens, at)
+                except KVActorsError as error:
+                    self._refused[row] = Stepped(error=error)
+                    self._numbers[row] = 0
+        await super().carry_out(at)
+        for row, lease in enumerate(self.leases):
+            outcome, computed = self.outcomes[row], self._computed[row]
+            if outcome.error is not None:
+                continue
+            try:
+                size = lease._path.block_size
+                if lease.num_tokens // size != befores[row] // size or outcome.blocks:
+                    await lease._follow(lambda part, lease=lease: part.follow(lease, at))
+                if computed is not None:
+                    await lease._commit_parts_of(computed, at)
+            except KVActorsError as error:
+                self.outcomes[row] = Stepped(error=error)
 
 
 class GroupedCache(KVCache):
@@ -461,6 +603,7 @@ class GroupedCache(KVCache):
     """
 
     _LEASE: ClassVar[type[Lease]] = GroupedLease
+    _STEP: ClassVar[type[StepCall]] = GroupedStep
 
     def __init__(self, system: System, caches: Sequence[KVCache]) -> None:
         super().__init__(system)
@@ -515,7 +658,7 @@ class GroupedCache(KVCache):
         lease._cache, lease._message = self, message
         try:
             for group in self.layer_groups:
-                lease._parts.append(await self._grant_part(group, lease, message, known))
+                lease._bind(await self._grant_part(group, lease, message, known))
         except BaseException as error:
             error.add_note(f"of the group of layers {group.config.name!r}")
             lease.abandon()
@@ -530,7 +673,14 @@ class GroupedCache(KVCache):
         limit = self.system.index_actor.index.limit_of(path.num_tokens)
         marks = {block - 1 for block in (limit, path.num_full_blocks, known) if block > hit}
         cached = list(range(max(0, hit - group.span), hit))
-        part = GroupLease(group, cached, cached[0] if cached else hit, marks)
+        if cached:
+            found = group.tiers(path, cached[0], hit, message.scope)
+            order = [*ORDER, STORAGE, 0]
+            cached = [
+                cached[at]
+                for at in sorted(range(len(cached)), key=lambda at: order.index(found[at]))
+            ]
+        part = GroupLease(group, cached, min(cached, default=hit), marks)
         part.plan(len(lease._table))
         cache, scope, hints = group.cache, message.scope, message.hints
         items = Path(group.words, cache.system.roots.root(scope), flat=True)
@@ -549,12 +699,6 @@ class GroupedCache(KVCache):
             own = replace(own, stored=await cache._count_stored(items, scope, ()))
         made = cache._grant(own)
         part.lease = made if isinstance(made, Lease) else await made
-        if len(part.blocks) > len(part.lease._table):
-            try:
-                await part.follow(lease)
-            except BaseException:
-                part.lease.abandon()
-                raise
         return part
 
     def record_pass(
@@ -570,32 +714,6 @@ class GroupedCache(KVCache):
         for at, group in enumerate(self.layer_groups):
             group.cache.record_pass([lease._parts[at].lease for lease in own], event=made)
         return made
-
-    async def step(
-        self,
-        steps: Sequence[Step],
-        *,
-        event: Completion | None = None,
-        stream: Stream | None = None,
-        deadline: float | None = None,
-    ) -> list[Stepped]:
-        """See `KVCache.step`."""
-        befores = [getattr(step.lease, "num_tokens", 0) for step in steps]
-        done = await super().step(steps, event=event, stream=stream, deadline=deadline)
-        for row, (step, before) in enumerate(zip(steps, befores, strict=True)):
-            lease: Any = step.lease
-            if done[row].error is not None:
-                continue
-            try:
-                if lease.num_tokens // self.block_size != before // self.block_size or (
-                    done[row].blocks
-                ):
-                    await lease._follow(before)
-                if step.computed_tokens is not None:
-                    await lease._commit_parts_of(step.computed_tokens)
-            except KVActorsError as error:
-                done[row] = Stepped(error=error)
-        return done
 
     def lookup(self, tokens: Tokens, **options: Any) -> PromptHits:
         """See `KVCache.lookup`: what every group can serve, by the tier that holds the blocks of
@@ -645,38 +763,43 @@ class GroupedCache(KVCache):
 
     async def clear(self, **options: Any) -> Cleared:
         """See `KVCache.clear`. The counts are those of all groups together."""
+        at = self._context.begin_call(options.get("deadline"))
         done = await super().clear(**options)
         for cache in self._all:
-            more = await cache.clear(**options)
+            more = await cache.clear(**options | {"deadline": left(at)})
             done = Cleared(*(a + b for a, b in zip(done, more, strict=True)))
         return done
 
     async def pause(self, *, deadline: float | None = None) -> None:
         """See `KVCache.pause`."""
+        at = self._context.begin_call(deadline)
         await super().pause(deadline=deadline)
         for cache in self._all:
-            await cache.wait_idle(cache.config.cache.default_deadline_s)
+            await cache.wait_idle(left(at))
 
     async def set_namespace(self, namespace: str, *, deadline: float | None = None) -> None:
         """See `KVCache.set_namespace`."""
+        at = self._context.begin_call(deadline)
         await super().set_namespace(namespace, deadline=deadline)
         for cache in self._all:
-            await cache.set_namespace(namespace, deadline=deadline)
+            await cache.set_namespace(namespace, deadline=left(at))
 
     async def wait_idle(self, deadline: float = 30.0) -> None:
         """See `KVCache.wait_idle`."""
+        at = self._context.begin_call(deadline)
         for cache in self._all:
-            await cache.wait_idle(deadline)
-        await super().wait_idle(deadline)
+            await cache.wait_idle(left(at))
+        await super().wait_idle(left(at))
 
     async def wait_flushed(
         self, deadline: float = 30.0, *, at_rest: bool = True, sinks: Collection[str] | None = None
     ) -> None:
         """See `KVCache.wait_flushed`."""
+        at = self._context.begin_call(deadline)
         await super().wait_flushed(deadline, at_rest=at_rest, sinks=sinks)
         for cache in self._all:
             own = None if sinks is None else [name for name in sinks if name in cache.sinks]
-            await cache.wait_flushed(deadline, at_rest=at_rest, sinks=own)
+            await cache.wait_flushed(left(at), at_rest=at_rest, sinks=own)
 
     def count_divergent_blocks(self, sinks: Collection[str] | None = None) -> int:
         """See `KVCache.count_divergent_blocks`."""
@@ -688,19 +811,24 @@ class GroupedCache(KVCache):
 
     async def sleep(self, level: int = 1, *, deadline: float | None = None) -> None:
         """See `KVCache.sleep`."""
-        self._context.begin_call(deadline)
+        at = self._context.begin_call(deadline)
         for name, cache in self.groups.items():
             if not getattr(cache.system.plane, "owns_device", False):
                 raise SleepUnsupported(f"the device of the group {name!r} is the engine's")
         await super().sleep(level, deadline=deadline)
-        for cache in self._all:
-            await cache.sleep(level, deadline=deadline)
+        try:
+            for cache in self._all:
+                await cache.sleep(level, deadline=left(at))
+        except BaseException:
+            await uncancelled(self.wake())
+            raise
 
     async def wake(self, device: Device | None = None, *, deadline: float | None = None) -> None:
         """See `KVCache.wake`."""
+        at = self._context.begin_call(deadline)
         for cache in self._all:
-            await cache.wake(deadline=deadline)
-        await super().wake(device, deadline=deadline)
+            await cache.wake(deadline=left(at))
+        await super().wake(device, deadline=left(at))
 
     def check(self) -> list[str]:
         """See `KVCache.check`."""

@@ -73,6 +73,7 @@ class LeaseHandle(msgspec.Struct, eq=False):
         committing: tokens of the commits in progress that take several steps, or wait for a pass
             of the loop. They must stay until the commits are answered.
         unread: whether the caller, or a stream, works with loads whose result it has not read.
+        bound: handles of the request in several groups of layers. One that ends ends all of them.
     """
 
     context: CallContext
@@ -83,6 +84,7 @@ class LeaseHandle(msgspec.Struct, eq=False):
     changing: str = ""
     committing: list[int] = []
     unread: bool = False
+    bound: list[LeaseHandle] = []
 
     # -- checks
 
@@ -154,6 +156,7 @@ class LeaseHandle(msgspec.Struct, eq=False):
     def ended_by(self, error: LeaseEnded) -> LeaseEnded:
         """The index has no such lease any more: the error for the caller."""
         self.ended = True
+        self.end_bound()
         return LeaseEnded(f"lease of {self.request_id!r}: {error}")
 
     async def take(self, message: Extend | Reserve, at: float, call: str = "") -> AcquireResult:
@@ -192,6 +195,11 @@ class LeaseHandle(msgspec.Struct, eq=False):
         if not self.ended:
             self.ended = True
             self.context.abandon(self.id)
+            self.end_bound()
+
+    def end_bound(self) -> None:
+        while self.bound:
+            self.bound.pop().give_up()
 
     def _lost(self, reply: object) -> None:
         self.give_up()
@@ -427,8 +435,10 @@ class Lease:
         extend_path(added, "tokens", tokens)
         extras, media = added_media(added.block_size, self.num_tokens, added.num_tokens, extra_keys)
         message = Extend(self._handle.id, self.num_tokens, added, extras)
-        granted = await self._handle.take(message, at, "extend")
-        return self._appended(added, media, granted.blocks)
+        blocks = await self._grow(message, at, "extend")
+        self.num_tokens += added.num_tokens
+        self._media += media
+        return blocks
 
     async def next_chunk(
         self, num_tokens: int, *, deadline: float | None = None
@@ -450,7 +460,7 @@ class Lease:
         count = check_int("num_tokens", num_tokens, 1)
         upto = min(self.num_tokens, self.covered_tokens + count)
         message = Reserve(self._handle.id, self.num_tokens, upto)
-        return self._append_blocks((await self._handle.take(message, at, "next_chunk")).blocks)
+        return await self._grow(message, at, "next_chunk")
 
     async def reserve(self, num_tokens: int, *, deadline: float | None = None) -> tuple[int, ...]:
         """Take device blocks ahead of tokens, for speculation or asynchronous scheduling. A later
@@ -471,15 +481,11 @@ class Lease:
         at = self._handle.begin_call(deadline)
         count = check_int("num_tokens", num_tokens, 0, self._handle.context.part_tokens)
         message = Reserve(self._handle.id, self.num_tokens, self.num_tokens + count)
-        return self._append_blocks((await self._handle.take(message, at, "reserve")).blocks)
+        return await self._grow(message, at, "reserve")
 
-    def _appended(
-        self, added: Path, media: tuple[tuple[int, int], ...], blocks: Sequence[int]
-    ) -> tuple[int, ...]:
-        """The index has appended tokens."""
-        self.num_tokens += added.num_tokens
-        self._media += media
-        return self._append_blocks(blocks)
+    async def _grow(self, message: Extend | Reserve, at: float, call: str) -> tuple[int, ...]:
+        """Add tokens or blocks to the end. Returns the added blocks."""
+        return self._append_blocks((await self._handle.take(message, at, call)).blocks)
 
     def _append_blocks(self, blocks: Sequence[int]) -> tuple[int, ...]:
         """Add blocks to the end of the table."""
@@ -542,10 +548,10 @@ class Lease:
             self._table = self._table[:left]
         return dropped
 
-    async def _drop_leading(self, blocks: int) -> None:
+    async def _drop_leading(self, blocks: int, deadline: float) -> None:
         """Give up the first blocks of a lease of a group (see `kvactors.groups`)."""
         handle = self._handle
-        at = handle.begin_call(None)
+        at = handle.begin_call(deadline)
         handle.begin_change("commit")
         try:
             await handle.ask(DropLeading(handle.id, self.num_tokens, blocks), at, has_effect=True)

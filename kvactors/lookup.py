@@ -135,12 +135,17 @@ def hits_of(
 ) -> Sliced[PromptHits]:
     """Count the hits of a path that holds nothing, in steps."""
     core, least = system.index_actor, system.config.storage.min_fetch_blocks
-    evictor = system.evictor_actor
+    hosted = hosted_blocks(system, salt)
+    return count_hits(core.index, core.settings, system.store, least, path, media, hosted)
+
+
+def hosted_blocks(system: System, salt: str | None) -> Mapping[bytes, HostBlock]:
+    """The blocks in the host tier that a request may find, by their hashes."""
+    core, evictor = system.index_actor, system.evictor_actor
     # A clear that the host tier has not handled yet comes before the loads of a later request.
     handled = evictor.memory.clears
     cleared = handled != core.clears.sent and core.clears.reaches(salt_id(salt), handled)
-    hosted = {} if cleared else evictor.host.blocks
-    return count_hits(core.index, core.settings, system.store, least, path, media, hosted)
+    return {} if cleared else evictor.host.blocks
 
 
 def count_hits(

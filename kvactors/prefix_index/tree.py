@@ -269,14 +269,25 @@ class BlockIndex:
         for position, state in enumerate(states, run):
             if not is_loadable(state, stored=position < fetch):
                 return position
-        return max(run + len(states), min(limit, fetch))
+        known = run + len(states)
+        return max(known, self._unknown(path, known, min(limit, fetch)))
+
+    def _unknown(self, path: Path, start: int, stop: int) -> int:
+        """Where the unknown blocks end that the store is asked for. A block of a flat path may be
+        on the device, or on its way there, behind one that is unknown."""
+        if path.flat and start < stop:
+            states = self.tree.probe(path, start, stop)
+            return next(
+                (i for i, state in enumerate(states, start) if state & (DEVICE | LOADING)), stop
+            )
+        return stop
 
     def _match(self, path: Path, limit: int, *, fetch: int, used: bool) -> Match:
         run, states = self.tree.pin(path, limit, used)
-        fetched = min(limit, fetch)
+        known = stop = run + len(states)
+        fetched = self._unknown(path, known, min(limit, fetch))
         if not states and run >= fetched:
             return Match(run, [], self.blocks_for(path.num_tokens) - run)
-        known = stop = run + len(states)
         starts: list[tuple[int, LoadState | None]] = []  # of segments
         joined_blocks = 0
         for position, state in enumerate(states, run):

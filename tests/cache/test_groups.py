@@ -9,9 +9,16 @@ from typing import Any
 
 import pytest
 
+from kvactors.groups import STORAGE
+from kvactors.native import DEVICE
 from kvactors.observe.prometheus import CacheMetrics
 from tests.support.cache import BLOCK
 from tests.support.layers import Model, opened, state, window
+
+TIERS: dict[str, Any] = {
+    "host": {"slots": 40},
+    "storage": {"backend": "memory", "write_policy": "write_through"},
+}
 
 KINDS: dict[str, Any] = {
     "window": [window(60)],
@@ -102,3 +109,34 @@ async def test_groups_are_observed():
         cache.groups["state"].system.asleep = 1
         assert [one.component for one in cache.health().reasons] == ["state: cache"]
         cache.groups["state"].system.asleep = 0
+
+
+@pytest.mark.parametrize("more", [8, 11, 13])
+async def test_a_window_is_hit_whose_first_blocks_have_left_the_device(more):
+    """An index loads what follows the blocks on the device, not what is before them."""
+    async with opened([window(16, tokens=8 * BLOCK + 1, slots=40)], device=60, **TIERS) as cache:
+        model, tokens = Model(cache), list(range(10 * BLOCK))
+        await model.serve("a", tokens)
+        await model.serve("other", list(range(100, 100 + more * BLOCK)))
+        await cache.wait_idle()
+        turn = [*tokens[: 8 * BLOCK], 1]
+        assert cache.lookup(turn).cached_tokens == 8 * BLOCK
+        assert await model.serve("again", turn, [2] * 40) == 8 * BLOCK
+
+
+async def test_a_load_from_the_store_ends_before_a_block_on_the_device():
+    """What a request finds may change while it waits."""
+    tables = {"storage": TIERS["storage"]}
+    async with opened([window(16, tokens=8 * BLOCK + 1)], device=60, **tables) as cache:
+        model, tokens = Model(cache), list(range(10 * BLOCK))
+        await model.serve("a", tokens)
+        await model.serve("other", list(range(100, 100 + 11 * BLOCK)))
+        await cache.wait_idle()
+        (group,) = cache.layer_groups
+        path, scope, _ = cache._lookup_path(tokens)
+        found = group.tiers(path, 0, 10, scope)
+        stored = [block for block in range(10) if found[block] == STORAGE]
+        items = group.item_path(path, [*stored, found.index(DEVICE)], scope)
+        index = group.cache.system.index_actor.index
+        assert index.match(items, fetch=len(stored) + 1).expected_blocks == len(stored) > 0
+        index.pool.give(index.tree.release(items))

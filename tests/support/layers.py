@@ -63,9 +63,10 @@ def config(groups: Sequence[Table], *, device: int = 24, **tables: Any) -> kvact
 
 @asynccontextmanager
 async def opened(
-    groups: Sequence[Table], sinks: Sequence[Sink] = (), **options: Any
+    groups: Sequence[Table], sinks: Sequence[Sink] = (), *, inline: bool = False, **options: Any
 ) -> AsyncIterator[Any]:
-    async with kvactors.open(config(groups, **options), sinks=sinks) as cache:
+    settings = config(groups, **options)
+    async with kvactors.open(settings, sinks=sinks, inline_copies=inline) as cache:
         yield cache
         assert await problems_at_rest(cache, 10) == []
         for one in cache.groups.values():
@@ -82,22 +83,23 @@ class Model:
 
     def __init__(self, cache: Any) -> None:
         self.cache = cache
-        self.rows = [_rows(cache, "key")]
-        self.kinds = ["full"]
-        for name, group in cache.groups.items():
-            self.rows.append(_rows(group, "ssm" if name == "state" else "key"))
-            self.kinds.append(name)
+        self.groups = cache.config.cache.groups
 
     def compute(self, lease: Any, tokens: Sequence[int], start: int, stop: int) -> None:
         """A pass over tokens [start, stop) of a request."""
-        for rows, kind, table in zip(self.rows, self.kinds, lease.block_tables, strict=True):
-            if kind == "state":
+        caches = [self.cache, *self.cache.groups.values()]
+        for cache, group, table in zip(
+            caches, (None, *self.groups), lease.block_tables, strict=True
+        ):
+            kind = "full" if group is None else group.name
+            rows = cache.device.region(0, "ssm" if group and group.kind == "state" else "key")
+            if group and group.kind == "state":
                 if start:
                     found = rows[table[(start - 1) // BLOCK]].tobytes()
-                    assert found == digest(tokens[:start], kind), f"state before token {start}"
+                    assert found == digest(tokens[:start], kind), f"{kind} before token {start}"
                 _put(rows[table[(stop - 1) // BLOCK]], digest(tokens[:stop], kind))
                 continue
-            first = max(0, start - WINDOW + 1) if kind == "window" else 0
+            first = max(0, start - group.window + 1) if group else 0
             for at in range(first, start):
                 found = rows[table[at // BLOCK]].reshape(BLOCK, -1)[at % BLOCK].tobytes()
                 assert found == digest(tokens[: at + 1], kind), f"{kind} at {at} before {start}"
@@ -136,10 +138,6 @@ class Model:
             await self.decode(lease, said, new)
             await lease.finish(len(said))
             return int(lease.cached_tokens)
-
-
-def _rows(cache: Any, role: str) -> Any:
-    return cache.device.region(0, role)
 
 
 def _put(row: Any, value: bytes) -> None:
