@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import kvactors
 from kvactors.groups import STORAGE
 from kvactors.native import DEVICE
 from kvactors.observe.prometheus import CacheMetrics
@@ -140,3 +141,19 @@ async def test_a_load_from_the_store_ends_before_a_block_on_the_device():
         index = group.cache.system.index_actor.index
         assert index.match(items, fetch=len(stored) + 1).expected_blocks == len(stored) > 0
         index.pool.give(index.tree.release(items))
+
+
+async def test_a_chunk_without_room_in_a_group_leaves_the_lease_as_it_was():
+    async with opened([window(10)], device=40) as cache:
+        model, tokens = Model(cache), list(range(9 * BLOCK))
+        first = await cache.acquire("a", tokens, chunk_tokens=2 * BLOCK)
+        await first.wait_ready()
+        other = await cache.acquire("b", [7] * (6 * BLOCK))  # leaves two of the window's blocks
+        held = (cache.free_blocks(), cache.groups["window"].free_blocks())
+        for call in (first.next_chunk, first.reserve):
+            with pytest.raises(kvactors.NoRoom):
+                await call(5 * BLOCK)
+            assert (cache.free_blocks(), cache.groups["window"].free_blocks()) == held
+        await other.finish()
+        await model.prefill(first, tokens, chunk=2 * BLOCK)
+        await first.finish(len(tokens))
