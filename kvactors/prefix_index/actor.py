@@ -540,11 +540,24 @@ class PrefixIndex(Actor):
             self.out.refuse(envelope, error)
             return
         self._keep_late_loads(lease.path)
+        if self.saves.enabled and not was_cleared(lease.tree, lease.path):
+            self._save_leading(lease, min(message.blocks, lease.path.num_committed))
         self.index.pool.give(lease.tree.drop_leading(lease.path, message.blocks))
         lease.expected_blocks = max(0, lease.expected_blocks - message.blocks)
         lease.prompt_tokens = max(0, lease.prompt_tokens - message.blocks * size)
         self.out.reply(envelope, Ack(lease.path.num_blocks))
         self.queue.serve()
+
+    def _save_leading(self, lease: LeaseState, blocks: int) -> None:
+        """Save the first blocks of a path that is going to drop them: the end of its lease saves
+        only blocks that it still has."""
+        tree, path = lease.tree, copy_of(lease.path, blocks)
+        run, _ = tree.pin(path, blocks, False)  # not a use, which the policy would count
+        saved = SavedPath(tree, path, 1)
+        if run:
+            self.saves.start(saved, 0, run)
+        if saved.answered():
+            self.index.release(tree, path)
 
     def _keep_late_loads(self, path: Path) -> None:
         """The tokens of a path change. A late load, which the lease continues without, still

@@ -157,3 +157,15 @@ async def test_a_chunk_without_room_in_a_group_leaves_the_lease_as_it_was():
         await other.finish()
         await model.prefill(first, tokens, chunk=2 * BLOCK)
         await first.finish(len(tokens))
+
+
+@pytest.mark.parametrize("kind", ["window", "state"])
+async def test_write_through_stores_what_a_request_has_left_behind(kind):
+    """A later process, whose prompt leaves that of the request at a block that was given up."""
+    storage = {"backend": "memory", "write_policy": "write_through"}
+    async with opened(KINDS[kind], storage=storage, host={"slots": 8}) as cache:
+        model, tokens = Model(cache), list(range(12 * BLOCK))
+        assert await model.serve("a", tokens) == 0
+        await cache.wait_idle()
+        await cache.clear()
+        assert await model.serve("b", [*tokens[: 6 * BLOCK], 7]) == 6 * BLOCK
