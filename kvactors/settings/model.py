@@ -129,7 +129,7 @@ class _Reader:
     def layout(self, extra_layers: int) -> ModelLayout:
         if self.outer.get("is_encoder_decoder"):
             raise self._fault("an encoder-decoder model is not supported (is_encoder_decoder)")
-        mtp = self.data.get("num_nextn_predict_layers")
+        mtp = self.data.get("num_nextn_predict_layers", self.data.get("mtp_num_hidden_layers"))
         if isinstance(mtp, int) and mtp > 0 and not extra_layers:
             self.notes.append(
                 f"the model has {mtp} MTP layer(s): with speculative decoding give "
@@ -172,7 +172,7 @@ class _Reader:
         for kept in (WINDOW, CHUNK):
             if kept in found:
                 self.notes.append(
-                    "no layer has full attention: layers with a window of "
+                    f"{field} names no layer with full attention: the layers with a window of "
                     f"{self._window(kept):,} tokens are counted in full, as the layers of [layout]"
                 )
                 found[FULL] = found.pop(kept)
@@ -290,7 +290,13 @@ class _Reader:
         if not isinstance(kv_heads, int) and len(kv_heads) >= self.count:
             extra = kv_heads[self.count :] if kept == FULL else []
             kv_heads = [kv_heads[number] for number in numbers] + extra
-        sizes = {"num_kv_heads": kv_heads, "head_dim": self._head_dim(kept, heads)}
+        dim = self._head_dim(kept, heads)
+        if (value_dim := self.data.get("v_head_dim") or dim) != dim:
+            raise self._fault(
+                f"v_head_dim {value_dim!r:.60} is not head_dim {dim}: keys and values of different "
+                "sizes need a layout class of your own (layout.kind)"
+            )
+        sizes = {"num_kv_heads": kv_heads, "head_dim": dim}
         return {**common, "kind": "gqa", **sizes, "dtype": self._dtype()}
 
     def _latent(self) -> dict[str, Any]:

@@ -156,6 +156,7 @@ def test_the_layout_of_a_model(tmp_path, data, options, kind, token_bytes):
         ({**LLAMA, "num_key_value_heads": [8, 5]}, "heads are no multiple of 5 KV heads"),
         ({**LLAMA, "num_key_value_heads": 5}, "32 attention heads are no multiple of 5 KV heads"),
         ({**LLAMA, "hidden_size": 4097}, "head_dim is missing, and hidden_size 4097"),
+        ({**LLAMA, "v_head_dim": 64}, "v_head_dim 64 is not head_dim 128: .* layout class"),
         ({**LLAMA, "torch_dtype": "float4"}, "dtype 'float4' is unknown: .* --dtype"),
         ({k: v for k, v in LLAMA.items() if k != "torch_dtype"}, "dtype is missing"),
         ({**LLAMA, "is_encoder_decoder": True}, "encoder-decoder"),
@@ -238,8 +239,9 @@ def test_options_that_cannot_be_are_named(tmp_path):
 
 
 def test_remarks(tmp_path):
-    (note,) = read_model(write(tmp_path, DEEPSEEK)).notes
-    assert "--extra-layers 1" in note
+    for data in (DEEPSEEK, {**QWEN, "mtp_num_hidden_layers": 1}):
+        (note,) = read_model(write(tmp_path, data)).notes
+        assert "--extra-layers 1" in note
 
 
 def attention(layers, heads=8, dim=128):
@@ -304,7 +306,9 @@ def test_layers_that_differ_are_groups(tmp_path, data, ranks, full, window, stat
 def test_windows_of_all_layers_are_counted_in_full(tmp_path):
     found = read_model(write(tmp_path, {**LLAMA, "sliding_window": 4096}))
     assert (found.layout.num_layers, found.groups) == (32, ())
-    assert "window of 4,096 tokens are counted in full" in found.notes[0]
+    (note,) = found.notes
+    assert "sliding_window names no layer with full attention" in note
+    assert "window of 4,096 tokens are counted in full" in note
 
 
 @pytest.mark.parametrize("data", [GEMMA, QWEN])
