@@ -124,14 +124,20 @@ class TierConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
         return msgspec.structs.replace(self, groups={}, storage=self._share(self))
 
     def group(self, name: str) -> TierConfig:
-        """The settings of a group's cache."""
-        found = self.groups[name]
+        """The settings of a group's cache.
+
+        Raises:
+            KeyError: `groups` has no such name.
+            ConfigError: a setting is malformed or out of range.
+        """
+        config = checked_config(self)
+        found = config.groups[name]
         return msgspec.structs.replace(
-            self,
+            config,
             block_bytes=found.block_bytes,
             num_slots=found.num_slots,
             identity={**self.identity, **found.identity, "layer group": name},
-            storage=self._share(found),
+            storage=config._share(found),
             sinks=(),
             groups={},
         )

@@ -10,7 +10,7 @@ import pytest
 from kvactors import CacheClosed, ConfigError, StoreError, TierCache, WrongThread, open_tiers
 from kvactors.storage import attempts
 from kvactors.tier_cache import Lookup, SlotMemory, TierGroup, open_storage
-from kvactors.tier_cache.settings import checked_config
+from kvactors.tier_cache.settings import TierConfig, checked_config
 from tests.tier_cache.helpers import BLOCK, KEYS, answer, elsewhere, load, payload, settle, store
 from tests.tier_cache.stores import FaultyStore
 
@@ -196,9 +196,12 @@ def test_groups_have_an_identity_of_their_own() -> None:
     )
     assert config.own.fingerprint == plain.fingerprint  # objects of before are found
     assert len({one.fingerprint for one in (plain, config.group("a"), config.group("b"))}) == 3
-    other = TierGroup(BLOCK, 1, identity={"dtype": "float32"})
-    changed = checked_config(plain.__replace__(groups={"a": other}))
-    assert changed.group("a").fingerprint != config.group("a").fingerprint
+    other = TierGroup(BLOCK, capacity_bytes="8KB", identity={"dtype": "float32"})
+    changed = TierConfig("m", BLOCK, capacity_bytes="64KB", groups={"a": other}).group("a")
+    assert changed.fingerprint != config.group("a").fingerprint
+    assert changed.num_slots == 2
+    with pytest.raises(KeyError):
+        config.group("c")
 
 
 @pytest.mark.parametrize(
