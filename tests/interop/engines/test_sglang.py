@@ -8,6 +8,7 @@ start of the engine.
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import random
 import shutil
@@ -165,6 +166,33 @@ def test_the_linker_brings_pages_from_host_and_storage(start_sglang: Start, tmp_
     assert engine.flush()
     repaired = engine.serve(PROMPTS)
     assert (repaired.tokens, min(repaired.cached)) == (wanted, WHOLE)
+    engine.close()
+
+
+WINDOWS = {
+    "architectures": ["MellumForCausalLM"],
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 64,
+}
+"""The tiny model with windows of two pages in half of its layers."""
+
+
+def test_the_linker_brings_windows_too(start_sglang: Start, tmp_path: Path) -> None:
+    engine = start_sglang(
+        json_model_override_args=json.dumps(WINDOWS), **linker(100, tmp_path / "store")
+    )
+    assert engine.logged("(swa)") == 1
+    plain = engine.serve(PROMPTS)
+    assert max(plain.cached) <= 64
+    assert len({tuple(tokens or ()) for tokens in plain.tokens}) == len(PROMPTS)
+    for flush in (False, True):  # from the host tier, and from storage
+        assert not flush or engine.flush()
+        found = engine.serve(PROMPTS)
+        assert (found.tokens, min(found.cached)) == (plain.tokens, WHOLE)
+    assert engine.flush()
+    stores.flip(tmp_path / "store")
+    flipped = engine.serve(PROMPTS)
+    assert (flipped.tokens, max(flipped.cached) <= 64) == (plain.tokens, True)
     engine.close()
 
 
