@@ -119,7 +119,9 @@ class _Reader:
         self, where: str, data: Mapping[str, Any], dtype: str | None, tensor_parallel: int
     ) -> None:
         self.outer = data
-        self.name = str((data.get("architectures") or [data.get("model_type") or "unknown"])[0])
+        names = data.get("architectures")
+        first = names[0] if isinstance(names, list) and names else data.get("model_type")
+        self.name = str(first or "unknown")
         self.data, part = _language_part(data)
         self.place = f"{where} ({self.name}{part})"
         self.asked_dtype, self.ranks = dtype, tensor_parallel
@@ -190,7 +192,9 @@ class _Reader:
                 return field, self._of_all(field, self._list(field, str))
         for field, letters in LETTERS.items():
             pattern = self.data.get(field)
-            if isinstance(pattern, str) and pattern and not set(pattern) - set(letters):
+            if isinstance(pattern, str) and pattern:
+                if unknown := set(pattern) - set(letters):
+                    raise self._fault(f"{field} has {min(unknown)!r}, an unknown type: {BY_HAND}")
                 return field, self._of_all(field, [letters[one] for one in pattern])
         count = self._layer_count()
         if self.data.get("mamba_d_ssm"):
@@ -223,8 +227,8 @@ class _Reader:
         if data.get("attn_type_list"):
             flags = self._list("attn_type_list", int)
             return "attn_type_list", [at for at, one in enumerate(flags) if one], "linear_attention"
-        if kimi := data.get("linear_attn_config"):
-            numbers = self._list("full_attn_layers", int, kimi)
+        if data.get("linear_attn_config"):
+            numbers = self._list("full_attn_layers", int, self._kimi())
             return "linear_attn_config", [one - 1 for one in numbers], "linear_attention"
         if data.get("attn_layer_period"):
             offset = self._checked("attn_layer_offset", data.get("attn_layer_offset"), 0)
@@ -386,8 +390,14 @@ class _Reader:
         values = self._share("linear_num_value_heads", values)
         return kernel, 2 * keys * key_dim + values * value_dim, [values, value_dim, key_dim]
 
-    def _kimi_delta(self) -> tuple[int, int, list[int]]:
+    def _kimi(self) -> Mapping[str, Any]:
         table = self.data["linear_attn_config"]
+        if not isinstance(table, dict):
+            raise self._fault(f"linear_attn_config must be an object, not {table!r:.60}")
+        return table
+
+    def _kimi_delta(self) -> tuple[int, int, list[int]]:
+        table = self._kimi()
         heads, dim, kernel = (
             self._checked(f"linear_attn_config.{name}", table.get(name))
             for name in ("num_heads", "head_dim", "short_conv_kernel_size")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 
 import pytest
 
@@ -169,6 +170,7 @@ def test_the_layout_of_a_model(tmp_path, data, options, kind, token_bytes):
         ({**LLAMA, "layer_types": "full"}, "layer_types must be a list of texts, not 'full'"),
         ({**LLAMA, "layer_types": HALF}, "attention_chunk_size is missing"),
         ({**LLAMA, "mamba_d_state": 16}, r"no layer has attention \(mamba_d_state\).*cache.groups"),
+        ({**NEMOTRON, "hybrid_override_pattern": "M*X"}, "pattern has 'X', an unknown type: write"),
         ({**JAMBA, "mamba_expand": None}, "mamba_expand is missing"),
         ({**QWEN, "linear_value_head_dim": "wide"}, "must be a whole number above 0, not 'wide'"),
         ({**QWEN, "mamba_ssm_dtype": "float4"}, "dtype 'float4' is unknown"),
@@ -301,6 +303,18 @@ def test_layers_that_differ_are_groups(tmp_path, data, ranks, full, window, stat
     windows = [one.window for one in found.groups if one.kind == "window"]
     asked = data.get("attention_chunk_size", data.get("sliding_window"))
     assert windows == ([asked] if window else [])
+
+
+MODELS = (LLAMA, DEEPSEEK, GEMMA4, GPT_OSS, LLAMA4, QWEN2, QWEN, JAMBA, NEMOTRON, BAMBA, FALCON)
+MODELS += (LFM2, MINIMAX, KIMI)
+
+
+@pytest.mark.parametrize("junk", ["x", "M*E", [], [None], ["x", 1], {}, {"x": 1}, -1, 1.5, True])
+def test_a_field_of_any_other_type_is_an_error_or_left_out(tmp_path, junk):
+    for data in MODELS:
+        for name in data:
+            with suppress(ConfigError, LayoutError):
+                size_report(write(tmp_path, {**data, name: junk}))
 
 
 def test_windows_of_all_layers_are_counted_in_full(tmp_path):
