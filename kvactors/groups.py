@@ -241,7 +241,7 @@ class GroupLease:
             while (lacking := len(self.blocks) - len(own._table)) > 0:
                 most = min(lacking, own._handle.context.part_tokens // words)
                 upto = (len(own._table) + most) * words
-                await own.reserve(upto - own.num_tokens, deadline=left(at))
+                await own._grow(Reserve(own._handle.id, own.num_tokens, upto), at, "reserve")
         except BaseException:
             del self.blocks[max(before, len(own._table)) :]
             raise

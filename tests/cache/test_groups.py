@@ -13,6 +13,7 @@ import kvactors
 from kvactors.groups import STORAGE
 from kvactors.native import DEVICE
 from kvactors.observe.prometheus import CacheMetrics
+from kvactors.prefix_index import work
 from tests.support.cache import BLOCK
 from tests.support.layers import Model, opened, state, window
 
@@ -169,3 +170,14 @@ async def test_write_through_stores_what_a_request_has_left_behind(kind):
         await cache.wait_idle()
         await cache.clear()
         assert await model.serve("b", [*tokens[: 6 * BLOCK], 7]) == 6 * BLOCK
+
+
+async def test_a_group_reserves_the_blocks_of_a_turn_beyond_those_it_has_reserved(monkeypatch):
+    monkeypatch.setattr(work, "TURN_BLOCKS", 1)
+    async with opened([window(20)]) as cache:
+        tokens = list(range(BLOCK + 1))
+        async with await cache.acquire("a", tokens) as lease:
+            for _ in range(3):
+                await lease.extend(tokens[:BLOCK])
+                assert len(await lease.reserve(BLOCK)) == 1
+            assert [len(table) for table in lease.block_tables] == [6, 6]

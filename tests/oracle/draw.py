@@ -144,7 +144,29 @@ def draw(
             mix.longest, made.part = 64, 1
     if not recorded and steps.random() < 0.7:
         share_nothing(made)
+    groups = random.Random(f"groups {seed}")
+    if kind != "attention_store" and "attention_store" not in names and groups.random() < 0.3:
+        _with_groups(groups, made)
     return made
+
+
+def _with_groups(rng: random.Random, made: Draw) -> None:
+    """Layers with one or two windows beside those of the layout. Sinks with a wire format have no
+    pages of windows, and pins are of the layout's blocks."""
+    made.sinks, made.tables["flush"]["sinks"] = (), []
+    made.mix.pins, made.threads = 0.0, 0
+    blocks = made.tables["device"]["num_blocks"]
+    made.tables["cache"]["groups"] = [
+        {
+            "name": f"window-{number}",
+            "kind": "window",
+            "window": limit(rng, 2, 6 * made.block_size),
+            "num_blocks": limit(rng, blocks, 2 * blocks),
+            "slots": limit(rng) if made.tables["host"]["slots"] else 0,
+            "layout": made.tables["layout"] | {"num_layers": 1 + 2 * number},
+        }
+        for number in range(rng.choice((1, 2)))
+    ]
 
 
 def share_nothing(made: Draw) -> None:

@@ -63,16 +63,20 @@ class World(Ground):
         self.history = history
         self.record = record
         self.keeps_quotas, self.threaded = drawn.keeps_quotas, drawn.threads > 0
-        self._memory: tuple[Any, Memory] | None = None
+        self._memories: dict[int, tuple[Any, Memory]] = {}
 
     @property
     def memory(self) -> Memory:
-        """The device memory. After a sleep it is another."""
-        device, found = self.cache.device, self._memory
+        """The device memory of the layers of `[layout]`."""
+        return self._memory_of(0, self.cache)
+
+    def _memory_of(self, number: int, cache: KVCache) -> Memory:
+        """The device memory of a group of layers. After a sleep it is another."""
+        device, found = cache.device, self._memories.get(number)
         if found is None or found[0] is not device:
-            layers = range(self.drawn.tables["layout"]["num_layers"])
+            layers = range(cache.config.layout.num_layers)
             # One assignment: clients in threads read it.
-            found = self._memory = device, Memory(device, layers, ("key", "value"))
+            found = self._memories[number] = device, Memory(device, layers, ("key", "value"))
         return found[1]
 
     # -- see `Ground`
@@ -123,14 +127,35 @@ class World(Ground):
         return digests(self.cache.block_size, row.ticket.scope, *content)
 
     async def write(self, row: Row, start: int, names: Sequence[bytes]) -> None:
-        blocks = row.lease.block_table[start : start + len(names)]
-        self.memory.write(blocks, names, self.history.stamp(row.ticket.number))
+        stamp = self.history.stamp(row.ticket.number)
+        for memory, blocks in self._memories_of(row, start, len(names)):
+            has = [at for at, block in enumerate(blocks) if block >= 0]
+            memory.write([blocks[at] for at in has], [names[at] for at in has], stamp)
+
+    def _memories_of(
+        self, row: Row, start: int, count: int
+    ) -> list[tuple[Memory, tuple[int, ...]]]:
+        """The memory of each group of layers, and a request's blocks in it from `start` on."""
+        caches, tables = [self.cache, *self.cache.groups.values()], row.lease.block_tables
+        return [
+            (self._memory_of(number, cache), table[start : start + count])
+            for number, (cache, table) in enumerate(zip(caches, tables, strict=True))
+        ]
 
     async def differing(
         self, row: Row, start: int, names: Sequence[bytes], *, hits: bool = False
     ) -> Sequence[int]:
-        blocks = row.lease.block_table[start : start + len(names)]
-        return self.read(blocks, names, row.ticket, hits=hits)
+        wrong, size = list[int](), self.cache.block_size
+        spans = [-(-(group.window - 1) // size) for group in self.cache.config.cache.groups]
+        found = self._memories_of(row, start, len(names))
+        for (memory, blocks), span in zip(found, (len(names), *spans), strict=True):
+            has = [at for at, block in enumerate(blocks) if block >= 0]
+            if hits and not {*range(max(0, len(names) - span), len(names))} <= {*has}:
+                self.fail(f"a hit of {len(names)} blocks has {has} of a group of layers")
+            self.seen["blocks of windows verified"] += len(has) * (memory is not self.memory)
+            parts = [blocks[at] for at in has], [names[at] for at in has]
+            wrong += self.read(*parts, row.ticket, hits=hits, memory=memory)
+        return wrong
 
     async def differing_layer(self, row: Row, layer: int, names: Sequence[bytes]) -> Sequence[int]:
         blocks = row.lease.block_table[: len(names)]
@@ -144,10 +169,11 @@ class World(Ground):
         *,
         hits: bool,
         layers: Sequence[int] | None = None,
+        memory: Memory | None = None,
     ) -> list[int]:
         """Positions of blocks that do not hold their digests. A hit is not older than a clear that
         returned before it was asked for."""
-        found = self.memory.read(blocks, names, layers)
+        found = (memory or self.memory).read(blocks, names, layers)
         self.record.verified += len(found)
         for stamp in found if hits else ():
             if stamp is not None and self.history.stale(stamp, ticket.until, ticket.scope):
@@ -178,6 +204,8 @@ class World(Ground):
             await cache.wake(deadline=30.0)  # a client may have been cancelled in its wake
             await cache.resume(deadline=30.0)
             problems = await problems_at_rest(cache, REST)
+            for group in cache.groups.values():
+                problems += await problems_at_rest(group, REST)
             self.pins.check()
             await compare_clears(self, rng)
             problems += await problems_at_rest(cache, REST)
