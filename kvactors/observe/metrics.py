@@ -233,11 +233,11 @@ def _resident_bytes(s: Snapshot) -> dict[str, float]:
     return {tier: blocks * sizes[tier] for tier, blocks in _resident(s).items()}
 
 
-def _of_groups(read: Mapping[str, str]) -> Callable[[Snapshot], Samples]:
+def _of_groups(read: Mapping[str, str]) -> Callable[[Any], Samples]:
     """Values of each group of layers by tier."""
     return lambda s: [
         ((name, tier), _at(group, path))
-        for name, group in s.statistics.groups.items()
+        for name, group in _at(s, "groups").items()
         for tier, path in read.items()
     ]
 
@@ -487,6 +487,7 @@ class TierSnapshot(NamedTuple):
     config: TierConfig
     statistics: TierStatistics
     health: TierHealth
+    groups: Mapping[str, TierStatistics] = {}
 
 
 def _tier_blocks(s: TierSnapshot) -> dict[str, float]:
@@ -518,6 +519,14 @@ TIER_FAMILIES: tuple[Family, ...] = (
           lambda s: {"host": s.statistics.slots, "storage": s.config.storage.capacity_blocks or 0},
           "tier"),
     gauge("tier_blocks", "Blocks in a tier.", _tier_blocks, "tier"),
+    gauge("group_blocks", "Blocks of a group of layers in a tier.",
+          _of_groups({"host": "resident", "storage": "stored_objects"}), "group", "tier"),
+    gauge("group_capacity_blocks", "Blocks of a group that a tier holds at most.",
+          _of_groups({"host": "slots"}), "group", "tier"),
+    counter("group_hits", "Blocks of a group that were loaded, by tier.",
+            _of_groups({"host": "host_hits", "storage": "storage_hits"}), "group", "tier"),
+    counter("group_blocks_evicted", "Blocks of a group that left a tier for others.",
+            _of_groups({"host": "evicted"}), "group", "tier"),
     gauge("tier_bytes", "Bytes of the blocks in a tier.",
           lambda s: {tier: n * s.config.block_bytes for tier, n in _tier_blocks(s).items()},
           "tier"),

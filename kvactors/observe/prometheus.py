@@ -126,7 +126,8 @@ class TierMetrics(Collector):
         yield GaugeMetricFamily(f"{PREFIX}up", "1 while the cache serves requests.", float(up))
         if not up:
             return
-        snapshot = TierSnapshot(self.cache.config, statistics, health)
+        groups = {name: one.statistics() for name, one in self.cache.groups.items()}
+        snapshot = TierSnapshot(self.cache.config, statistics, health, groups)
         yield from _exposed(PREFIX, (*TIER_FAMILIES, *OFFLOAD_FAMILIES), snapshot)
 
     def describe(self) -> Iterable[Metric]:

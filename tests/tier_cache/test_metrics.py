@@ -36,6 +36,7 @@ def test_every_statistic_is_a_metric():
             statistics=lambda values=values: TierStatistics(**values),
             health=lambda: health,
             config=config,
+            groups={},
         )
         samples.append(
             [
@@ -77,3 +78,18 @@ def test_the_collector_can_be_parsed_and_shown_and_ends_with_the_cache():
     }
     cache.shutdown()
     assert [one.value for family in metrics.collect() for one in family.samples] == [0.0]
+
+
+def test_groups_are_in_the_metrics_of_their_cache():
+    cache = make(4, groups={"state": {"block_bytes": 96, "num_slots": 2}})
+    store(cache, KEYS[:1])
+    store(cache.groups["state"], KEYS[:3])
+    found = {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in TierMetrics(cache).collect()
+        for sample in family.samples
+    }
+    assert found["kvactors:tier_blocks", "host"] == 1
+    assert found["kvactors:group_blocks", "state", "host"] == 2
+    assert found["kvactors:group_capacity_blocks", "state", "host"] == 2
+    cache.shutdown()
