@@ -155,6 +155,11 @@ def test_a_device_pool_with_pages_of_another_form_is_refused(name: str, value: A
         device_pages(SimpleNamespace(), None, 4, ["FULL"])
 
 
+def test_windows_that_sglangs_tree_does_not_know_are_refused() -> None:
+    with pytest.raises(ConfigError, match="SWAKVPool without SWA"):
+        device_pages(SWAKVPool(), None, 4, ["FULL"])
+
+
 def test_a_state_of_a_slot_is_a_page() -> None:
     pools = device_pages(SWAKVPool(), HybridReqToTokenPool(), 4, ["FULL", "SWA", "MAMBA"])
     states = pools["mamba"]
@@ -173,9 +178,9 @@ def test_a_state_of_a_slot_is_a_page() -> None:
 )
 def test_states_of_another_form_are_refused(more: Any, error: str) -> None:
     with pytest.raises(ConfigError, match=error):
-        device_pages(SWAKVPool(), HybridReqToTokenPool(**more), 4, ["FULL", "MAMBA"])
+        device_pages(SWAKVPool(), HybridReqToTokenPool(**more), 4, ["FULL", "SWA", "MAMBA"])
     with pytest.raises(ConfigError, match="SimpleNamespace"):
-        device_pages(SWAKVPool(), SimpleNamespace(), 4, ["FULL", "MAMBA"])
+        device_pages(SWAKVPool(), SimpleNamespace(), 4, ["FULL", "SWA", "MAMBA"])
 
 
 # -- loads and stores

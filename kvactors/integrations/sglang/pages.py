@@ -17,8 +17,8 @@ from kvactors.tier_cache import CopyWorker, Lookup, TierCache
 KV, SWA, STATE = "kv", "swa", "mamba"  # SGLang's names: full attention, windows, states
 POOL = "MHATokenToKVPool"  # its pages are rows of keys and of values in every layer
 LAYOUT = "nhd"  # the heads of one token side by side
-MODELS = (POOL, "SWAKVPool", "HybridLinearKVPool")
-"""Device pools of whole models: full attention alone, or with windows, or with states."""
+MODELS = {POOL: "FULL", "SWAKVPool": "SWA", "HybridLinearKVPool": "MAMBA"}
+"""Device pools of whole models, and the component of SGLang's tree that each comes with."""
 STATES = "HybridReqToTokenPool"
 
 
@@ -68,6 +68,8 @@ def device_pages(
     kind = type(kvcache).__name__
     if kind not in MODELS:
         raise _unsupported(kind)
+    if MODELS[kind] not in components:  # a prefix would come back without these layers
+        raise _unsupported(f"{kind} without {MODELS[kind]} in SGLang's tree")
     full = getattr(kvcache, "full_kv_pool", kvcache)
     found = {KV: _attention_pages(KV, full, page_tokens)}
     if "SWA" in components:
