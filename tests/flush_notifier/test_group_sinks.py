@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +48,7 @@ class Index(Sink):
         try:
             for number, task in enumerate(tasks):
                 self.calls += 1
+                await asyncio.sleep(0)
                 if self.failing and self.calls % self.failing == 0:
                     self.num_acknowledged = number
                     raise SinkError("the index is away")
