@@ -160,15 +160,12 @@ class GroupLease:
         kept: hits that it still has.
         floor: the first block of the prompt for which a device block stands.
         marks: blocks of the prompt after which a snapshot is wanted beside the regular ones.
-        incarnation: of the group's index, which has the lease.
     """
 
     def __init__(self, group: LayerGroup, blocks: list[int], floor: int, marks: set[int]) -> None:
         self.group, self.blocks, self.floor = group, blocks, floor
         self.hits = self.kept = len(blocks)
         self.marks = marks
-        self.incarnation = group.cache.system.index.incarnation
-        self._last = -1  # block of the last computed token
         self.lease: Lease = None  # type: ignore[assignment]  # until it is acquired
 
     def forked(self, lease: Lease) -> GroupLease:
@@ -267,24 +264,10 @@ class GroupLease:
 
     # -- commit and end
 
-    def has_committed(self, computed: int) -> bool:
-        """Whether the last commit did the same.
-
-        Raises:
-            LeaseEnded: the group's index has failed, so that others may have the lease's blocks.
-        """
-        if self.group.cache.system.index.incarnation != self.incarnation:
-            raise LeaseEnded(f"the index of the group {self.group.config.name!r} has failed")
-        size = self.group.block_size
-        return computed % size != 0 and (computed - 1) // size <= self._last
-
     async def commit(self, lease: Lease, computed: int, at: float) -> None:
         """The first `computed` tokens are computed. Items that no later token needs are given up:
         those that are complete stay cached."""
-        if self.has_committed(computed):
-            return
         size, words, own = self.group.block_size, self.group.words, self.lease
-        self._last = max(self._last, (computed - 1) // size)
         full = min(computed // size, lease._path.num_full_blocks)
         if self.group.is_state:
             # A block has the state of its last token only if a pass has ended there.
@@ -334,6 +317,8 @@ class GroupedLease(Lease):
         super().__init__(*arguments)
         self._parts: list[GroupLease] = []
         self._latest: asyncio.Future[None] | None = None  # end of the last call in the groups
+        self._incarnations: list[int] = []  # of the groups' indexes, which have the lease
+        self._block = -1  # of the last computed token that the groups know of
 
     def _bind(self, part: GroupLease) -> None:
         """The lease has a part in a further group."""
@@ -512,6 +497,7 @@ class GroupedLease(Lease):
         try:
             for fork in forks:
                 fork._cache, fork._message = self._cache, self._message
+                fork._incarnations = self._incarnations
             await self._in_groups(fork_part, "fork")
         except BaseException:
             for fork in forks:
@@ -535,8 +521,27 @@ class GroupedLease(Lease):
         await self._commit_parts_of(computed_tokens, at)
         return done
 
-    async def _commit_parts_of(self, computed: int, at: float) -> None:
-        await self._follow(lambda part: part.commit(self, computed, at))
+    def _has_committed(self, computed: int) -> bool:
+        """Whether the last commit in the groups did the same, and they have the lease."""
+        size = self._path.block_size
+        same = computed % size != 0 and (computed - 1) // size <= self._block
+        return same and self._incarnations == self._cache.incarnations()
+
+    async def _commit_parts_of(self, computed: int, at: float, *, grown: bool = False) -> None:
+        """Commit in the groups. grown: after their items have followed those of the lease."""
+
+        async def commit(part: GroupLease) -> None:
+            if self._incarnations != self._cache.incarnations():
+                raise LeaseEnded(
+                    "the index of a group of layers has failed: others may have the lease's blocks"
+                )
+            if grown:
+                await part.follow(self, at)
+            await part.commit(self, computed, at)
+
+        if grown or not self._has_committed(computed):
+            await self._follow(commit)
+            self._block = max(self._block, (computed - 1) // self._path.block_size)
 
     async def _end(
         self,
@@ -587,10 +592,12 @@ class GroupedStep(StepCall):
                 continue
             try:
                 size = lease._path.block_size
-                if lease.num_tokens // size != befores[row] // size or outcome.blocks:
-                    await lease._follow(lambda part, lease=lease: part.follow(lease, at))
+                grown = lease.num_tokens // size != befores[row] // size or outcome.blocks
                 if computed is not None:
-                    await lease._commit_parts_of(computed, at)
+                    if grown or not lease._has_committed(computed):
+                        await lease._commit_parts_of(computed, at, grown=bool(grown))
+                elif grown:
+                    await lease._follow(lambda part, lease=lease: part.follow(lease, at))
             except KVActorsError as error:
                 self.outcomes[row] = Stepped(error=error)
 
@@ -617,6 +624,10 @@ class GroupedCache(KVCache):
     def groups(self) -> dict[str, KVCache]:
         """See `KVCache.groups`."""
         return {group.config.name: group.cache for group in self.layer_groups}
+
+    def incarnations(self) -> list[int]:
+        """Of the groups' indexes."""
+        return [group.cache.system.index.incarnation for group in self.layer_groups]
 
     # -- requests
 
@@ -656,6 +667,7 @@ class GroupedCache(KVCache):
         made = self._grant(message)
         lease: Any = made if isinstance(made, Lease) else await made
         lease._cache, lease._message = self, message
+        lease._incarnations = self.incarnations()
         try:
             for group in self.layer_groups:
                 lease._bind(await self._grant_part(group, lease, message, known))
