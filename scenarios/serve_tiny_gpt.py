@@ -4,8 +4,8 @@ scenarios/serve_tiny_gpt.py --help`.
 Conversations of several turns with shared system prompts are served concurrently from a device pool
 that is too small for them. First every request is computed from nothing. Then kvactors keeps the
 computed blocks on the device, in host memory and in files. The logits of every sampled position and
-the blocks of every request at its end must be the same to the last bit, there must have been hits
-from every tier, and preemptions. Exit 1 lists the violations.
+the blocks of every request at its end, of every kind of layers, must be the same to the last bit,
+there must have been hits from every tier, and preemptions. Exit 1 lists the violations.
 """  # noqa: INP001  (a script, not a package)
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from tiny_gpt.model import BLOCK, SIZES, Attention, Here, Trunk, layout_config, make_shard
+from tiny_gpt.model import BLOCK, KINDS, SIZES, WINDOW, Here, Trunk, layer_kinds, layout_config
 from tiny_gpt.rank import quiet, worker_processes
 from tiny_gpt.server import CacheLike, PlainCache, Server, Totals
 
@@ -39,12 +39,17 @@ SYSTEMS = 3
 RUNNING = 8
 DRAFTS = 6
 """Tokens of a speculation."""
+SNAPSHOT_BLOCKS = 2
+"""Blocks between two snapshots of a state."""
+TIERS = ("device", "host", "storage")
 
 
 class Options(NamedTuple):
     """Of the command line."""
 
     layout: str
+    layers: tuple[str, ...]
+    samples: int
     ranks: int
     conversations: int
     turns: int
@@ -61,9 +66,11 @@ class Options(NamedTuple):
         return -(-(SYSTEM + self.turns * (USER + BLOCK // 2 + NEW)) // BLOCK)
 
     @property
-    def blocks(self) -> int:
-        """Of the device: too few for everybody."""
-        return self.longest * 3 // 2
+    def blocks(self) -> dict[str, int]:
+        """Of the device, by kind of layers: too few for everybody. A request that computes a whole
+        conversation has a block of each number in a window, and a snapshot every few."""
+        few = self.longest // SNAPSHOT_BLOCKS + 4
+        return {"full": self.longest * 3 // 2, "window": self.longest + 1, "state": few}
 
 
 class Workload:
@@ -71,7 +78,7 @@ class Workload:
 
     def __init__(self, options: Options) -> None:
         self.rng = np.random.default_rng(options.seed)
-        self.seed, self.greedy = options.seed, options.speculate
+        self.seed, self.greedy, self.samples = options.seed, options.speculate, options.samples
         systems = [self._tokens(SYSTEM) for _ in range(SYSTEMS)]
         self.histories = [list(systems[i % SYSTEMS]) for i in range(options.conversations)]
         self.says = [
@@ -103,12 +110,12 @@ class Workload:
         history = self.histories[number]
         for turn in turns:
             history += self.says[number][turn]
-            history += await server.generate(f"{number}.{turn}", history, NEW)
+            history += await server.generate(f"{number}.{turn}", history, NEW, self.samples)
             await anyio.sleep(0.002 * (number % 3))
 
 
 class Result(NamedTuple):
-    """A run's. The last three are the cache's own counts."""
+    """A run's. The last four are the cache's own counts. groups: hits of each group of layers."""
 
     totals: Totals
     seconds: float
@@ -117,15 +124,41 @@ class Result(NamedTuple):
     device_evictions: int = 0
     host_evictions: int = 0
     written: int = 0
+    groups: dict[str, dict[str, int]] = {}  # noqa: RUF012
 
 
 def cache_config(options: Options, directory: Path) -> kvactors.Config:
     """Small tiers, so that blocks have to move."""
+    kinds = layer_kinds(options.layers)
+
+    def layout(kind: str) -> Any:
+        name = "state" if kind == "state" else options.layout
+        return msgspec.to_builtins(layout_config(name, kinds.count(kind), options.ranks))
+
+    blocks = options.blocks
+    extra = {"window": {"window": WINDOW}, "state": {"every": SNAPSHOT_BLOCKS}}
+    groups = [
+        {
+            "name": kind,
+            "kind": kind,
+            "layout": layout(kind),
+            "num_blocks": blocks[kind],
+            "slots": blocks[kind] // 3,
+            **more,
+        }
+        for kind, more in extra.items()
+        if kind in kinds
+    ]
     settings: dict[str, Any] = {
-        "cache": {"model": "tiny-gpt", "block_size": BLOCK, "default_deadline_s": 30.0},
-        "device": {"kind": "paddle", "num_blocks": options.blocks},
-        "layout": msgspec.to_builtins(layout_config(options.layout, options.ranks)),
-        "host": {"slots": options.blocks // 2, "transit_slots": 64},
+        "cache": {
+            "model": "tiny-gpt",
+            "block_size": BLOCK,
+            "default_deadline_s": 30.0,
+            "groups": groups,
+        },
+        "device": {"kind": "paddle", "num_blocks": blocks["full"]},
+        "layout": layout("full"),
+        "host": {"slots": blocks["full"] // 2, "transit_slots": 64},
         "storage": {
             "backend": "file",
             "directory": str(directory / "store"),
@@ -139,24 +172,28 @@ def cache_config(options: Options, directory: Path) -> kvactors.Config:
 
 async def plain_run(options: Options, trunk: Trunk) -> Result:
     """Every request computed from nothing."""
+    trunk.attention.tamper("poison", 0, ())
     workload, totals, began = Workload(options), Totals(), time.monotonic()
-    server = Server(PlainCache(options.blocks), trunk, workload.sample, totals, running=RUNNING)
+    cache = PlainCache(options.blocks["full"], len(trunk.groups))
+    server = Server(cache, trunk, workload.sample, totals, running=RUNNING)
     async with server.serving():
         await workload.converse(server, range(options.turns))
     return Result(totals, time.monotonic() - began, server.steps.iterations, server.steps.widest)
 
 
 async def cached_run(
-    options: Options, trunk: Trunk, config: kvactors.Config, device: Any
+    options: Options, trunk: Trunk, config: kvactors.Config, devices: dict[str, Any]
 ) -> Result:
     """Serve the same workload with kvactors, optionally with a restart in the middle, which loses
     device and host memory."""
     workload, totals = Workload(options), Totals()
     middle = options.turns // 2 if options.restart else options.turns
     result = Result(totals, 0.0, 0, 0)
+    others = {name: device for name, device in devices.items() if name != "full"}
     for turns in filter(None, (range(middle), range(middle, options.turns))):
-        trunk.attention.tamper("poison", ())
-        async with kvactors.open(config, device) as cache:
+        trunk.attention.tamper("poison", 0, ())
+        opened = kvactors.open(config, devices.get("full"), group_devices=others)
+        async with opened as cache:
             began = time.monotonic()
             server = Server(
                 _as_cache(cache),
@@ -166,7 +203,7 @@ async def cached_run(
                 drafts=DRAFTS if options.speculate else 0,
                 chunk=options.chunk_tokens,
                 running=RUNNING,
-                after_load=breaker(options, trunk.attention),
+                after_load=breaker(options, trunk),
             )
             async with server.serving():
                 await workload.converse(server, turns)
@@ -175,7 +212,7 @@ async def cached_run(
             violated = cache.check()
             if violated:
                 raise SystemExit(f"invariants of the cache do not hold: {violated}")
-            counts = cache.statistics()
+            counts, before = cache.statistics(), result.groups
         result = Result(
             totals,
             result.seconds + seconds,
@@ -184,6 +221,13 @@ async def cached_run(
             result.device_evictions + counts.prefix.evicted,
             result.host_evictions + counts.host.evicted,
             result.written + counts.host.written,
+            {
+                name: {
+                    tier: before.get(name, {}).get(tier, 0) + getattr(group, f"{tier}_hits")
+                    for tier in TIERS
+                }
+                for name, group in counts.groups.items()
+            },
         )
     return result
 
@@ -193,15 +237,22 @@ def _as_cache(cache: Any) -> CacheLike:
     return found
 
 
-def breaker(options: Options, attention: Attention) -> Callable[[Sequence[int]], None] | None:
-    """A callback that damages the first load, None without the option."""
+def breaker(
+    options: Options, trunk: Trunk
+) -> Callable[[Sequence[Sequence[int]], range], None] | None:
+    """A callback that damages the first load in the layers that come first in `--layers`, None
+    without the option."""
     done: list[str] = []
+    group = trunk.groups.index(options.layers[0])
 
-    def spoil(blocks: Sequence[int]) -> None:
+    def spoil(tables: Sequence[Sequence[int]], loaded: range) -> None:
         if not done:
             done.append(options.breaking)
-            attention.tamper(options.breaking, blocks)
-            print(f"--break: {options.breaking} on blocks {list(blocks[:2])}", file=sys.stderr)
+            ahead = trunk.live_blocks(tables, loaded.start * BLOCK)[group]
+            blocks = trunk.live_blocks(tables, loaded.stop * BLOCK)[group]
+            blocks = [block for block in blocks if block not in ahead]
+            trunk.attention.tamper(options.breaking, group, blocks)
+            print(f"--break: {options.breaking} on blocks {blocks[:2]}", file=sys.stderr)
 
     return spoil if options.breaking else None
 
@@ -209,27 +260,40 @@ def breaker(options: Options, attention: Attention) -> Callable[[Sequence[int]],
 @asynccontextmanager
 async def model(
     options: Options, config: kvactors.Config, directory: Path
-) -> AsyncIterator[tuple[Trunk, Any]]:
-    """The model, and the device for the cache (None: the ranks have it)."""
+) -> AsyncIterator[tuple[Trunk, dict[str, Any]]]:
+    """The model, and the devices for the cache by the kind of their layers (none: the ranks have
+    them)."""
     if options.ranks == 1:
-        shard = make_shard(options.layout, options.seed, options.blocks)
-        yield Trunk(options.seed, Here(shard)), shard.device
+        yield local_model(options, options.blocks)
         return
     settings = (
         options.layout,
         options.seed,
-        options.blocks,
+        options.blocks["full"],
         options.ranks,
         directory,
         config,
         f"unix://{directory / 'ranks'}",
     )
     async with worker_processes(*settings) as ranks:
-        yield Trunk(options.seed, ranks), None
+        yield Trunk(options.seed, ranks, layer_kinds(options.layers)), {}
+
+
+def local_model(options: Options, blocks: Mapping[str, int]) -> tuple[Trunk, dict[str, Any]]:
+    """As `model`, with so many device blocks of each kind in this process."""
+    kinds = layer_kinds(options.layers)
+    here = Here(options.layout, kinds, options.seed, blocks)
+    devices = {kind: shard.device for kind, shard in here.shards.items()}
+    return Trunk(options.seed, here, kinds), devices
 
 
 def complaints(
-    plain: Result, cached: Result, *, speculate: bool = False, chunked: bool = False
+    plain: Result,
+    cached: Result,
+    *,
+    speculate: bool = False,
+    chunked: bool = False,
+    forked: bool = False,
 ) -> list[str]:
     """The violations found."""
     wanted, found = plain.totals, cached.totals
@@ -252,10 +316,12 @@ def complaints(
             f"the blocks of {len(spoilt)} of {len(wanted.bytes)} requests hold other bytes, first "
             f"of {min(spoilt)}"
         )
+    said += [f"no block came from {tier}" for tier in TIERS if not getattr(found, tier)]
     said += [
-        f"no block came from {tier}"
-        for tier in ("device", "host", "storage")
-        if not getattr(found, tier)
+        f"no {name} block came from {tier}"
+        for name, hits in cached.groups.items()
+        for tier in TIERS
+        if not hits[tier]
     ]
     if not found.preemptions:
         said.append("nobody was preempted")
@@ -263,6 +329,8 @@ def complaints(
         said.append(f"{found.accepted} of {found.drafted} drafts were accepted")
     if chunked and not found.continued:
         said.append("no prompt was computed in chunks")
+    if forked and not found.forks:
+        said.append("nobody was forked")
     return said
 
 
@@ -288,8 +356,12 @@ def table(plain: Result, cached: Result) -> Table:
     row("chunks computed", lambda r: r.totals.chunks)
     row("tokens computed", lambda r: r.totals.computed)
     row("tokens reused", lambda r: r.totals.reused)
-    for tier in ("device", "host", "storage"):
+    for tier in TIERS:
         row(f"blocks reused from {tier}", partial(_hits, tier))
+    for name, hits in cached.groups.items():
+        for tier in TIERS:
+            shown.add_row(f"{name} blocks reused from {tier}", "", str(hits[tier]))
+    row("forks", lambda r: r.totals.forks)
     row("drafts accepted", lambda r: f"{r.totals.accepted} of {r.totals.drafted}")
     row("chunks that took blocks later", lambda r: r.totals.continued)
     row("preemptions", lambda r: r.totals.preemptions)
@@ -317,10 +389,12 @@ async def serve(options: Options) -> tuple[Result, Result]:
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         config = cache_config(options, directory)
-        async with model(options, config, directory) as (trunk, device):
-            trunk.attention.tamper("poison", ())
-            plain = await plain_run(options, trunk)
-            cached = await cached_run(options, trunk, config, device)
+        async with model(options, config, directory) as (trunk, devices):
+            alone = trunk
+            if config.cache.groups:  # without a cache a group has as many blocks as [layout]
+                alone, _ = local_model(options, dict.fromkeys(KINDS, options.blocks["full"]))
+            plain = await plain_run(options, alone)
+            cached = await cached_run(options, trunk, config, devices)
     return plain, cached
 
 
@@ -337,7 +411,13 @@ def main(options: Options) -> int:
     except ExceptionGroup as group:
         print(f"FAILED: a run ended early: {first_fault(group)!r}", file=sys.stderr)
         return 1
-    said = complaints(plain, cached, speculate=options.speculate, chunked=options.chunk_tokens > 0)
+    said = complaints(
+        plain,
+        cached,
+        speculate=options.speculate,
+        chunked=options.chunk_tokens > 0,
+        forked=options.samples > 1,
+    )
     console = Console()
     console.print(table(plain, cached))
     if options.json:
@@ -361,6 +441,16 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--layout", choices=("gqa", "mla"), default="gqa")
+    parser.add_argument(
+        "--layers",
+        type=lambda text: tuple(text.split(",")),
+        default=("full",),
+        metavar="KIND,..",
+        help=f"kinds of the layers in turn: {', '.join(KINDS)} (default: full)",
+    )
+    parser.add_argument(
+        "--samples", type=int, default=1, help="answers to each message: the further ones are forks"
+    )
     parser.add_argument("--ranks", type=int, default=1, help="processes the heads are split over")
     parser.add_argument("--conversations", type=int, default=10)
     parser.add_argument("--turns", type=int, default=4)
@@ -384,11 +474,28 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         dest="breaking",
         choices=("swap_blocks", "flip_bit"),
         default="",
-        help="must fail",
+        help="damage blocks of the kind that is first in --layers: must fail",
     )
     options = Options(**vars(parser.parse_args(arguments)))
     if options.chunk_tokens < 0:
         parser.error(f"--chunk-tokens must be at least 0, not {options.chunk_tokens}")
+    if options.samples < 1:
+        parser.error(f"--samples must be at least 1, not {options.samples}")
+    for kind in options.layers:
+        if kind not in KINDS:
+            parser.error(f"--layers has {kind!r}: choose from {', '.join(KINDS)}")
+    if "full" not in options.layers[: SIZES.layers]:
+        parser.error(
+            f"--layers has no full layer among its first {SIZES.layers}: add full, the layers of "
+            "[layout]"
+        )
+    if options.ranks > 1 and set(options.layers) != {"full"}:
+        parser.error(f"--ranks {options.ranks} needs --layers full: groups work in one process")
+    if options.speculate and "state" in options.layers:
+        parser.error(
+            "--speculate needs --layers without state: a state cannot go back to before a rejected "
+            "draft"
+        )
     return options
 
 

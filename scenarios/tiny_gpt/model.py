@@ -1,13 +1,14 @@
-"""A small decoder whose keys and values are in paged blocks of kvactors' layout, computed by Paddle
-on the CPU.
+"""A small decoder whose keys, values and states are in paged blocks of kvactors' layouts, computed
+by Paddle on the CPU.
 
-Everything is computed in one shape: a chunk is one block, rows that hold no token yet are padded,
-and attention reads the blocks from the first up to this one. A row's arithmetic therefore
-depends on its position only, not on whether it is prefilled, decoded, or computed again
-after a preemption: the bits must be the same. Any difference is a fault in moving the blocks.
+Everything is computed in one shape: a chunk is one block, rows without a token of the pass are
+padded, and attention reads the blocks from the first that it needs up to this one. States are
+updated token by token. A row's arithmetic therefore depends on its position only, not on whether it
+is prefilled, decoded, or computed again after a preemption: the bits must be the same. Any
+difference is a fault in moving the blocks.
 
-A `Trunk` (embedding, feed-forward, head) meets one `Shard` of the attention for each rank, and adds
-what they give in the order of ranks.
+A `Trunk` (embedding, feed-forward, head) meets one `Shard` of each kind of layers for each rank,
+and adds what they give in the order of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
@@ -33,11 +34,19 @@ from kvactors.settings import LayoutConfig
 BLOCK = 16
 """Tokens a block, and rows a chunk."""
 MASKED = -1e30
+KINDS = ("full", "window", "state")
+"""Kinds of layers: the groups of a model in the order of their block tables."""
+WINDOW = 40
+"""Tokens that a window layer attends to, the newest included: not a multiple of BLOCK."""
+TAPS = 4
+"""Inputs that a state layer's convolution sees."""
+REMEMBER = 4.0
+"""Bias of a state's gates: an input loses half its weight in about 38 tokens."""
 paddle = import_paddle()
 
 
 class Sizes(NamedTuple):
-    """Of the whole model. nope, rope, latent: of the MLA variant."""
+    """Of the whole model. nope, rope, latent: of the MLA variant. keys: rows of a head's state."""
 
     layers: int = 4
     width: int = 128
@@ -50,49 +59,103 @@ class Sizes(NamedTuple):
     nope: int = 16
     rope: int = 16
     latent: int = 48
+    keys: int = 16
 
 
 SIZES = Sizes()
 
 
-class Chunk(NamedTuple):
-    """One block's worth of work. tokens: those of block number `block` of the request, at most
-    BLOCK of them. table: the request's device blocks, at least as far as this one. rows: those
-    whose logits are wanted, None for none."""
+class Pass(NamedTuple):
+    """A pass over tokens `start` to before `stop` of a request, computed block by block. tables:
+    the request's block table of each group of layers, at least as far as `stop`."""
 
-    table: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...]
+    start: int
+    stop: int
+
+
+class Chunk(NamedTuple):
+    """One block's worth of a pass. tokens: those of block number `block` of the request up to the
+    chunk's end, at most BLOCK of them. first: row of the chunk's first token. Rows before it are
+    computed already. logits: rows whose logits are wanted, None for none."""
+
+    step: Pass
     block: int
     tokens: tuple[int, ...]
-    rows: slice | None
+    first: int
+    logits: slice | None
+
+    def place(self, kind: str, table: Sequence[int]) -> Place:
+        """Of the rows in the layers of a kind, whose block table this is."""
+        step, blocks = self.step, tuple(table[: self.block + 1])
+        if kind == "state":
+            target = table[(step.stop - 1) // BLOCK]
+            source = table[(step.start - 1) // BLOCK] if step.start else -1
+            begins = self.block * BLOCK + self.first == step.start
+            blocks = (source if begins else target, target)
+        return Place(blocks, self.first, len(self.tokens))
+
+
+class Place(NamedTuple):
+    """The device blocks of a chunk in a layer, and its rows. blocks: those of the request up to the
+    chunk's, -1 for those before a window. In a state layer the block whose state the chunk
+    continues (-1: none), and the block that its state goes to."""
+
+    blocks: tuple[int, ...]
+    first: int
+    end: int
 
 
 class Attention(Protocol):
-    """All ranks' shares of the attention, wherever they are."""
+    """All ranks' shares of the layers with a cache, wherever they are."""
 
-    def attend(self, layer: int, table: Sequence[int], x: np.ndarray) -> list[np.ndarray]:
-        """The rows that each rank adds to x. The keys (and values) of x go to the last block of the
-        table."""
+    def attend(self, layer: int, place: Place, x: np.ndarray) -> list[np.ndarray]:
+        """The rows that each rank adds to x. The keys and values, or the state, of x go to the last
+        block of the place."""
         ...
 
-    def digest(self, blocks: Sequence[int]) -> list[bytes]:
-        """SHA-256 of what these blocks hold, on each rank."""
+    def digest(self, blocks: Sequence[Sequence[int]]) -> list[bytes]:
+        """SHA-256 of what these blocks of each group hold, on each rank."""
         ...
 
-    def tamper(self, kind: str, blocks: Sequence[int]) -> None:
-        """poison: every block becomes not-a-number. swap_blocks, flip_bit: to `blocks` of one layer
-        on rank 0."""
+    def tamper(self, fault: str, group: int, blocks: Sequence[int]) -> None:
+        """poison: every block of every group becomes not-a-number. swap_blocks, flip_bit: to
+        `blocks` of one layer of a group on rank 0."""
         ...
 
 
-def layout_config(kind: str, ranks: int, sizes: Sizes = SIZES) -> LayoutConfig:
-    """The library's description of the cache."""
+def layer_kinds(kinds: Sequence[str], sizes: Sizes = SIZES) -> list[str]:
+    """The kind of every layer: the given ones in turn."""
+    return [kinds[number % len(kinds)] for number in range(sizes.layers)]
+
+
+def groups_of(kinds: Sequence[str]) -> list[str]:
+    """The kinds that occur, in the order of their block tables."""
+    return [kind for kind in KINDS if kind in kinds]
+
+
+def live(kind: str, computed: int) -> range:
+    """Blocks that the layers of a kind need after the first `computed` tokens of a request: full
+    ones, or that of the state."""
+    if kind == "state":
+        return range((computed - 1) // BLOCK, (computed - 1) // BLOCK + 1)
+    first = max(0, computed - WINDOW + 1) // BLOCK if kind == "window" else 0
+    return range(first, computed // BLOCK)
+
+
+def layout_config(kind: str, layers: int, ranks: int, sizes: Sizes = SIZES) -> LayoutConfig:
+    """The library's description of the cache of some layers."""
     if kind == "gqa":
         return LayoutConfig(
-            "gqa", sizes.layers, sizes.kv_heads, sizes.head, "float32", tensor_parallel=ranks
+            "gqa", layers, sizes.kv_heads, sizes.head, "float32", tensor_parallel=ranks
         )
+    if kind == "state":
+        shapes = {"conv": [TAPS - 1, sizes.width], "ssm": [sizes.heads, sizes.keys, sizes.head]}
+        tensors = {name: {"shape": shape, "dtype": "float32"} for name, shape in shapes.items()}
+        return LayoutConfig("state", layers, options=tensors)
     return LayoutConfig(
         "mla",
-        sizes.layers,
+        layers,
         dtype="float32",
         kv_lora_rank=sizes.latent,
         qk_rope_head_dim=sizes.rope,
@@ -141,52 +204,62 @@ class Rotary:
 
 
 @cache
-def causal(block: int) -> Any:
-    """[BLOCK, (block + 1) * BLOCK]: a row sees itself and what is before it."""
-    keys, rows = np.arange((block + 1) * BLOCK), block * BLOCK + np.arange(BLOCK)
-    return tensor(np.where(keys[None, :] <= rows[:, None], 0.0, MASKED).astype(np.float32))
+def visible(first: int, block: int, window: int) -> Any:
+    """[BLOCK, tokens from block number `first` on]: a row sees the `window` tokens up to itself."""
+    keys = np.arange(first * BLOCK, (block + 1) * BLOCK)
+    rows = block * BLOCK + np.arange(BLOCK)[:, None]
+    seen = (keys <= rows) & (keys > rows - window)
+    return tensor(np.where(seen, 0.0, MASKED).astype(np.float32))
 
 
 class Shard(ABC):
-    """One rank's heads and its part of every block. `device` is what kvactors is given."""
+    """One rank's heads in the layers of a kind, and its part of every block. `device` is what
+    kvactors is given.
+
+    numbers: the layers' in the model. window: tokens that the layers attend to, all by default.
+    """
 
     def __init__(
         self,
         kind: str,
         seed: int,
         num_blocks: int,
+        numbers: Sequence[int],
+        *,
+        window: int = SIZES.positions,
         rank: int = 0,
         ranks: int = 1,
         sizes: Sizes = SIZES,
     ) -> None:
         if sizes.heads % ranks:
             raise ValueError(f"{sizes.heads} heads cannot be shared among {ranks} ranks")
-        self.sizes, self.weights = sizes, Weights(seed)
+        self.sizes, self.weights, self.window = sizes, Weights(seed), window
         self.heads = sizes.heads // ranks
         self.mine = slice(rank * self.heads, (rank + 1) * self.heads)
-        self.layout = make_layout(layout_config(kind, ranks, sizes), BLOCK)
+        self.layout = make_layout(layout_config(kind, len(numbers), ranks, sizes), BLOCK)
         self.device = PaddleDevice.allocate(self.layout, num_blocks)
         self.views = [np.from_dlpack(one) for one in self.device.tensors]
-        self.layers = [self.make_layer(layer, rank, ranks) for layer in range(sizes.layers)]
+        self.layers = [self.make_layer(number, rank, ranks) for number in numbers]
 
     @abstractmethod
     def make_layer(self, layer: int, rank: int, ranks: int) -> dict[str, Any]:
         """Weights of a layer, as far as they are this rank's."""
 
     @abstractmethod
-    def rows(self, layer: int, table: Sequence[int], h: Any) -> Any:
-        """Attention's part of the output, before the heads are mixed. Writes the last block of the
-        table. h: [BLOCK, width]."""
+    def rows(self, layer: int, place: Place, h: Any) -> Any:
+        """The layer's part of the output, before the heads are mixed. Writes the last block of the
+        place. layer: counted from the shard's first. h: [BLOCK, width]."""
 
-    def attend(self, layer: int, table: Sequence[int], x: np.ndarray) -> np.ndarray:
+    def attend(self, layer: int, place: Place, x: np.ndarray) -> np.ndarray:
         """The contribution of the shard's heads to x, [BLOCK, width]."""
         with paddle.no_grad():
-            mixed = self.rows(layer, table, norm(tensor(x))) @ self.layers[layer]["out"]
+            mixed = self.rows(layer, place, norm(tensor(x))) @ self.layers[layer]["out"]
             return np.asarray(mixed.numpy())
 
-    def write(self, region: int, block: int, rows: Any) -> None:
-        """A block's part of a region, by address: copies of other blocks run in the same time."""
-        self.views[region][block] = rows.numpy()
+    def write(self, region: int, place: Place, rows: Any) -> None:
+        """The chunk's rows of a region and the padding behind them, by address: copies of other
+        blocks run in the same time."""
+        self.views[region][place.blocks[-1], :, place.first :] = rows.numpy()[:, place.first :]
 
     def digest(self, blocks: Sequence[int]) -> bytes:
         """SHA-256 of these blocks, all layers."""
@@ -195,25 +268,38 @@ class Shard(ABC):
             digest.update(view[list(blocks)].tobytes())
         return digest.digest()
 
-    def gather(self, region: int, table: Sequence[int]) -> Any:
-        """[heads, tokens, size] of a request, block after block."""
+    def first_block(self, block: int) -> int:
+        """The first block that the rows of this one attend to."""
+        return max(0, block * BLOCK - self.window + 1) // BLOCK
+
+    def gather(self, region: int, place: Place) -> Any:
+        """[heads, tokens, size] of the blocks that the rows attend to, one after the other. In
+        place of a block that the window has left is the last one: those tokens are masked."""
+        blocks = place.blocks
+        table = [
+            at if at >= 0 else blocks[-1] for at in blocks[self.first_block(len(blocks) - 1) :]
+        ]
         found = paddle.index_select(
             self.device.tensors[region], tensor(np.asarray(table, np.int64)), axis=0
         )
-        blocks, heads, _, size = found.shape
-        return found.transpose([1, 0, 2, 3]).reshape([heads, blocks * BLOCK, size])
+        count, heads, _, size = found.shape
+        return found.transpose([1, 0, 2, 3]).reshape([heads, count * BLOCK, size])
 
-    def tamper(self, kind: str, blocks: Sequence[int]) -> None:
+    def mask(self, block: int) -> Any:
+        """See `visible`."""
+        return visible(self.first_block(block), block, self.window)
+
+    def tamper(self, fault: str, blocks: Sequence[int]) -> None:
         """See `Attention`."""
         roles = self.layout.span(range(1)).stop
-        for view in self.views if kind == "poison" else ():
+        for view in self.views if fault == "poison" else ():
             view.fill(np.nan)
-        if kind == "swap_blocks":
-            a, b = blocks[:2]
-            for view in self.views[roles : 2 * roles]:
+        if fault == "swap_blocks":
+            a, b = (*blocks, (blocks[0] + 1) % len(self.views[0]))[:2]
+            for view in self.views[-roles:]:
                 view[[a, b]] = view[[b, a]]
-        if kind == "flip_bit":
-            self.views[roles * 2 - 1][blocks[0]].view(np.uint32).reshape(-1)[BLOCK] ^= 1 << A_BIT
+        if fault == "flip_bit":  # the last block is in every window
+            self.views[-1][blocks[-1]].view(np.uint32).reshape(-1)[BLOCK] ^= 1 << A_BIT
 
 
 A_BIT = 16
@@ -242,20 +328,18 @@ class GQAShard(Shard):
             "out": tensor(out.reshape(-1, width))
         }
 
-    def rows(self, layer: int, table: Sequence[int], h: Any) -> Any:
+    def rows(self, layer: int, place: Place, h: Any) -> Any:
         """See `Shard`."""
-        p, size, block = self.layers[layer], self.sizes.head, len(table) - 1
+        p, size, block = self.layers[layer], self.sizes.head, len(place.blocks) - 1
         split = [BLOCK, -1, size]
         q = self.rotary((h @ p["q"]).reshape(split).transpose([1, 0, 2]), block)
         key, value = 2 * layer, 2 * layer + 1
-        self.write(
-            key, table[-1], self.rotary((h @ p["k"]).reshape(split).transpose([1, 0, 2]), block)
-        )
-        self.write(value, table[-1], (h @ p["v"]).reshape(split).transpose([1, 0, 2]))
-        keys, values = self.gather(key, table), self.gather(value, table)
+        self.write(key, place, self.rotary((h @ p["k"]).reshape(split).transpose([1, 0, 2]), block))
+        self.write(value, place, (h @ p["v"]).reshape(split).transpose([1, 0, 2]))
+        keys, values = self.gather(key, place), self.gather(value, place)
         groups, tokens = keys.shape[0], keys.shape[1]
         scores = q.reshape([groups, -1, size]) @ keys.transpose([0, 2, 1]) / math.sqrt(size)
-        scores = scores.reshape([self.heads, BLOCK, tokens]) + causal(block)
+        scores = scores.reshape([self.heads, BLOCK, tokens]) + self.mask(block)
         seen = paddle.nn.functional.softmax(scores, axis=-1).reshape([groups, -1, tokens]) @ values
         return seen.reshape([self.heads, BLOCK, size]).transpose([1, 0, 2]).reshape([BLOCK, -1])
 
@@ -291,9 +375,9 @@ class MLAShard(Shard):
         }
         return {n: tensor(w) for n, w in made.items()}
 
-    def rows(self, layer: int, table: Sequence[int], h: Any) -> Any:
+    def rows(self, layer: int, place: Place, h: Any) -> Any:
         """See `Shard`."""
-        p, s, block = self.layers[layer], self.sizes, len(table) - 1
+        p, s, block = self.layers[layer], self.sizes, len(place.blocks) - 1
         q = (h @ p["q"]).reshape([BLOCK, self.heads, -1]).transpose([1, 0, 2])
         q = paddle.concat(
             [q[..., : s.nope] @ p["up_key"], self.rotary(q[..., s.nope :], block)], axis=-1
@@ -302,12 +386,12 @@ class MLAShard(Shard):
         own = paddle.concat(
             [norm(down[..., : s.latent]), self.rotary(down[..., s.latent :], block)], axis=-1
         )
-        self.write(layer, table[-1], own)
-        keys = self.gather(layer, table)[0]
+        self.write(layer, place, own)
+        keys = self.gather(layer, place)[0]
         scores = (
             q.reshape([-1, s.latent + s.rope]) @ keys.transpose([1, 0]) / math.sqrt(s.nope + s.rope)
         )
-        scores = scores.reshape([self.heads, BLOCK, -1]) + causal(block)
+        scores = scores.reshape([self.heads, BLOCK, -1]) + self.mask(block)
         weights = paddle.nn.functional.softmax(scores, axis=-1).reshape([self.heads * BLOCK, -1])
         seen = (weights @ keys[:, : s.latent]).reshape([self.heads, BLOCK, s.latent]) @ p[
             "up_value"
@@ -315,36 +399,86 @@ class MLAShard(Shard):
         return seen.transpose([1, 0, 2]).reshape([BLOCK, -1])
 
 
-def make_shard(kind: str, seed: int, num_blocks: int, rank: int = 0, ranks: int = 1) -> Shard:
-    """A rank's share of the model whose layout kvactors calls `kind`."""
-    return {"gqa": GQAShard, "mla": MLAShard}[kind](kind, seed, num_blocks, rank, ranks)
+class StateShard(Shard):
+    """A gated recurrence over heads of keys and values, after a short convolution:
+    caches[2 * layer] are the convolution's last inputs, [blocks, TAPS - 1, width],
+    caches[2 * layer + 1] the states, [blocks, heads, keys, head]."""
+
+    def make_layer(self, layer: int, rank: int, ranks: int) -> dict[str, Any]:
+        """See `Shard`."""
+        s, name = self.sizes, f"{layer}."
+        sizes = {"q": s.keys, "k": s.keys, "gate": s.keys, "v": s.head}
+        made = {n: self.weights(name + n, s.width, s.heads * size) for n, size in sizes.items()}
+        made["out"] = self.weights(name + "o", s.heads * s.head, s.width)
+        taps = self.weights(name + "conv", TAPS, s.width)
+        return {n: tensor(w) for n, w in made.items()} | {"conv": taps}
+
+    def rows(self, layer: int, place: Place, h: Any) -> Any:
+        """See `Shard`."""
+        p, s, (source, target) = self.layers[layer], self.sizes, place.blocks
+        inputs, states = self.views[2 * layer : 2 * layer + 2]
+        rows, count = range(place.first, place.end), place.end - place.first
+        past = inputs[source] if source >= 0 else np.zeros_like(inputs[target])
+        line = np.concatenate([past, h.numpy()[place.first : place.end]])
+        mixed = np.zeros((BLOCK, s.width), np.float32)
+        for tap in range(TAPS):
+            mixed[place.first : place.end] += p["conv"][tap] * line[tap : tap + count]
+        u, split = tensor(mixed), [BLOCK, s.heads, -1]
+        q, k, v = ((u @ p[name]).reshape(split).numpy() for name in "qkv")
+        gate = paddle.nn.functional.sigmoid(u @ p["gate"] + REMEMBER).reshape(split).numpy()
+        state = states[source] if source >= 0 else np.zeros_like(states[target])
+        seen = np.zeros((BLOCK, s.heads, s.head), np.float32)
+        for row in rows:  # token by token: the same bits however passes divide a prompt
+            state = gate[row][..., None] * state + k[row][..., None] * v[row][:, None]
+            seen[row] = (q[row][..., None] * state).sum(1)
+        inputs[target], states[target] = line[1 - TAPS :], state
+        return norm(tensor(seen.reshape(BLOCK, -1)))
+
+
+SHARDS = {"gqa": GQAShard, "mla": MLAShard, "state": StateShard}
+"""By the layouts that kvactors calls so."""
 
 
 class Here:
-    """Attention of one rank, in this process."""
+    """The layers with a cache of one rank, in this process. layout: of those with attention.
+    kinds: of every layer. blocks: of the device, by kind."""
 
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
+    def __init__(
+        self, layout: str, kinds: Sequence[str], seed: int, blocks: Mapping[str, int]
+    ) -> None:
+        self.kinds = kinds
+        self.shards: dict[str, Shard] = {}
+        for kind in groups_of(kinds):
+            numbers = [number for number, own in enumerate(kinds) if own == kind]
+            window = WINDOW if kind == "window" else SIZES.positions
+            name = "state" if kind == "state" else layout
+            self.shards[kind] = SHARDS[name](name, seed, blocks[kind], numbers, window=window)
 
-    def attend(self, layer: int, table: Sequence[int], x: np.ndarray) -> list[np.ndarray]:
+    def attend(self, layer: int, place: Place, x: np.ndarray) -> list[np.ndarray]:
         """See `Attention`."""
-        return [self.shard.attend(layer, table, x)]
+        kind = self.kinds[layer]
+        return [self.shards[kind].attend(self.kinds[:layer].count(kind), place, x)]
 
-    def tamper(self, kind: str, blocks: Sequence[int]) -> None:
+    def tamper(self, fault: str, group: int, blocks: Sequence[int]) -> None:
         """See `Attention`."""
-        self.shard.tamper(kind, blocks)
+        for number, shard in enumerate(self.shards.values()):
+            if fault == "poison" or number == group:
+                shard.tamper(fault, blocks)
 
-    def digest(self, blocks: Sequence[int]) -> list[bytes]:
+    def digest(self, blocks: Sequence[Sequence[int]]) -> list[bytes]:
         """See `Attention`."""
-        return [self.shard.digest(blocks)]
+        return [shard.digest(own) for shard, own in zip(self.shards.values(), blocks, strict=True)]
 
 
 class Trunk:
-    """The parts without a cache: embedding, feed-forward, head, and the sum over the ranks."""
+    """The parts without a cache: embedding, feed-forward, head, and the sum over the ranks. kinds:
+    of every layer."""
 
-    def __init__(self, seed: int, attention: Attention, sizes: Sizes = SIZES) -> None:
+    def __init__(
+        self, seed: int, attention: Attention, kinds: Sequence[str], sizes: Sizes = SIZES
+    ) -> None:
         weights, s = Weights(seed), sizes
-        self.attention, self.sizes = attention, sizes
+        self.attention, self.kinds, self.groups = attention, kinds, groups_of(kinds)
         self.embedding = weights("embedding", s.vocabulary, s.width) * np.float32(
             math.sqrt(s.vocabulary)
         )
@@ -359,6 +493,17 @@ class Trunk:
             for i in range(s.layers)
         ]
 
+    def digest(self, tables: Sequence[Sequence[int]], computed: int) -> list[bytes]:
+        """SHA-256 of the blocks of each group that are needed after the first `computed` tokens."""
+        return self.attention.digest(self.live_blocks(tables, computed))
+
+    def live_blocks(self, tables: Sequence[Sequence[int]], computed: int) -> list[list[int]]:
+        """See `live`: device blocks of each group."""
+        return [
+            [table[block] for block in live(kind, computed)]
+            for kind, table in zip(self.groups, tables, strict=True)
+        ]
+
     def step(self, chunk: Chunk) -> np.ndarray | None:
         """A chunk's way through the model: the logits of the rows that were asked for. Belongs in a
         worker thread."""
@@ -369,15 +514,16 @@ class Trunk:
         padded = np.zeros(BLOCK, np.int64)
         padded[: len(chunk.tokens)] = chunk.tokens
         x = self.embedding[padded]
-        table = chunk.table[: chunk.block + 1]
-        for layer, p in enumerate(self.layers):
-            for part in self.attention.attend(layer, table, x):
+        tables = zip(self.groups, chunk.step.tables, strict=True)
+        places = {kind: chunk.place(kind, table) for kind, table in tables}
+        for layer, (kind, p) in enumerate(zip(self.kinds, self.layers, strict=True)):
+            for part in self.attention.attend(layer, places[kind], x):
                 x = x + part
             h = norm(tensor(x))
             x = x + np.asarray(
                 ((paddle.nn.functional.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]).numpy()
             )
-        if chunk.rows is None:
+        if chunk.logits is None:
             return None
         logits: np.ndarray = (norm(tensor(x)) @ self.head).numpy()
-        return np.array(logits[chunk.rows])
+        return np.array(logits[chunk.logits])

@@ -2,9 +2,9 @@
 kvactors rank. The leader has the rest.
 
 The leader asks all ranks for a layer's attention and adds their answers in the order of ranks, so
-that the bits are the same every time. On the wire: a head (operation, layer, blocks in the table,
-rows' bytes), the table, the rows. The answer is a size and so many bytes: rows, a digest, or
-nothing.
+that the bits are the same every time. On the wire: a head (operation, layer, the chunk's rows,
+blocks, rows' bytes), the blocks, the rows. The answer is a size and so many bytes: rows, a digest,
+or nothing.
 
     python -P -m tiny_gpt.rank --rank 0 --ranks 2 --socket PATH ..      (started by
     `worker_processes`)
@@ -30,9 +30,9 @@ import numpy as np
 import structlog
 
 import kvactors
-from tiny_gpt.model import BLOCK, SIZES, Shard, make_shard
+from tiny_gpt.model import BLOCK, SHARDS, SIZES, Place, Shard
 
-HEAD = struct.Struct("<BBHI")
+HEAD = struct.Struct("<BBBBHI")
 OPERATIONS = ("attend", "digest", "poison", "swap_blocks", "flip_bit")
 ROWS = (BLOCK, SIZES.width)
 SIZE = struct.Struct("<I")
@@ -64,26 +64,28 @@ class Ranks:
     def __init__(self, peers: Sequence[socket.socket]) -> None:
         self.peers = peers
 
-    def attend(self, layer: int, table: Sequence[int], x: np.ndarray) -> list[np.ndarray]:
+    def attend(self, layer: int, place: Place, x: np.ndarray) -> list[np.ndarray]:
         """See `model.Attention`."""
-        answers = self._ask(self.peers, "attend", layer, table, x.astype(np.float32).tobytes())
+        answers = self._ask(self.peers, "attend", layer, place, x.astype(np.float32).tobytes())
         return [np.frombuffer(one, np.float32).reshape(ROWS) for one in answers]
 
-    def digest(self, blocks: Sequence[int]) -> list[bytes]:
-        """See `model.Attention`."""
-        return self._ask(self.peers, "digest", 0, blocks, b"")
+    def digest(self, blocks: Sequence[Sequence[int]]) -> list[bytes]:
+        """See `model.Attention`. Ranks have one group."""
+        return self._ask(self.peers, "digest", 0, Place(tuple(blocks[0]), 0, 0), b"")
 
-    def tamper(self, kind: str, blocks: Sequence[int]) -> None:
+    def tamper(self, fault: str, group: int, blocks: Sequence[int]) -> None:
         """See `model.Attention`."""
-        self._ask(self.peers if kind == "poison" else self.peers[:1], kind, 0, blocks, b"")
+        peers = self.peers if fault == "poison" else self.peers[:1]
+        self._ask(peers, fault, 0, Place(tuple(blocks), 0, 0), b"")
 
     @staticmethod
     def _ask(
-        peers: Sequence[socket.socket], what: str, layer: int, table: Sequence[int], rows: bytes
+        peers: Sequence[socket.socket], what: str, layer: int, place: Place, rows: bytes
     ) -> list[bytes]:
+        blocks, *span = place
         message = (
-            HEAD.pack(OPERATIONS.index(what), layer, len(table), len(rows))
-            + np.asarray(table, "<i4").tobytes()
+            HEAD.pack(OPERATIONS.index(what), layer, *span, len(blocks), len(rows))
+            + np.asarray(blocks, "<i4").tobytes()
             + rows
         )
         for peer in peers:
@@ -95,20 +97,19 @@ def answer(shard: Shard, peer: socket.socket) -> None:
     """A rank's side: do what the leader asks until it hangs up."""
     while True:
         try:
-            operation, layer, blocks, size = HEAD.unpack(receive(peer, HEAD.size))
-            table = np.frombuffer(receive(peer, 4 * blocks), "<i4").tolist()
+            operation, layer, first, end, count, size = HEAD.unpack(receive(peer, HEAD.size))
+            blocks = np.frombuffer(receive(peer, 4 * count), "<i4").tolist()
             rows = receive(peer, size)
         except OSError:
             return
         result = b""
         if OPERATIONS[operation] == "attend":
-            result = shard.attend(
-                layer, table, np.frombuffer(rows, np.float32).reshape(ROWS)
-            ).tobytes()
+            x = np.frombuffer(rows, np.float32).reshape(ROWS)
+            result = shard.attend(layer, Place(tuple(blocks), first, end), x).tobytes()
         elif OPERATIONS[operation] == "digest":
-            result = shard.digest(table)
+            result = shard.digest(blocks)
         else:
-            shard.tamper(OPERATIONS[operation], table)
+            shard.tamper(OPERATIONS[operation], blocks)
         try:
             peer.sendall(SIZE.pack(len(result)) + result)
         except OSError:
@@ -117,7 +118,8 @@ def answer(shard: Shard, peer: socket.socket) -> None:
 
 async def work(options: argparse.Namespace) -> None:
     """A worker's main task: the model's steps in a thread, kvactors' rank in the loop."""
-    shard = make_shard(options.layout, options.seed, options.blocks, options.rank, options.ranks)
+    numbers, share = range(SIZES.layers), {"rank": options.rank, "ranks": options.ranks}
+    shard = SHARDS[options.layout](options.layout, options.seed, options.blocks, numbers, **share)
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(options.socket)
         peer.sendall(bytes([options.rank]))

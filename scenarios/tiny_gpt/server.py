@@ -18,22 +18,29 @@ from typing import Any, NamedTuple, Protocol, Self
 import anyio
 import anyio.to_thread
 import numpy as np
+from anyio.abc import TaskGroup
 
 from kvactors import Hits, NoRoom
-from tiny_gpt.model import BLOCK, Chunk, Trunk
+from tiny_gpt.model import BLOCK, Chunk, Pass, Trunk
 
 TRIES, PAUSE = 500, 0.01
 """Attempts, and seconds between them, for a request that finds too few free blocks although no
 request is running."""
 
+PASS_BLOCKS = 4
+"""Blocks of a prompt that a pass computes at most."""
+
 
 class LeaseLike(Protocol):
     """The part of `kvactors.Lease` that the loop uses."""
 
-    block_table: tuple[int, ...]
+    block_tables: tuple[tuple[int, ...], ...]
     cached_tokens: int
     covered_tokens: int
     hits: Hits
+
+    def pass_end(self, start: int, stop: int) -> int:
+        """Where a pass must end that could go from token `start` to before `stop`."""
 
     async def next_chunk(self, num_tokens: int) -> tuple[int, ...]:
         """Blocks for the next tokens of the prompt, or NoRoom."""
@@ -49,6 +56,9 @@ class LeaseLike(Protocol):
 
     async def truncate(self, num_tokens: int) -> tuple[int, ...]:
         """Drop the tokens after so many, and the blocks that only they need."""
+
+    async def fork(self, request_id: str) -> LeaseLike:
+        """A second lease of the same tokens, or NoRoom."""
 
     async def commit(self, computed_tokens: int) -> int:
         """So many tokens are in device memory."""
@@ -80,10 +90,11 @@ class CacheLike(Protocol):
 
 
 class PlainCache:
-    """Device blocks without a memory: every request starts from nothing."""
+    """Device blocks without a memory: every request starts from nothing. A block has its number in
+    every group of layers."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self.free = list(range(num_blocks))
+    def __init__(self, num_blocks: int, groups: int = 1) -> None:
+        self.free, self.groups = list(range(num_blocks)), groups
 
     async def acquire(
         self,
@@ -112,9 +123,18 @@ class PlainLease:
         self._cache, self._tokens = cache, tokens
 
     @property
+    def block_tables(self) -> tuple[tuple[int, ...], ...]:
+        """See `LeaseLike`."""
+        return (self.block_table,) * self._cache.groups
+
+    @property
     def covered_tokens(self) -> int:
         """See `LeaseLike`."""
         return self._tokens
+
+    def pass_end(self, start: int, stop: int) -> int:
+        """See `LeaseLike`."""
+        return stop
 
     async def next_chunk(self, num_tokens: int) -> tuple[int, ...]:
         """See `LeaseLike`. There are blocks for all tokens."""
@@ -145,6 +165,10 @@ class PlainLease:
         self._cache.free += dropped
         self._tokens = num_tokens
         return dropped
+
+    async def fork(self, request_id: str) -> LeaseLike:
+        """See `LeaseLike`. Nothing is shared: the other request is computed from its prompt."""
+        raise NoRoom(len(self.block_table), 0)
 
     async def commit(self, computed_tokens: int) -> int:
         """See `LeaseLike`."""
@@ -249,16 +273,31 @@ def _outcomes(work: Sequence[Callable[[], Any]]) -> list[tuple[Any, Exception | 
 class Totals:
     """The counts of a run. continued: chunks of prompts that took blocks after the first ones.
 
-    logits: by request and position. text, bytes (digests of the full blocks
-    at the end): by request."""
+    logits: by request and position. text, bytes (digests of each group's blocks at the end, as far
+    as its layers need them): by request."""
 
     def __init__(self) -> None:
         self.chunks = self.computed = self.reused = self.preemptions = self.refused = 0
         self.device = self.host = self.storage = 0
-        self.drafted = self.accepted = self.continued = 0
+        self.drafted = self.accepted = self.continued = self.forks = 0
         self.logits: dict[tuple[str, int], np.ndarray] = {}
         self.text: dict[str, list[int]] = {}
         self.bytes: dict[str, list[bytes]] = {}
+
+
+class Request:
+    """A request of a number of new tokens. samples: how many there are of the prompt. The further
+    ones are forks.
+
+    lease, logits: of a fork, what it begins with.
+    """
+
+    def __init__(self, name: str, prompt: Sequence[int], new: int, samples: int = 1) -> None:
+        self.name, self.tokens = name, list(prompt)
+        self.start, self.goal = len(prompt), len(prompt) + new
+        self.forks = [Request(f"{name}/{number}", prompt, new) for number in range(1, samples)]
+        self.lease: LeaseLike | None = None
+        self.logits: np.ndarray | None = None
 
 
 class Server:
@@ -266,8 +305,8 @@ class Server:
 
     drafts: tokens that a speculation proposes at most, 0 for none. chunk: tokens of a prompt that
     take blocks at once, 0 for all. sample: (request, position,
-    logits) -> token. after_load: called with the device blocks that a
-    request got from lower tiers (a test's way in).
+    logits) -> token. after_load: called with the block tables of a request, and with its blocks
+    that came from lower tiers (a test's way in).
     """
 
     def __init__(
@@ -282,7 +321,7 @@ class Server:
         running: int = 6,
         width: int = 4,
         deadline: float = 60.0,
-        after_load: Callable[[Sequence[int]], None] | None = None,
+        after_load: Callable[[Sequence[Sequence[int]], range], None] | None = None,
     ) -> None:
         self.cache, self.trunk, self.sample, self.totals = cache, trunk, sample, totals
         self.deadline, self.after_load, self.drafts = deadline, after_load, drafts
@@ -302,23 +341,33 @@ class Server:
             yield self
             group.cancel_scope.cancel()
 
-    async def generate(self, name: str, prompt: Sequence[int], new_tokens: int) -> list[int]:
-        """Tokens that follow the prompt. A request that must give way keeps its place in the
-        queue."""
-        tokens, goal, number = list(prompt), len(prompt) + new_tokens, next(self._numbers)
-        while len(tokens) < goal:
-            ticket = Ticket(number, name, tokens, asyncio.get_running_loop().create_future())
-            self._waiting.put_nowait(ticket)
-            lease = await self._admitted(ticket)
+    async def generate(
+        self, name: str, prompt: Sequence[int], new_tokens: int, samples: int = 1
+    ) -> list[int]:
+        """Tokens that follow the prompt. Returns the first sample when all are made."""
+        request = Request(name, prompt, new_tokens, samples)
+        async with anyio.create_task_group() as group:
+            await self._answer(request, group)
+        return request.tokens[request.start :]
+
+    async def _answer(self, request: Request, group: TaskGroup) -> None:
+        """Serve a request until its goal. One that must give way keeps its place in the queue."""
+        tokens, number = request.tokens, next(self._numbers)
+        while len(tokens) < request.goal:
+            lease, request.lease = request.lease, None
+            if lease is None:
+                future = asyncio.get_running_loop().create_future()
+                ticket = Ticket(number, request.name, tokens, future)
+                self._waiting.put_nowait(ticket)
+                lease = await self._admitted(ticket)
             try:
-                await self._serve(lease, name, tokens, goal)
+                await self._serve(lease, request, group)
             except BaseException:
                 lease.abandon()
                 raise
             finally:
                 self._leave()
-        self.totals.text[name] = tokens[len(prompt) :]
-        return tokens[len(prompt) :]
+        self.totals.text[request.name] = tokens[request.start :]
 
     # -- admission
 
@@ -382,9 +431,10 @@ class Server:
         try:
             await lease.wait_ready()
             self._count(lease)
-            loaded = lease.block_table[lease.hits.device : lease.cached_tokens // BLOCK]
+            loaded = range(lease.hits.device, lease.cached_tokens // BLOCK)
             if self.after_load is not None and len(loaded) > 1:
-                await self.steps.submit(partial(self.after_load, loaded), decode=True)
+                damage = partial(self.after_load, lease.block_tables, loaded)
+                await self.steps.submit(damage, decode=True)
         except BaseException:
             lease.abandon()
             raise
@@ -398,26 +448,29 @@ class Server:
 
     # -- one request
 
-    async def _serve(self, lease: LeaseLike, name: str, tokens: list[int], goal: int) -> None:
+    async def _serve(self, lease: LeaseLike, request: Request, group: TaskGroup) -> None:
         """Compute the missing rows and sample, until the goal, or until there is no block for the
         next chunk or token."""
-        at = lease.cached_tokens
+        name, tokens, goal, at = request.name, request.tokens, request.goal, lease.cached_tokens
         while True:
-            drafts = await self._propose(lease, tokens, goal)
-            try:
-                rows = await self._compute(lease, tokens, drafts, at)
-            except NoRoom:
-                self.totals.preemptions += 1
-                await lease.preempt(at)  # the blocks that were computed are committed already
-                return
-            at = self._accept(name, tokens, drafts, rows, goal)
+            (logits, request.logits), drafts = (request.logits, None), list[int]()
+            if logits is None:
+                if not request.forks:
+                    drafts = await self._propose(lease, tokens, goal)
+                try:
+                    logits = await self._compute(lease, tokens, drafts, at)
+                except NoRoom:
+                    self.totals.preemptions += 1
+                    await lease.preempt(at)  # the blocks that were computed are committed already
+                    return
+            await self._fork(lease, request, logits, group)
+            at = self._accept(name, tokens, drafts, logits, goal)
             if drafts:
                 await lease.truncate(at)  # the rejected ones, and blocks that only they need
                 await lease.commit(at)
             if len(tokens) == goal:
-                full = lease.block_table[: at // BLOCK]
                 self.totals.bytes[name] = await self.steps.submit(
-                    partial(self.trunk.attention.digest, full), decode=True
+                    partial(self.trunk.digest, lease.block_tables, at), decode=True
                 )
                 await lease.finish()
                 return
@@ -427,6 +480,23 @@ class Server:
                 self.totals.preemptions += 1
                 await lease.preempt(at)
                 return
+
+    async def _fork(
+        self, lease: LeaseLike, request: Request, logits: np.ndarray, group: TaskGroup
+    ) -> None:
+        """Begin the further samples of a prompt, which is computed. One without a block for its
+        fork is admitted as any request."""
+        for fork in request.forks:
+            try:
+                fork.lease = await lease.fork(fork.name)
+            except NoRoom:
+                pass
+            else:
+                fork.logits = logits
+                self.totals.forks += 1
+                self._slots -= 1
+            group.start_soon(self._answer, fork, group)
+        request.forks = []
 
     async def _propose(self, lease: LeaseLike, tokens: list[int], goal: int) -> list[int]:
         """Drafts of the next tokens, appended to the lease. None without blocks for them: a
@@ -463,27 +533,31 @@ class Server:
     async def _compute(
         self, lease: LeaseLike, tokens: list[int], drafts: list[int], at: int
     ) -> np.ndarray:
-        """Rows from `at` to the end of the drafts, block by block. Returns the logits of the last
-        token and of each draft. Only blocks without drafts are committed. NoRoom if there are no
+        """Rows from `at` to the end of the drafts, pass by pass. Returns the logits of the last
+        token and of each draft. Only passes without drafts are committed. NoRoom if there are no
         blocks for the next chunk."""
         decode, found = len(tokens) - at == 1, list[np.ndarray]()
         sure, every = len(tokens), tokens + drafts
         while at < len(every):
-            block = at // BLOCK
-            start, end = block * BLOCK, min(len(every), (block + 1) * BLOCK)
-            if end > lease.covered_tokens:
+            if lease.covered_tokens <= at:
                 await lease.next_chunk(self.chunk)
                 self.totals.continued += 1
-            first = max(start, sure - 1)
-            rows = slice(first - start, end - start) if first < end else None
-            chunk = Chunk(lease.block_table, block, tuple(every[start:end]), rows)
-            logits = await self.steps.submit(partial(self.trunk.step, chunk), decode=decode)
-            if rows is not None:
-                found.append(logits)
-            self.totals.computed += end - at
-            self.totals.chunks += 1
-            at = end
-            if at % BLOCK == 0 and at <= sure:
+            most = (at // BLOCK + PASS_BLOCKS) * BLOCK
+            stop = lease.pass_end(at, min(most, len(every), lease.covered_tokens))
+            step = Pass(lease.block_tables, at, stop)
+            for block in range(at // BLOCK, -(-stop // BLOCK)):
+                first, start = block * BLOCK, max(at, block * BLOCK)
+                end = min(stop, first + BLOCK)
+                wanted = max(start, sure - 1)
+                rows = slice(wanted - first, end - first) if wanted < end else None
+                chunk = Chunk(step, block, tuple(every[first:end]), start - first, rows)
+                logits = await self.steps.submit(partial(self.trunk.step, chunk), decode=decode)
+                if rows is not None:
+                    found.append(logits)
+                self.totals.chunks += 1
+            self.totals.computed += stop - at
+            at = stop
+            if at <= sure:
                 await lease.commit(at)
         return np.concatenate(found)
 

@@ -46,6 +46,9 @@ def serve(tmp_path, *arguments, conversations=4, turns=3):
     return done.returncode, done.stderr, json.loads(out.read_text("utf-8"))
 
 
+LAYERS = ("window,full", "state,full")
+
+
 def assert_same_bits(code, said, counted, positions=4 * 3 * 16):
     assert (code, counted["complaints"]) == (0, []), said
     plain, cached = counted["plain"], counted["kvactors"]
@@ -101,3 +104,46 @@ def test_spoilt_blocks_are_seen(tmp_path, layout, fault):
 @pytest.mark.parametrize("layout", ["gqa", "mla"])
 def test_the_same_bits_with_heads_on_two_ranks(tmp_path, layout):
     assert_same_bits(*serve(tmp_path, "--layout", layout, "--ranks", "2"))
+
+
+@pytest.mark.parametrize("options", [(), ("--restart",), ("--chunk-tokens", "32")])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_the_same_bits_from_windows_and_states(tmp_path, layers, options):
+    """With forks. Every group has hits from every tier, else the script complains."""
+    found = serve(tmp_path, "--layers", layers, "--samples", "2", *options, conversations=6)
+    assert_same_bits(*found, positions=6 * 3 * 16 * 2)
+    assert found[2]["kvactors"]["forks"] > 0
+    assert [*found[2]["kvactors"]["groups"]] == [layers.split(",")[0]]
+
+
+def test_the_same_bits_from_three_kinds_of_layers(tmp_path):
+    options = ("--layers", "window,state,full", "--layout", "mla")
+    assert_same_bits(*serve(tmp_path, *options, conversations=6), positions=6 * 3 * 16)
+
+
+@pytest.mark.parametrize("fault", ["swap_blocks", "flip_bit"])
+@pytest.mark.parametrize("layers", LAYERS)
+def test_spoilt_blocks_of_a_group_are_seen(tmp_path, layers, fault):
+    code, said, counted = serve(tmp_path, "--layers", layers, "--break", fault)
+    assert code == 1
+    assert f"--break: {fault} on blocks" in said
+    assert counted["complaints"][0].startswith("logits differ at")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--layers", "window,fool"), "--layers has 'fool': choose from full, window, state"),
+        (("--layers", "state"), "--layers has no full layer among its first 4"),
+        (("--layers", "state,full", "--ranks", "2"), "groups work in one process"),
+        (("--layers", "state,full", "--speculate"), "a state cannot go back"),
+    ],
+)
+def test_options_that_do_not_fit(arguments, said):
+    command = [sys.executable, str(SCRIPT), *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=280, check=False, env=environment
+    )
+    assert done.returncode == 2
+    assert said in " ".join(done.stderr.split())
