@@ -102,6 +102,10 @@ class LoadState(Timed, eq=False):
         """The leases that wait for it, the owner first."""
         return [*self.sharers] if self.owner is None else [self.owner, *self.sharers]
 
+    def has(self, position: int, block: int) -> bool:
+        """Whether it brings a device block for this position."""
+        return self.start <= position < self.stop and self.blocks[position - self.start] == block
+
     def is_below_a_gap(self, lease: LeaseState) -> bool:
         """Whether a load above this one has failed. The lease computes all blocks from there on.
         Other requests can hit the blocks of this load if one of them has computed those above."""

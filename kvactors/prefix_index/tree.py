@@ -296,9 +296,11 @@ class BlockIndex:
                 stop = position
                 break
             if state & LOADING:
-                load = self.loading.get(path.blocks(position, position + 1)[0])
-                if load is None or load.lost:
-                    # This load is past its deadline: its copies may never complete.
+                (block,) = path.blocks(position, position + 1)
+                load = self.loading.get(block)
+                if load is None or load.lost or not load.has(position, block):
+                    # This load is past its deadline: its copies may never complete. Or it has the
+                    # block of a flat path at another position than the path that would share it.
                     stop = position
                     break
                 joined_blocks += 1

@@ -181,3 +181,23 @@ async def test_a_group_reserves_the_blocks_of_a_turn_beyond_those_it_has_reserve
                 await lease.extend(tokens[:BLOCK])
                 assert len(await lease.reserve(BLOCK)) == 1
             assert [len(table) for table in lease.block_tables] == [6, 6]
+
+
+async def test_a_load_is_shared_by_requests_that_have_its_blocks_at_the_same_positions():
+    """Windows that begin at different blocks share blocks at different positions."""
+    async with opened([window(40, slots=40)], device=90, host={"slots": 60}) as cache:
+        model, tokens = Model(cache), list(range(10 * BLOCK))
+        await model.serve("a", tokens)
+        await model.serve("other", list(range(100, 100 + 40 * BLOCK)))
+        await cache.wait_idle()
+        lease = await cache.acquire("b", [*tokens, 1])
+        (group,), (part,) = cache.layer_groups, lease._parts
+        index, hits = group.cache.system.index_actor.index, part.blocks[: part.hits]
+        assert len(index.loading) == len(hits) > 1
+        path, scope, _ = cache._lookup_path(tokens)
+        for blocks, shared in ((hits, len(hits)), (hits[1:], 0)):
+            items = group.item_path(path, blocks, scope)
+            assert index.match(items, fetch=0).expected_blocks == shared
+            index.pool.give(index.tree.release(items))
+        await model.prefill(lease, [*tokens, 1])
+        await lease.finish(len(tokens))
