@@ -1235,8 +1235,10 @@ class PrefixIndex(Actor):
 
 
 def empty_like(path: Path) -> Path:
-    """A path without tokens below the same root."""
-    return Path(path.block_size, path.root, path.flat)
+    """A path without tokens below the same root, of the same salt."""
+    made = Path(path.block_size, path.root, path.flat)
+    made.salt = path.salt
+    return made
 
 
 def copy_of(path: Path, blocks: int) -> Path:

@@ -201,3 +201,16 @@ async def test_a_load_is_shared_by_requests_that_have_its_blocks_at_the_same_pos
             index.pool.give(index.tree.release(items))
         await model.prefill(lease, [*tokens, 1])
         await lease.finish(len(tokens))
+
+
+async def test_a_clear_of_a_salt_takes_the_items_that_a_request_has_left_behind():
+    groups = [window(30), state(16)]
+    store = {"backend": "memory", "write_policy": "write_through"}
+    async with opened(groups, host={"slots": 4}, storage=store) as cache:
+        await Model(cache).serve("a", list(range(40)), salt="tenant")
+        await cache.wait_idle()
+        assert all(one.statistics().store.objects > 3 for one in cache.groups.values())
+        assert (await cache.clear(salt="tenant", storage=True)).unknown_objects == 0
+        await cache.wait_idle()
+        for one in (cache, *cache.groups.values()):
+            assert one.statistics().store.objects == 0
