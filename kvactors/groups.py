@@ -407,24 +407,28 @@ class GroupedLease(Lease):
         handle = self._handle
         at = None if deadline is None else handle.begin_call(deadline)
         await super().wait_ready(stream=stream, deadline=deadline)
-        whole = await self._groups_ready(stream, at) and self._is_whole()
-        if not (whole or self.pending):
+        whole, pending = await self._groups_ready(stream, at)
+        if not (pending or (whole and self._is_whole())):
             async with self._alone():
                 if self._handle is handle:  # no other call has done it
                     await self._acquire_again(deadline if at is None else left(at))
 
-    async def _groups_ready(self, stream: Stream | None, at: float | None) -> bool:
-        """Wait for the loads of the groups. Returns whether none of them lacks a device block."""
-        whole = True
+    async def _groups_ready(self, stream: Stream | None, at: float | None) -> tuple[bool, bool]:
+        """Wait for the loads of the groups. Returns whether none of them lacks a device block, and
+        whether a stream waits for one."""
+        whole, pending = True, self.pending
+        self.pending = True  # until all have answered
         for part in self._parts:
             try:
                 deadline = None if at is None else left(at)
                 await part.lease.wait_ready(stream=stream, deadline=deadline)
             except NoRoom:
-                whole = False
-            self.pending |= part.lease.pending
+                whole = False  # it stays pending: its blocks are given up
+                continue
+            pending |= part.lease.pending
             self._handle.unread |= part.lease._handle.unread
-        return whole
+        self.pending = pending
+        return whole, pending
 
     def _is_whole(self) -> bool:
         """Whether every group has what the cached tokens need."""
@@ -455,7 +459,7 @@ class GroupedLease(Lease):
     ) -> int:
         """See `Lease.wait_layer`: a layer of `[layout]`. The other groups are waited for whole."""
         at = None if deadline is None else self._handle.begin_call(deadline)
-        whole = await self._groups_ready(None, at)
+        whole, _ = await self._groups_ready(None, at)
         rest = None if at is None else left(at)
         cached = await super().wait_layer(layer, stream=stream, deadline=rest)
         if whole and all(part.is_whole for part in self._parts):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import kvactors
+from kvactors.errors import NoRoom
 from kvactors.groups import STORAGE
 from kvactors.native import DEVICE
 from kvactors.observe.prometheus import CacheMetrics
@@ -214,3 +215,23 @@ async def test_a_clear_of_a_salt_takes_the_items_that_a_request_has_left_behind(
         await cache.wait_idle()
         for one in (cache, *cache.groups.values()):
             assert one.statistics().store.objects == 0
+
+
+async def test_a_group_without_room_for_what_was_not_loaded_ends_the_hit(monkeypatch):
+    store = {"backend": "memory", "write_policy": "write_through"}
+    async with opened([window(30)], host={"slots": 4}, storage=store) as cache:
+        model, tokens = Model(cache), list(range(40))
+        await model.serve("a", tokens)
+        await cache.wait_idle()
+        await cache.clear()
+        async with await cache.acquire("b", tokens) as lease:
+            assert lease.pending
+            assert lease.cached_tokens > 0
+
+            async def refused(**_: Any) -> None:
+                raise NoRoom(1, 0)
+
+            monkeypatch.setattr(lease._parts[0].lease, "wait_ready", refused)
+            await lease.wait_ready()
+            assert (lease.pending, lease.cached_tokens) == (False, 0)
+            await model.prefill(lease, tokens)
