@@ -12,7 +12,7 @@ import anyio
 import msgspec
 
 from kvactors.errors import SinkError, StoreUnavailable
-from kvactors.flush_notifier.messages import FlushTask
+from kvactors.flush_notifier.messages import FlushTask, GroupLabel
 from kvactors.flush_notifier.sinks.base import Sink, SnapshotSource
 from kvactors.flush_notifier.sinks.memory import MemorySink
 from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
@@ -133,7 +133,7 @@ class Gate:
 
 SINK_ATTRIBUTES = (
     *("name", "block_size", "filter", "takes_clear", "by_name", "announces_full"),
-    *("ready_timeout", "by_tokens", "repeats", "resync_interval", "live_view"),
+    *("ready_timeout", "by_tokens", "repeats", "takes_groups", "resync_interval", "live_view"),
 )
 
 
@@ -173,6 +173,9 @@ class FaultySink(Sink):
 
     def set_snapshot_source(self, source: SnapshotSource) -> None:
         self.inner.set_snapshot_source(source)
+
+    def set_group_source(self, group: GroupLabel, source: SnapshotSource) -> None:
+        self.inner.set_group_source(group, source)
 
     async def begin_epoch(self, epoch: int) -> None:
         await self._before()

@@ -265,7 +265,7 @@ async def test_every_reader_gets_the_whole_identity(tmp_path, options, max_block
             encoder = KvEventEncoder(sink.config, BLOCK)
             held = [
                 encoder.batch(0.0, [encoder.held(one, Tier(one.tiers))])
-                for one in sink.events.source()
+                for one in sink.events.sources[None]()
                 if one.tiers
             ]
             check_identities(made, held, options)
