@@ -127,12 +127,18 @@ def test_layers_with_a_window_are_a_group_of_chunks(
 
 def test_states_are_a_group_of_chunks(start: Start, tmp_path: Path) -> None:
     settings = tiny_qwen3_next.settings(tmp_path / "states")
-    asked = prompts(4, 2000, shared=700)
+    prompts_of_all = prompts(6, 2000, shared=700)
 
     engine = start(**settings)
-    wanted = engine.serve(asked).tokens
-    assert len({tuple(tokens or ()) for tokens in wanted}) == len(asked)
+    by_batch = [engine.serve(prompts_of_all, at_once=size).tokens for size in (None, 1, 2)]
     engine.close()
+    # In bfloat16 the tokens of some prompts depend on the batch that they are computed in.
+    firm = [
+        at for at, (all_, one, two) in enumerate(zip(*by_batch, strict=True)) if all_ == one == two
+    ]
+    asked = [prompts_of_all[at] for at in firm[:4]]
+    wanted = [by_batch[0][at] for at in firm[:4]]
+    assert len({tuple(tokens or ()) for tokens in wanted}) == len(asked) >= 3
     extra = offloading(1024, tmp_path / "store")
     groups_come_whole(lambda: start(extra, **settings), asked, wanted, 3 * 544)
 
