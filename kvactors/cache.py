@@ -152,9 +152,9 @@ class KVCache:
 
     @property
     def groups(self) -> dict[str, KVCache]:
-        """The caches of the groups of layers beside those of `[layout]`, by name
-        (docs/groups.md). Their requests are those of this cache: read their `device`,
-        `statistics()` and `free_blocks()`."""
+        """The caches of the groups of layers beside `[layout]`, by name (docs/groups.md). Requests
+        are made here: of the caches of groups read `device`, `statistics()` and
+        `free_blocks()`."""
         return {}
 
     @property

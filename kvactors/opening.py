@@ -84,6 +84,10 @@ def open_cache(
         if not isinstance(sink, Sink):
             raise TypeError(f"sinks[{position}] must be a Sink, not {kind(sink)}")
     given = None if clock is None else SafeClock(clock)
+    if group_devices is not None and not isinstance(group_devices, Mapping):
+        raise TypeError(
+            f"group_devices must be a mapping of names to Device, not {kind(group_devices)}"
+        )
     inline, devices = check_flag("inline_copies", inline_copies), dict(group_devices or {})
     for name, one in devices.items():
         if not isinstance(one, Device):

@@ -128,7 +128,7 @@ class SetIdleLimit(Control, frozen=True, eq=False):
 
 
 class GroupLabel(NamedTuple):
-    """A group of layers beside those of `[layout]` (see `kvactors.groups`).
+    """A group of layers beside `[layout]` (see `kvactors.groups`).
 
     Attributes:
         number: 1 for the first of `cache.groups`.
@@ -154,7 +154,7 @@ class FlushTask(Message, frozen=True, eq=False):
         hashes: hashes of the `count` blocks, 32 bytes each.
         parent: name of the block before them (the root hash if start_block_idx is 0).
         epoch: grows with each start of the notifier. Tasks of an earlier epoch are void.
-        group: the layers that the task is about, None for those of `[layout]`. The task of a group
+        group: the layers that the task is about, None for `[layout]`. The task of a group
             is sent to sinks that take groups, and is about blocks anywhere in prompts: `hashes` and
             `tokens` are of these blocks, there is no parent, and `start_block_idx` is 0.
     """

@@ -48,8 +48,8 @@ class CacheStatistics(NamedTuple):
         copies: the copy engine: of a GPU, of each rank, or None for host memory.
         actors: one record for each actor.
         supervisor: failures and restarts of actors.
-        groups: by name, the statistics of each group of layers beside those of `[layout]`. A hit of
-            theirs is one of an item (docs/groups.md).
+        groups: by name, the statistics of each group of layers beside `[layout]`. A hit of a group
+            is a found item (docs/groups.md).
     """
 
     requests: int

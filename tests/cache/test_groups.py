@@ -235,3 +235,15 @@ async def test_a_group_without_room_for_what_was_not_loaded_ends_the_hit(monkeyp
             await lease.wait_ready()
             assert (lease.pending, lease.cached_tokens) == (False, 0)
             await model.prefill(lease, tokens)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ([1], TypeError, "group_devices must be a mapping"),
+        ({"window": 1}, TypeError, r"group_devices\['window'\] must be a Device"),
+    ],
+)
+def test_devices_of_groups_are_checked(given, error, said):
+    with pytest.raises(error, match=said):
+        kvactors.open({}, group_devices=given)
