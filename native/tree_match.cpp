@@ -189,11 +189,11 @@ void Tree::hold(Path& path, u32 limit, const Match& match, bool used) {
     path.committed = match.device_run;
 }
 
-// A request whose nodes were pinned without a use has its blocks, or waits for them. An eviction
-// takes children before parents, so the nodes being offloaded are the last ones of the device run.
+// A request whose nodes were pinned without a use has its blocks, or waits for them: those of the
+// device run stop being offloaded. In a flat path any of them may be.
 void Tree::keep(const Path& path, bool used) {
     require(path);
-    for (u32 i = path.committed; i-- > 0 && (at(path.nodes[i]).bits & kOffloading) != 0;) stay(path.nodes[i], at(path.nodes[i]));
+    for (u32 i = 0; i < path.committed; ++i) stay(path.nodes[i], at(path.nodes[i]));
     for (u32 i = 0; used && i < path.held(); ++i) {
         Node& node = at(path.nodes[i]);
         if (node.hits != 0xffff) ++node.hits;
@@ -269,7 +269,7 @@ std::vector<u32> Tree::drop_leading(Path& path, u32 blocks) {
     if (!path.flat || blocks > path.full_blocks() || blocks > path.table.size()) throw std::invalid_argument("blocks out of range, or the path is not flat");
     std::vector<u32> freed;
     for (u32 i = 0; i < blocks; ++i) {
-        if (i < path.held() && (at(path.nodes[i]).bits & kLoading) != 0) throw std::invalid_argument("blocks that are being loaded");
+        if (path.shared[i] != 0 && (at(path.nodes[i]).bits & kLoading) != 0) throw std::invalid_argument("blocks that are being loaded");
     }
     for (u32 i = 0; i < blocks; ++i) {
         if (path.shared[i] == 0 && path.table[i] != kNil) freed.push_back(path.table[i]);
