@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -78,6 +79,39 @@ async def test_a_pass_reads_what_its_layers_need(kind, policy):
         table = {"policy": policy}
         async with opened(KINDS[kind], host=host, device_table=table) as cache:
             assert await walk(Model(cache), seed) > 300
+
+
+async def guest(model: Model, rng: random.Random, said: list[list[int]], name: str) -> None:
+    """A client among others that want the same few blocks: a request that lacks one gives way."""
+    for number in range(10):
+        at, chunk = rng.randrange(len(said)), rng.choice((None, BLOCK, 6))
+        tokens, lacking = list(said[at]), True
+        goal = len(tokens) + rng.randrange(9)
+        while lacking:
+            lease = await model.cache.acquire(
+                f"{name}.{number}", tokens, chunk_tokens=chunk, wait_for_room=True
+            )
+            with suppress(NoRoom):
+                await model.prefill(lease, tokens, chunk=chunk or 2 * BLOCK)
+                while len(tokens) < goal:
+                    await model.decode(lease, tokens, [rng.randrange(50)])
+                lacking = False
+            await (lease.preempt() if lacking else lease.finish(len(tokens)))
+        if len(tokens) < 48:
+            said[at] = tokens
+
+
+@pytest.mark.parametrize("seed", range(30))
+async def test_many_requests_at_once(seed):
+    rng = random.Random(seed)
+    groups, tables = [window(14, slots=16), state(9, slots=10)], {"host": {"slots": 24}}
+    said = [[rng.randrange(50) for _ in range(rng.randrange(1, 36))] for _ in range(2)]
+    tables |= {"storage": TIERS["storage"]} if seed == 3 else {}
+    async with opened(groups, device=32, **tables) as cache:
+        model = Model(cache)
+        await asyncio.gather(*(guest(model, rng, said, name) for name in "abcdefgh"))
+        found = cache.statistics().groups
+        assert min(found[name].host_hits for name in found) > 0
 
 
 async def test_a_thread_asks_where_its_passes_end():

@@ -3,6 +3,7 @@ the tokens that they were computed from: a pass checks what it reads, as attenti
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -119,12 +120,13 @@ class Model:
             self.compute(lease, tokens, at, end)
             await lease.commit(end)
             at = end
+            await asyncio.sleep(0)  # other requests come between
 
     async def decode(self, lease: Any, tokens: list[int], new: Sequence[int]) -> None:
         """Append tokens one by one, and compute each."""
         for token in new:
-            tokens.append(token)
             await lease.extend([token])
+            tokens.append(token)
             self.compute(lease, tokens, len(tokens) - 1, len(tokens))
             await lease.commit(len(tokens))
 
