@@ -11,10 +11,12 @@ from tests.native.tree_machine import EXTRAS, MAX_BLOCKS, MAX_PATHS, REACHED, RO
 
 BOTH = ("pin", "trim", "retreat", "truncate", "release", "commit", "begin_load")
 BOTH += ("mark_announced", "worth_saving", "pin_resident", "commit_tokens", "end")
+BOTH += ("drop_leading", "probe")
 WANTED = [f"{name} {how}" for name in BOTH for how in ("answered", "refused")]
 WANTED += ["pin_resident grants", "pin_resident declines", "commit_tokens commits"]
 WANTED += ["commit_tokens declines", "end declines", "evicted", "eviction overtaken by a match"]
-WANTED += ["replace refused", "dismantle"]
+WANTED += ["replace refused", "dismantle", "keep of a block that leaves before others"]
+WANTED += ["drop of a block that another path loads"]
 
 
 class Walk:
@@ -23,11 +25,12 @@ class Walk:
     def __init__(self, seed: int) -> None:
         self.random = Random(seed)
         self.machine = TreeMachine()
-        self.machine.start(
-            self.random.choice([1, 2, 3]), self.random.choice([0, 100]), seed % 3 == 0
-        )
+        size, capacity = self.random.choice([1, 2, 3]), self.random.choice([0, 100])
+        self.machine.start(size, capacity, seed % 3 == 0, flat=seed % 2 == 0)
 
     def kinds(self) -> list[int]:
+        if self.machine.flat:
+            return self.random.sample(range(MAX_BLOCKS + 2), k=self.random.randint(1, MAX_BLOCKS))
         return self.random.choices([0, 1], [4, 1], k=self.random.randint(1, MAX_BLOCKS))
 
     def image(self) -> int:
@@ -55,7 +58,9 @@ class Walk:
             )
         else:
             root = ROOTS[number(5) == 0]
-            machine.new_path(root, self.kinds(), number(3) > 0, number(3), self.image())
+            machine.new_path(root, self.kinds(), number(3) > 1, number(3), self.image())
+            machine.evict(number(3), 0, number(2) > 0)
+            machine.pin_without_a_use(-1, -1, self.random.choice(["granted", "waits", "refused"]))
 
     def use_path(self) -> None:
         number, machine, index = (
@@ -88,6 +93,7 @@ class Walk:
                 number(MAX_BLOCKS),
                 number(MAX_BLOCKS) + 1,
                 self.random.choice(["held", "held", "committed", "any"]),
+                number(4) - 1,
             ),
             lambda: machine.hint(index, number(MAX_BLOCKS), number(2) > 0, number(4)),
             lambda: machine.use_of_another_tree(index),
@@ -104,8 +110,11 @@ class Walk:
             ),
             lambda: machine.commit_tokens(index, number(7) - 2, number(3) == 0),
             lambda: machine.end_in_one_step(index),
+            lambda: machine.drop_leading(index, number(4)),
+            lambda: machine.probe(index, number(MAX_BLOCKS), number(MAX_BLOCKS + 2)),
+            lambda: len(machine.leases) < MAX_PATHS and machine.fork(index),
         ]
-        weights = [2, 1, 1, 1, 1, 1, 3, 2, 1, 1, 2, 2, 4, 6, 2, 1, 4, 1, 2, 3, 3, 2]
+        weights = [2, 1, 1, 1, 1, 1, 3, 2, 1, 1, 2, 2, 4, 6, 2, 1, 4, 1, 2, 3, 3, 2, 3, 1, 1]
         self.random.choices(moves, weights)[0]()
 
     def tiers(self) -> None:

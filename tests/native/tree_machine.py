@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from kvactors.native import BlockTree, Path
+from kvactors.native import LOADING, BlockTree, Path
 from kvactors.types import split_hashes
 from tests.support.path_model import NONE, PathModel
 from tests.support.tree_model import TreeModel
@@ -67,17 +67,19 @@ def both(native: Callable[[], Any], model: Callable[[], Any]) -> tuple[Any, Any]
 class TreeMachine:
     """Every operation of the tree."""
 
-    def start(self, block_size: int, capacity: int, eager: bool) -> None:
-        """eager: blocks are hashed when they enter the tree, and not when a rule asks."""
+    def start(self, block_size: int, capacity: int, eager: bool, flat: bool = False) -> None:
+        """eager: blocks are hashed when they enter the tree, and not when a rule asks. flat: of the
+        paths, whose blocks differ from each other then."""
         self.size = block_size
         self.capacity = capacity
         self.eager = eager
+        self.flat = flat
         self.trees = self.new_trees()
         self.all_trees = [self.trees]
         self.leases: list[Lease] = []
         self.loads: list[Flight] = []
         self.offloads: list[Flight] = []
-        self.out: set[int] = set()  # device blocks that the test holds
+        self.out: Counter[int] = Counter()  # device blocks that the test holds, by owners
 
     def new_trees(self) -> Trees:
         return Trees(
@@ -93,9 +95,8 @@ class TreeMachine:
         return free
 
     def give(self, blocks: list[int]) -> None:
-        assert len(set(blocks)) == len(blocks), "a block was freed twice at once"
-        assert set(blocks) <= self.out, "a block was freed that nobody has"
-        self.out -= set(blocks)
+        assert Counter(blocks) <= self.out, "a block was freed that nobody has"
+        self.out -= Counter(blocks)
 
     # -- comparing
 
@@ -119,7 +120,7 @@ class TreeMachine:
     # -- paths
 
     def new_path(self, root: bytes, kinds: list[int], pin: bool, more: int, image: int) -> None:
-        lease = Lease(Path(self.size, root), PathModel(self.size, root), self.trees)
+        lease = Lease(*self.empty_path(root), self.trees)
         tokens = [kind for kind in kinds for _ in range(self.size)] + [0] * (more % self.size)
         lease.native.extend(tokens)
         lease.model.extend(tokens)
@@ -129,11 +130,25 @@ class TreeMachine:
         if pin:
             self.pin(len(self.leases) - 1, -1)
 
+    def empty_path(self, root: bytes) -> tuple[Path, PathModel]:
+        return Path(self.size, root, self.flat), PathModel(self.size, root, self.flat)
+
+    def fork(self, index: int) -> None:
+        """A private block has two owners then."""
+        lease = self.lease(index)
+        fork = Lease(*self.empty_path(lease.model.root), lease.trees)
+        owned = lease.trees.native.fork(lease.native, fork.native)
+        assert owned == lease.trees.model.fork(lease.model, fork.model)
+        self.out.update(owned)
+        self.leases.append(fork)
+
     def extend(self, index: int, kind: int, count: int) -> None:
         lease = self.lease(index)
         if lease.native.num_full_blocks < MAX_BLOCKS:
-            lease.native.extend(np.full(count, kind, dtype=np.uint16))
-            lease.model.extend([kind] * count)
+            unused = max(lease.model.ids, default=-1) + 1
+            tokens = range(unused, unused + count) if self.flat else [kind] * count
+            lease.native.extend(np.array(tokens, dtype=np.uint16))
+            lease.model.extend(tokens)
 
     def set_extra(self, index: int, block: int, extra: bytes) -> None:
         lease = self.lease(index)
@@ -213,16 +228,21 @@ class TreeMachine:
         if end == "refused":
             assert self.same("release", lease.trees, lease=lease) == []
         else:
+            firm = [node.firm for node in lease.model.nodes[: lease.model.num_committed]]
+            REACHED["keep of a block that leaves before others"] += firm != sorted(firm)[::-1]
             self.same("keep", lease.trees, end == "granted", lease=lease)
 
     def peek(self, index: int, limit: int) -> None:
-        self.same("peek", self.trees, limit, lease=Lease(*self.probe(index), self.trees))
-        self.same("referenced_run", self.trees, limit, lease=Lease(*self.probe(index), self.trees))
+        self.same("peek", self.trees, limit, lease=Lease(*self.unheld(index), self.trees))
+        self.same("referenced_run", self.trees, limit, lease=Lease(*self.unheld(index), self.trees))
 
-    def probe(self, index: int) -> tuple[Path, PathModel]:
+    def probe(self, index: int, start: int, stop: int) -> None:
+        self.same("probe", self.trees, start, stop, lease=Lease(*self.unheld(index), self.trees))
+
+    def unheld(self, index: int) -> tuple[Path, PathModel]:
         """A fresh path with the tokens and extra keys of one we have."""
         model = self.lease(index).model
-        native, twin = Path(self.size, model.root), PathModel(self.size, model.root)
+        native, twin = self.empty_path(model.root)
         for path in (native, twin):
             path.extend(model.ids)
             for block, extra in model.extras.items():
@@ -247,6 +267,16 @@ class TreeMachine:
         lease = self.lease(index)
         tokens = max(lease.native.num_tokens - less, 0)
         self.give(self.same("truncate", lease.trees, tokens, extra, lease=lease) or [])
+
+    def drop_leading(self, index: int, blocks: int) -> None:
+        """Of a path without extra keys, as the items of a group are: they would not move."""
+        lease = self.lease(index)
+        if lease.model.extras:
+            return
+        late = any(node.bits & LOADING for node in lease.model.nodes[:blocks])
+        freed = self.same("drop_leading", lease.trees, blocks, lease=lease)
+        REACHED["drop of a block that another path loads"] += late and freed is not None
+        self.give(freed or [])
 
     def release(self, index: int, forget: bool) -> None:
         lease = self.lease(index)
@@ -346,7 +376,9 @@ class TreeMachine:
             lease.trees = self.trees
         self.same("commit", lease.trees, upto, lease=lease)
 
-    def begin_load(self, index: int, start: int, count: int, where: str) -> None:
+    def begin_load(self, index: int, start: int, count: int, where: str, dropped: int) -> None:
+        """dropped: the load is late, and the lease drops so many blocks before its end. Below 0: it
+        waits for the load."""
         lease = self.lease(index)
         if not lease.native.num_held and not lease.native.num_blocks:
             lease.trees = self.trees
@@ -357,6 +389,8 @@ class TreeMachine:
         }[where]
         stop = min(start + count, lease.native.num_full_blocks)
         self.provide(index, stop)
+        if any(self.out[block] > 1 for block in lease.native.blocks()[start:stop]):
+            return  # a fork has the block too, and no load writes it
         result = both(
             lambda: lease.trees.native.begin_load(lease.native, start, stop),
             lambda: lease.trees.model.begin_load(lease.model, start, stop),
@@ -368,6 +402,9 @@ class TreeMachine:
         assert result[0].dtype == np.uint32
         if start < stop:
             self.loads.append(Flight(lease.trees, *result))
+        if dropped >= 0:
+            self.continue_without_loads(lease)
+            self.drop_leading(index, dropped)
 
     def finish_load(self, number: int, good: int, full: bool) -> None:
         """A lost block stays with the first lease that has it. The others get a private one in its
@@ -396,6 +433,12 @@ class TreeMachine:
         fresh = self.take(1)[0]
         lease.trees.native.replace(lease.native, position, fresh)
         lease.trees.model.replace(lease.model, position, fresh)
+
+    def continue_without_loads(self, lease: Lease) -> None:
+        blocks = zip(lease.model.nodes, [*lease.model.shared], strict=False)
+        for position, (node, shared) in enumerate(blocks):
+            if shared and node.bits & LOADING:
+                self.swap_for_private(lease, position)
 
     def settle_lease(self, lease: Lease) -> None:
         stale = [
@@ -441,7 +484,7 @@ class TreeMachine:
         self.give(native[0])
 
     def hint(self, index: int, start: int, gained: bool, old: int) -> None:
-        native, _ = self.probe(index)
+        native, _ = self.unheld(index)
         start = start // 2
         keys = native.hashes(min(start, native.num_full_blocks), native.num_full_blocks)
         trees = self.all_trees[old % len(self.all_trees)]
@@ -499,8 +542,8 @@ class TreeMachine:
         in_use = {
             block
             for lease in self.leases
-            for block in lease.native.blocks()
-            if lease.trees is trees
+            for position, block in enumerate(lease.native.blocks())
+            if lease.trees is trees and lease.native.is_shared(position)
         }
         freed = self.same("sweep", trees, count)
         if freed is None:
@@ -534,6 +577,7 @@ class TreeMachine:
                 ("commit", (0,)),
                 ("peek", ()),
                 ("worth_saving", (0, 0, 0)),
+                ("drop_leading", (0,)),
                 ("pin_resident", (lease.model.root, -1, 0, 1, 1, False, 0.0)),
                 ("commit_tokens", (0, True)),
                 ("end", (-1, 0.0)),

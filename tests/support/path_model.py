@@ -51,12 +51,11 @@ def block_name(parent: bytes, tokens: Sequence[int], extra: bytes) -> bytes:
 
 @dataclass(eq=False)
 class Node:
-    """A block known to the tree. A root has depth 0 and no parent, and `name` is its root key."""
+    """A block known to the tree. A root has no parent, and `name` is its root key."""
 
     id: int
     name: bytes
     parent: Node | None
-    depth: int
     tokens: tuple[int, ...] = ()
     extra: bytes = b""
     children: dict[tuple[tuple[int, ...], bytes], Node] = field(default_factory=dict)
@@ -64,7 +63,7 @@ class Node:
     block: int = NONE
     refs: int = 0
     hits: int = 1
-    used: int = 0  # when it was last released, or loaded without a waiting lease
+    used: int = 0  # its turn among those released, or loaded without a waiting lease
     readers: int = 0  # evictions whose copy of `block` may still run
     announced: bool = False
 
@@ -102,11 +101,12 @@ class Node:
 class PathModel:
     """Twin of `Path`."""
 
-    def __init__(self, block_size: int, root: bytes) -> None:
+    def __init__(self, block_size: int, root: bytes, flat: bool = False) -> None:
         require(1 <= block_size <= 2**24, "block_size must be between 1 and 2**24")
         require(len(root) == HASH_BYTES, "root must be 32 bytes")
         self.block_size = block_size
         self.root = root
+        self.flat = flat
         self.ids: list[int] = []
         self.extras: dict[int, bytes] = {}
         self.names: list[bytes] = []
@@ -165,6 +165,13 @@ class PathModel:
         if extra:
             self.extras[full] = extra
 
+    def drop_leading(self, blocks: int) -> None:
+        """The blocks after the first ones take their positions."""
+        del self.ids[: blocks * self.block_size]
+        for column in (self.names, self.nodes, self.table, self.shared):
+            del column[:blocks]
+        self.num_committed = max(0, self.num_committed - blocks)
+
     def extra_keys(self, start: int, stop: int) -> tuple[tuple[int, bytes], ...]:
         """(position, extra key) of the blocks [start, stop) that have one."""
         require(0 <= start <= stop <= self.num_full_blocks, "blocks out of range")
@@ -187,7 +194,7 @@ class PathModel:
     def name_to(self, blocks: int) -> None:
         """Name the first blocks, as far as they are not named."""
         for block in range(len(self.names), blocks):
-            parent = self.names[-1] if self.names else self.root
+            parent = self.names[-1] if self.names and not self.flat else self.root
             self.names.append(block_name(parent, *self.identity(block)))
 
     def tokens(self, start: int, stop: int) -> bytes:

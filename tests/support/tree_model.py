@@ -139,6 +139,42 @@ class TreeModel:
         path.cut(num_tokens, extra)
         return freed
 
+    def drop_leading(self, path: PathModel, blocks: int) -> list[int]:
+        """Give back the first blocks of a flat path, the first one first."""
+        self._own(path)
+        require(path.flat, "the path is not flat")
+        require(0 <= blocks <= min(path.num_full_blocks, path.num_blocks), "blocks out of range")
+        shared = zip(path.shared[:blocks], path.nodes, strict=False)
+        require(not any(one and node.bits & LOADING for one, node in shared), "being loaded")
+        freed = []
+        for position in range(blocks):
+            private = not path.shared[position] and path.table[position] != NONE
+            freed += [path.table[position]] if private else []
+            freed += self._let_go(path.nodes[position : position + 1])
+        path.drop_leading(blocks)
+        return freed
+
+    def probe(self, path: PathModel, start: int, stop: int) -> bytes:
+        """The state of each block of a flat path."""
+        self._own(path)
+        require(path.flat and 0 <= start <= stop <= path.num_full_blocks, "blocks out of range")
+        known = [self._below(path, position, None) for position in range(start, stop)]
+        return bytes(0 if node is None else node.bits for node in known)
+
+    def fork(self, path: PathModel, fork: PathModel) -> list[int]:
+        """A second path of the same blocks. Returns those that have two owners now."""
+        self._own(path)
+        require(path.flat == fork.flat and not fork.num_tokens, "the fork is no empty path")
+        blocks = min(path.num_blocks, path.num_full_blocks)
+        fork.ids, fork.extras, fork.names = [*path.ids], {**path.extras}, [*path.names]
+        fork.nodes, fork.table = [*path.nodes], path.table[:blocks]
+        fork.shared, fork.num_committed = path.shared[:blocks], path.num_committed
+        fork.tree = path.tree
+        for node in fork.nodes:
+            node.refs += 1
+        owned = zip(fork.table, fork.shared, strict=True)
+        return [block for block, one in owned if block != NONE and not one]
+
     def release(self, path: PathModel) -> list[int]:
         """Give back everything."""
         self._own(path)
@@ -275,7 +311,8 @@ class TreeModel:
             else:
                 lost.append(node.block)
                 node.block = NONE
-        self._use([node for node in batch if self._evictable(node)])
+        for node in filter(self._evictable, reversed(batch)):
+            self._use(node, *node.ancestors())  # a use of a block is one of all above it
         for node in batch:
             self._reap(node)
         return lost
@@ -285,10 +322,10 @@ class TreeModel:
     def evict(
         self, count: int, hashes: bool = True
     ) -> tuple[NDArray[np.uint32], bytes, bytes, list[int], bytes]:
-        """Pick the least recently used, deeper ones first among those used together."""
+        """Pick the least recently used."""
         require(count >= 0, "count out of range")
         candidates = [node for node in self.nodes.values() if self._evictable(node)]
-        picked = sorted(candidates, key=lambda node: (node.used, -node.depth))[:count]
+        picked = sorted(candidates, key=lambda node: node.used)[:count]
         parents = []
         for node in picked:
             assert node.parent is not None
@@ -370,7 +407,7 @@ class TreeModel:
         """Take unused device blocks from a retired tree, in the order in which they would
         have been evicted."""
         require(self.retired, "sweep of a tree that is in use")
-        picked = sorted(self._unused(), key=lambda node: (node.used, -node.depth))[:count]
+        picked = sorted(self._unused(), key=lambda node: node.used)[:count]
         return [node.lose_device() for node in picked]
 
     def _unused(self) -> list[Node]:
@@ -419,7 +456,7 @@ class TreeModel:
         for node in self.nodes.values():
             parent = node.parent
             assert parent is not None
-            held_up = parent.depth == 0 or (
+            held_up = parent.parent is None or (
                 parent.id in self.nodes and (parent.refs or not node.refs)
             )
             in_place = (
@@ -430,14 +467,14 @@ class TreeModel:
             named = node.name == block_name(parent.name, node.tokens, node.extra)
             placed = (node.block != NONE) == bool(node.bits & (DEVICE | LOADING))
             unordered = (
-                parent.depth > 0
+                parent.parent is not None
                 and self._evictable(node)
                 and self._evictable(parent)
                 and parent.used < node.used
             )
             reachable = self.retired or not node.firm or parent.firm
             if not (in_place and named and placed and reachable) or unordered:
-                raise RuntimeError(f"node {node.id} at depth {node.depth} contradicts the rules")
+                raise RuntimeError(f"node {node.id} contradicts the rules")
 
     # -- inside
 
@@ -448,20 +485,26 @@ class TreeModel:
     def _walk(self, path: PathModel, max_blocks: int) -> list[Node]:
         limit = path.num_full_blocks if max_blocks < 0 else min(max_blocks, path.num_full_blocks)
         found: list[Node] = []
-        at = None if self.retired else self.roots.get(path.root)
-        while at is not None and len(found) < limit:
-            at = at.children.get(path.identity(len(found)))
-            found += [] if at is None else [at]
+        while not self.retired and len(found) < limit:
+            node = self._below(path, len(found), found[-1] if found else None)
+            if node is None:
+                break
+            found.append(node)
         return found
+
+    def _below(self, path: PathModel, position: int, before: Node | None) -> Node | None:
+        """The node of a position, below that of the position before it, or below the root."""
+        above = self.roots.get(path.root) if before is None or path.flat else before
+        return None if above is None else above.children.get(path.identity(position))
 
     def _known(self, path: PathModel, position: int) -> Node | None:
         """The node of a position, held by the path or not."""
         if position < path.num_held:
             return path.nodes[position]
-        at = path.nodes[-1] if path.nodes else self.roots.get(path.root)
-        for i in range(path.num_held, position + 1):
-            at = None if at is None else at.children.get(path.identity(i))
-        return at
+        if path.flat:
+            return self._below(path, position, None)
+        found = self._walk(path, position + 1)
+        return found[position] if position < len(found) else None
 
     def _hold(self, path: PathModel, position: int) -> Node:
         """Reference the node of the first position beyond those held. Create it if need be."""
@@ -469,13 +512,13 @@ class TreeModel:
         path.name_to(position + 1)
         parent = (
             path.nodes[-1]
-            if path.nodes
-            else self.roots.setdefault(path.root, Node(NONE, path.root, None, 0))
+            if path.nodes and not path.flat
+            else self.roots.setdefault(path.root, Node(NONE, path.root, None))
         )
         node = parent.children.get(path.identity(position))
         if node is None:
             tokens, extra = path.identity(position)
-            node = Node(self._next_id, path.names[position], parent, position + 1, tokens, extra)
+            node = Node(self._next_id, path.names[position], parent, tokens, extra)
             self._next_id += 1
             self.nodes[node.id] = parent.children[tokens, extra] = node
         node.refs += 1
@@ -483,26 +526,23 @@ class TreeModel:
         return node
 
     def _let_go(self, nodes: list[Node]) -> list[int]:
-        """Drop one reference of each, deepest first."""
+        """Drop one reference of each, the last one first."""
         freed = []
-        self._clock += 1
         for node in reversed(nodes):
             node.refs -= 1
             if node.refs:
                 continue
-            node.used = self._clock
+            self._use(node)
             if self.retired and not node.readers and node.bits & DEVICE:
                 freed.append(node.lose_device())
             self._reap(node)
         return freed
 
-    def _use(self, nodes: list[Node]) -> None:
-        """A use of blocks is a use of everything before them. Among unreferenced blocks, that sets
-        the order."""
-        self._clock += 1
+    def _use(self, *nodes: Node) -> None:
+        """Among unreferenced blocks, the order of their uses is that of evictions."""
         for node in nodes:
-            for one in (node, *node.ancestors()):
-                one.used = self._clock
+            self._clock += 1
+            node.used = self._clock
 
     def _evictable(self, node: Node) -> bool:
         return node.firm and not node.refs and not self.retired
