@@ -32,7 +32,7 @@ from kvactors.cache import Cleared, KVCache
 from kvactors.decode_batch import AnyLease, StepCall, Stepped
 from kvactors.device.base import Device
 from kvactors.device.events import Completion, Pass, Stream
-from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, SleepUnsupported
+from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, NotReady, SleepUnsupported
 from kvactors.flush_notifier.messages import GroupLabel, ResyncDue
 from kvactors.flush_notifier.sinks.group import GroupSink
 from kvactors.lease import Lease
@@ -158,12 +158,14 @@ class GroupLease:
         blocks: of the prompt, ascending but for the hits.
         hits: leading items that were cached when the lease was acquired.
         kept: hits that it still has.
+        passed: tokens that are computed. Of a state.
         floor: the first block of the prompt for which a device block stands.
         marks: blocks of the prompt after which a snapshot is wanted beside the regular ones.
     """
 
     def __init__(self, group: LayerGroup, blocks: list[int], floor: int, marks: set[int]) -> None:
         self.group, self.blocks, self.floor = group, blocks, floor
+        self.passed = (max(blocks, default=floor - 1) + 1) * group.block_size
         self.hits = self.kept = len(blocks)
         self.marks = marks
         self.lease: Lease = None  # type: ignore[assignment]  # until it is acquired
@@ -172,7 +174,19 @@ class GroupLease:
         """The same items, in a fork, which has no reserved blocks."""
         made = GroupLease(self.group, self.blocks[: len(lease._table)], self.floor, self.marks)
         made.hits, made.kept, made.lease = self.hits, self.kept, lease
+        made.passed = self.passed
         return made
+
+    def check_fork(self) -> None:
+        """NotReady if a fork would share a state that passes still update."""
+        complete = self.lease.num_tokens // self.group.words
+        if self.group.is_state and complete:
+            needed = (self.blocks[complete - 1] + 1) * self.group.block_size
+            if self.passed < needed:
+                raise NotReady(
+                    f"the state after {needed} tokens is a snapshot that forks share: compute and "
+                    f"commit these tokens before fork, not {self.passed}"
+                )
 
     @property
     def is_whole(self) -> bool:
@@ -270,6 +284,7 @@ class GroupLease:
         size, words, own = self.group.block_size, self.group.words, self.lease
         full = min(computed // size, lease._path.num_full_blocks)
         if self.group.is_state:
+            self.passed = max(self.passed, computed)
             # A block has the state of its last token only if a pass has ended there.
             passed = self._before(-(-computed // size) - 1)
             await self._give_up(passed, at)
@@ -489,6 +504,8 @@ class GroupedLease(Lease):
     ) -> tuple[Self, ...]:
         """See `Lease.fork_many`."""
         at = self._handle.begin_call(options.get("deadline"))
+        for part in self._parts:
+            part.check_fork()
         forks = await super().fork_many(count, request_ids, **options)
         names = [fork.request_id for fork in forks]
         waits = {key: one for key, one in options.items() if key.startswith("wait")}

@@ -600,7 +600,8 @@ class Lease:
 
         Raises:
             LeaseBusy: as in `extend`.
-            NotReady: `wait_ready()` is needed first, as before a commit.
+            NotReady: `wait_ready()` is needed first, as before a commit. With groups of layers
+                also a commit, if a snapshot of a state is not computed.
             NoRoom: no device block can be freed for the copy. Nothing changed.
             NeverFits: a NoRoom: the lease and its forks would have more blocks than the device.
             DeadlineExceeded: no block became free in time. Nothing changed.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import kvactors
-from kvactors.errors import NoRoom
+from kvactors.errors import NoRoom, NotReady
 from kvactors.groups import STORAGE
 from kvactors.native import DEVICE
 from kvactors.observe.prometheus import CacheMetrics
@@ -112,6 +112,27 @@ async def test_many_requests_at_once(seed):
         await asyncio.gather(*(guest(model, rng, said, name) for name in "abcdefgh"))
         found = cache.statistics().groups
         assert min(found[name].host_hits for name in found) > 0
+
+
+@pytest.mark.parametrize("chunk", [None, BLOCK])
+async def test_a_fork_shares_no_state_that_passes_still_update(chunk):
+    async with opened([state(9)]) as cache:
+        model, tokens = Model(cache), list(range(3 * BLOCK))
+        for cached in (0, 2 * BLOCK):
+            lease = await cache.acquire("a", tokens, chunk_tokens=chunk)
+            await lease.wait_ready()
+            assert lease.cached_tokens == cached
+            if not cached:
+                with pytest.raises(NotReady, match="commit these tokens before fork, not 0"):
+                    await lease.fork()
+            await model.prefill(lease, tokens, chunk=chunk or 2 * BLOCK)
+            fork, others = await lease.fork(), list(tokens)
+            for _ in range(2 * BLOCK):
+                await model.decode(lease, tokens, [1])
+                await model.decode(fork, others, [2])
+            await lease.finish()
+            await fork.finish()
+            del tokens[3 * BLOCK :]
 
 
 async def test_a_thread_asks_where_its_passes_end():
