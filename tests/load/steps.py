@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from kvactors import KVActorsError, LeaseBusy, LeaseEnded, NoRoom, Step, Stepped
-from kvactors.errors import DeadlineExceeded, DeviceError, TokensCommitted
+from kvactors.errors import DeadlineExceeded, DeviceError, NotReady, TokensCommitted
 from tests.load.calls import draw, passes, spoil, started
 from tests.load.ground import Content, Row, extended, truncated
 
@@ -185,7 +185,8 @@ class Beside:
         self._task: asyncio.Task[Any] | None = None
         rng = batch.rng
         self._tokens = [rng.randrange(4) for _ in range(rng.randint(1, batch.cache.block_size))]
-        least = row.computed if when == "before" else row.solid * batch.cache.block_size
+        back = when != "before" and not batch.has_states
+        least = row.solid * batch.cache.block_size if back else row.computed
         self._kept = rng.randint(max(1, least), len(row.tokens))
 
     def begin_soon(self) -> None:
@@ -226,6 +227,10 @@ class Beside:
             await self._task
         except (LeaseBusy, LeaseEnded, NoRoom, DeadlineExceeded, TokensCommitted) as error:
             self.batch.seen[f"beside {self.kind} {type(error).__name__}"] += 1
+            return
+        except NotReady as error:
+            if not (self.kind == "fork" and self.batch.has_states):
+                self.batch.judge(self.kind, error)
             return
         except KVActorsError as error:
             self.batch.judge(self.kind, error)

@@ -12,6 +12,12 @@ from tests.load.ground import SALTS, Mix
 
 MODEL = "model-a"
 
+STATE = {
+    "kind": "state",
+    "options": {"conv": {"shape": [3, 32], "dtype": "uint8"}, "ssm": {"shape": [8, 4]}},
+}
+"""The layout of a group of layers with a state."""
+
 
 def limit(rng: random.Random, low: int = 1, high: int = 64) -> int:
     """A limit, small ones more often."""
@@ -151,22 +157,44 @@ def draw(
 
 
 def _with_groups(rng: random.Random, made: Draw) -> None:
-    """Layers with one or two windows beside those of the layout. Sinks with a wire format have no
-    pages of windows, and pins are of the layout's blocks."""
+    """Layers with windows or states beside those of the layout, and clients that want the few
+    blocks of a group at once. Sinks with a wire format have no pages of windows, and pins are of
+    the layout's blocks."""
     made.sinks, made.tables["flush"]["sinks"] = (), []
     made.mix.pins, made.threads = 0.0, 0
-    blocks = made.tables["device"]["num_blocks"]
+    made.mix.waits, made.clients = rng.choice((0.35, 0.9)), rng.choice((made.clients, 8))
+    made.mix.families = limit(rng, 1, 4)
+    if rng.random() < 0.5:  # requests that wait are served in the end, and hit
+        made.mix.cut = made.mix.cancelled = made.mix.scopes = made.mix.media = made.mix.ordered = (
+            0.0
+        )
+    made.tables["host"]["slots"] = made.tables["host"]["slots"] or limit(rng, 0)
     made.tables["cache"]["groups"] = [
-        {
-            "name": f"window-{number}",
-            "kind": "window",
-            "window": limit(rng, 2, 6 * made.block_size),
-            "num_blocks": limit(rng, blocks, 2 * blocks),
-            "slots": limit(rng) if made.tables["host"]["slots"] else 0,
-            "layout": made.tables["layout"] | {"num_layers": 1 + 2 * number},
-        }
-        for number in range(rng.choice((1, 2)))
+        _group(rng, made, kind, f"{kind}-{number}")
+        for number, kind in enumerate(rng.choices(("window", "state"), k=rng.choice((1, 2))))
     ]
+
+
+def _group(rng: random.Random, made: Draw, kind: str, name: str) -> dict[str, Any]:
+    """A group of layers, whose device has blocks for the longest prompt and up to as many as that
+    of the layout."""
+    every, longest, layers = rng.choice((0, 1, 2, 4)), made.mix.longest, rng.randint(1, 3)
+    group: dict[str, Any] = {
+        "window": {
+            "window": limit(rng, 2, 6 * made.block_size),
+            "layout": made.tables["layout"] | {"num_layers": layers},
+        },
+        "state": {"every": every, "layout": {**STATE, "num_layers": layers}},
+    }[kind]
+    least = longest if kind == "window" else 3 + longest // (every or longest)
+    return group | {
+        "name": name,
+        "kind": kind,
+        "num_blocks": limit(rng, least, max(2 * least, made.tables["device"]["num_blocks"])),
+        "slots": limit(rng, 1, rng.choice((8, 64))) if made.tables["host"]["slots"] else 0,
+        "transit_slots": limit(rng),
+        "stored_blocks": rng.choice((None, limit(rng))),
+    }
 
 
 def share_nothing(made: Draw) -> None:

@@ -29,10 +29,18 @@ SHARING = (
     "clear salt compared",
     "outcome clear lora ok",
     "clear lora compared",
+    "blocks of windows verified",
+    "blocks of windows verified of hits",
+    "states verified",
+    "states verified of hits",
+    "hits of groups host",
+    "hits of groups storage",
+    "groups without room",
     "slept 1",
     "slept 2",
 )
-"""Counted also where they never happened: forks, hints, pins, quotas, clears of a salt, sleeps."""
+"""Counted also where they never happened: forks, hints, pins, quotas, clears of a salt, groups of
+layers, sleeps."""
 
 
 @dataclass

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from kvactors import (
     LeaseEnded,
     LeasesOpen,
     NoRoom,
+    NotReady,
     Paused,
 )
 from kvactors.cpu_evictor.memory import NOT_FETCHED
@@ -30,6 +31,9 @@ from .draw import MODEL, Draw
 from .history import History
 from .model import DIGEST, Memory, Scope, digests
 from .record import Record
+
+VERIFIED = {"window": "blocks of windows verified", "state": "states verified"}
+"""Counts of `Record.seen`, by the kind of a group of layers."""
 
 REST = 60.0
 """Seconds within which a cache without work must be idle. Only a hang takes as long."""
@@ -75,8 +79,9 @@ class World(Ground):
         device, found = cache.device, self._memories.get(number)
         if found is None or found[0] is not device:
             layers = range(cache.config.layout.num_layers)
+            roles = [role.name for role in device.layout.roles(0)]
             # One assignment: clients in threads read it.
-            found = self._memories[number] = device, Memory(device, layers, ("key", "value"))
+            found = self._memories[number] = device, Memory(device, layers, roles)
         return found[1]
 
     # -- see `Ground`
@@ -96,6 +101,10 @@ class World(Ground):
             return
         # of the event of a step, see `Call`; of a block that a fork shares
         if isinstance(error, DeviceError | TokensCommitted) and what in ("step", "truncate"):
+            return
+        # of a state that is not computed up to its snapshot
+        kinds = {group.kind for group in self.cache.config.cache.groups}
+        if isinstance(error, NotReady) and what == "fork" and "state" in kinds:
             return
         last = self.cache.statistics().supervisor if isinstance(error, ActorFailed) else ""
         self.fail(f"{what} raised {error!r} {last}")
@@ -128,33 +137,41 @@ class World(Ground):
 
     async def write(self, row: Row, start: int, names: Sequence[bytes]) -> None:
         stamp = self.history.stamp(row.ticket.number)
-        for memory, blocks in self._memories_of(row, start, len(names)):
-            has = [at for at, block in enumerate(blocks) if block >= 0]
-            memory.write([blocks[at] for at in has], [names[at] for at in has], stamp)
+        for memory, has, blocks in self._held(row, start, len(names)):
+            memory.write(blocks, [names[at] for at in has], stamp)
 
-    def _memories_of(
+    def _held(
         self, row: Row, start: int, count: int
-    ) -> list[tuple[Memory, tuple[int, ...]]]:
-        """The memory of each group of layers, and a request's blocks in it from `start` on."""
+    ) -> Iterator[tuple[Memory, list[int], list[int]]]:
+        """For each group of layers: its memory, the positions from `start` on for which a request
+        has blocks in it, and these blocks. Of a state only the last position counts."""
         caches, tables = [self.cache, *self.cache.groups.values()], row.lease.block_tables
-        return [
-            (self._memory_of(number, cache), table[start : start + count])
-            for number, (cache, table) in enumerate(zip(caches, tables, strict=True))
-        ]
+        kinds = ["full", *(group.kind for group in self.cache.config.cache.groups)]
+        for number, (cache, table) in enumerate(zip(caches, tables, strict=True)):
+            first = count - 1 if kinds[number] == "state" else 0
+            has = [at for at in range(first, count) if table[start + at] >= 0]
+            if kinds[number] == "state" and not has:
+                self.fail(f"no block has the state after block {start + count - 1}")
+            yield self._memory_of(number, cache), has, [table[start + at] for at in has]
 
     async def differing(
         self, row: Row, start: int, names: Sequence[bytes], *, hits: bool = False
     ) -> Sequence[int]:
         wrong, size = list[int](), self.cache.block_size
-        spans = [-(-(group.window - 1) // size) for group in self.cache.config.cache.groups]
-        found = self._memories_of(row, start, len(names))
-        for (memory, blocks), span in zip(found, (len(names), *spans), strict=True):
-            has = [at for at, block in enumerate(blocks) if block >= 0]
+        groups = self.cache.config.cache.groups
+        spans = [-(-(group.window - 1) // size) for group in groups]  # of a state see `_held`
+        found = self._held(row, start, len(names))
+        whats = ["", *(VERIFIED[group.kind] for group in groups)]
+        for (memory, has, blocks), span, what in zip(
+            found, (len(names), *spans), whats, strict=True
+        ):
             if hits and not {*range(max(0, len(names) - span), len(names))} <= {*has}:
                 self.fail(f"a hit of {len(names)} blocks has {has} of a group of layers")
-            self.seen["blocks of windows verified"] += len(has) * (memory is not self.memory)
-            parts = [blocks[at] for at in has], [names[at] for at in has]
-            wrong += self.read(*parts, row.ticket, hits=hits, memory=memory)
+            if what:
+                self.seen[what] += len(has)
+                self.seen[f"{what} of hits"] += len(has) * hits
+            expected = [names[at] for at in has]
+            wrong += self.read(blocks, expected, row.ticket, hits=hits, memory=memory)
         return wrong
 
     async def differing_layer(self, row: Row, layer: int, names: Sequence[bytes]) -> Sequence[int]:
@@ -217,6 +234,9 @@ class World(Ground):
         statistics = cache.statistics()
         self.seen["pins refused"] += statistics.prefix.pins_refused
         self.seen["pins expired"] += statistics.prefix.pins_expired
+        for group in statistics.groups.values():
+            self.seen["hits of groups host"] += group.host_hits
+            self.seen["hits of groups storage"] += group.storage_hits
         for name in NOT_FETCHED:
             self.seen[name] += getattr(statistics.host, name)
         if statistics.host.not_fetched_no_slot:

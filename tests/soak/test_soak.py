@@ -26,6 +26,8 @@ def test_a_short_soak_finds_nothing(tmp_path):
     assert report["requests"] > 1400
     assert report["verified_blocks"] > 1200
     assert report["seen"]["killed"] > 0
+    assert report["seen"]["states verified of hits"] > 0
+    assert report["seen"]["blocks of windows verified of hits"] > 0
     assert min(report["held_kib from a quarter to the end"]) > 1000
     assert min(report["blocks from a quarter to the end"]) > 10_000
 
