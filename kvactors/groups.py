@@ -274,7 +274,8 @@ class GroupLease:
         self._trim(len(lease._table))
         wanted = self._wanted(lease._path)
         if wanted < own.num_tokens or len(self.blocks) < len(own._table):
-            await own.truncate(wanted, deadline=left(at))
+            # Blocks of a call that was refused in the end have no words yet.
+            await own.truncate(min(wanted, own.num_tokens), deadline=left(at))
 
     # -- commit and end
 

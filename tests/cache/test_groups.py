@@ -114,6 +114,20 @@ async def test_many_requests_at_once(seed):
         assert min(found[name].host_hits for name in found) > 0
 
 
+async def test_truncate_after_a_call_for_which_the_layout_had_no_block():
+    options: Any = {"device": 4, "cache": {"recompute_last_token": False}}
+    async with opened([window(30, tokens=40)], **options) as cache:
+        model, tokens = Model(cache), list(range(2 * BLOCK))
+        await model.serve("a", tokens)
+        async with await cache.acquire("a", tokens) as lease, await cache.acquire("b", [99]):
+            await model.prefill(lease, tokens)
+            assert lease.cached_tokens == len(tokens)
+            with pytest.raises(NoRoom):
+                await lease.reserve(3 * BLOCK)
+            await lease.truncate(len(tokens))
+            await model.decode(lease, tokens, [1])
+
+
 @pytest.mark.parametrize("chunk", [None, BLOCK])
 async def test_a_fork_shares_no_state_that_passes_still_update(chunk):
     async with opened([state(9)]) as cache:
