@@ -540,8 +540,12 @@ class PrefixIndex(Actor):
             self.out.refuse(envelope, error)
             return
         self._keep_late_loads(lease.path)
-        if self.saves.enabled and not was_cleared(lease.tree, lease.path):
-            self._save_leading(lease, min(message.blocks, lease.path.num_committed))
+        if not was_cleared(lease.tree, lease.path):
+            leading = min(message.blocks, lease.path.num_committed)
+            if self.announcements.enabled:
+                self.announcements.finished(lease.tree, lease.path, 0, leading)
+            if self.saves.enabled:
+                self._save_leading(lease, leading)
         self.index.pool.give(lease.tree.drop_leading(lease.path, message.blocks))
         lease.expected_blocks = max(0, lease.expected_blocks - message.blocks)
         lease.prompt_tokens = max(0, lease.prompt_tokens - message.blocks * size)

@@ -17,7 +17,7 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks import Sink
 from kvactors.identity import CacheScope
 from kvactors.native import Path
-from kvactors.types import Residency, split_hashes
+from kvactors.types import Residency, Tier, split_hashes
 from tests.flush_notifier.helpers import until
 from tests.support.cache import BLOCK
 from tests.support.layers import Model, opened, state, window
@@ -97,6 +97,17 @@ async def test_an_index_has_the_blocks_of_each_group(failing):
                 names[name] = path.tokens(at, at + 1)
         of_groups = {key: tokens for key, tokens in index.held.items() if key[0]}
         assert all(names[name] == tokens for (_, _, name), tokens in of_groups.items())
+
+
+async def test_an_index_of_finished_requests_has_the_blocks_that_they_left_behind():
+    index = Index()
+    index.filter = index.filter._replace(at_finish=True)
+    async with opened(GROUPS, sinks=[index], **TIERS) as cache:
+        await traffic(cache)
+        await cache.wait_flushed()
+        for name, group in cache.groups.items():
+            held = [key for key in index.held if key[:2] == (name, Tier.DEVICE)]
+            assert len(held) == group.system.index_actor.index.tree.statistics()["device"] > 0
 
 
 async def test_a_reset_of_the_sink_sends_the_groups_again():
