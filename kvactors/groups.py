@@ -49,8 +49,9 @@ HASH_WORDS = HASH_BYTES // 4
 STORAGE = 1 << 8
 """Beside the state bits of the index: the index does not know the item, and the store has it."""
 
-ORDER = (DEVICE, LOADING, HOST)
-"""Of items that are acquired together: an index loads what follows the last one on the device."""
+ORDER = (DEVICE, LOADING, HOST, STORAGE, 0)
+"""Of items that are acquired together: an index loads what follows the last one on the device, and
+a store reads a leading run."""
 
 PROBED_ITEMS = 64
 """Items that a step of a look-up looks at together."""
@@ -124,6 +125,12 @@ class LayerGroup:
                     return found
             stop = start
         return 0
+
+    def needed(self, path: Path, blocks: int, scope: Any) -> list[int]:
+        """The blocks whose items a hit of so many blocks needs, those of the upper tiers first."""
+        needed = range(max(0, blocks - self.span), blocks)
+        tiers = self.tiers(path, needed.start, blocks, scope) if needed else []
+        return [at for _, at in sorted(zip(map(ORDER.index, tiers), needed, strict=True))]
 
     def tiers(self, path: Path, start: int, stop: int, scope: Any) -> list[int]:
         """What has the item of each block: DEVICE, LOADING, HOST, STORAGE, or 0 for none."""
@@ -706,14 +713,7 @@ class GroupedCache(KVCache):
         path, hit = lease._path, lease.cached_tokens // self.block_size
         limit = self.system.index_actor.index.limit_of(path.num_tokens)
         marks = {block - 1 for block in (limit, path.num_full_blocks, known) if block > hit}
-        cached = list(range(max(0, hit - group.span), hit))
-        if cached:
-            found = group.tiers(path, cached[0], hit, message.scope)
-            order = [*ORDER, STORAGE, 0]
-            cached = [
-                cached[at]
-                for at in sorted(range(len(cached)), key=lambda at: order.index(found[at]))
-            ]
+        cached = group.needed(path, hit, message.scope)
         part = GroupLease(group, cached, min(cached, default=hit), marks)
         part.plan(len(lease._table))
         cache, scope, hints = group.cache, message.scope, message.hints
@@ -782,7 +782,7 @@ class GroupedCache(KVCache):
         _, blocks = self._longest(path, scope, media)
         found = await super().prefetch(tokens, deadline=deadline, **options)
         for group in self.layer_groups:
-            needed = range(max(0, blocks - group.span), blocks)
+            needed = group.needed(path, blocks, scope)
             if needed and group.cache.config.host.slots:
                 at = self._context.begin_call(deadline)
                 items = group.item_path(path, needed, scope)
