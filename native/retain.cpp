@@ -304,7 +304,8 @@ void Retention::touch(const u32* ids, u32 count, const Visit& visit) {
     for (u32 end = count; end > 0;) {  // the deepest first: they are the older ones
         const u32 cls = class_at(end - 1);
         u32 start = end - 1;
-        const auto continues = [&](u32 x) {  // most blocks of a path have been used equally often
+        const auto continues = [&](u32 x) {  // no block of a flat path does; most of others have been used equally often
+            if (rows[ids[x]].parent != ids[x - 1]) return false;
             return (x + 1 < count && rows[ids[x - 1]].uses == rows[ids[x]].uses) || class_at(x - 1) == cls;
         };
         if (others == 0 && start > 0 && continues(start)) start = 0;

@@ -1,7 +1,7 @@
 // The eviction policy RETAIN: which block of a tier to evict first, by learned hit density.
 //
 // All blocks last touched by the same request are one run, split where their class differs. A run
-// is a stretch of one path. Its first blocks may be resident, and the others are ghosts: blocks
+// is a stretch of one path, and of a flat path one block. Its first blocks may be resident, and the others are ghosts: blocks
 // that were evicted, and that are counted until they are requested again or forgotten. Blocks are
 // touched from the start of a path and evicted from its end, so both ends move inwards.
 //

@@ -266,7 +266,8 @@ std::vector<u32> Tree::truncate(Path& path, std::size_t tokens, std::string extr
 // A flat path needs its first blocks no more: the others take their positions.
 std::vector<u32> Tree::drop_leading(Path& path, u32 blocks) {
     require(path);
-    if (!path.flat || blocks > path.full_blocks() || blocks > path.table.size()) throw std::invalid_argument("blocks out of range, or the path is not flat");
+    if (!path.flat || !path.extras.empty() || blocks > path.full_blocks() || blocks > path.table.size())
+        throw std::invalid_argument("blocks out of range, or the path is not flat, or has extra keys");
     std::vector<u32> freed;
     for (u32 i = 0; i < blocks; ++i) {
         if (path.shared[i] != 0 && (at(path.nodes[i]).bits & kLoading) != 0) throw std::invalid_argument("blocks that are being loaded");

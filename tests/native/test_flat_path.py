@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvactors.native import DEVICE, HOST, BlockTree, Path
+from kvactors.native import DEVICE, HOST, BlockTree, LifeTables, Path
 
 
 def flat_path(*items: int) -> Path:
@@ -47,3 +47,18 @@ def test_a_path_drops_its_own_block_while_another_path_loads_the_item() -> None:
         tree.drop_leading(loading, 1)
     assert tree.finish_load(load, 1) == []
     tree.check()
+
+
+def test_retain_evicts_each_block_of_a_flat_path_for_itself() -> None:
+    tree = BlockTree(1, retain=LifeTables(first=4))
+    for moment in (1.0, 2.0, 3.0):
+        path = flat_path(1, 2, 3)
+        run = len(tree.pin(path)[1]) + path.num_committed
+        path.assign(run, range(run, 3))
+        tree.commit(path, 3)
+        tree.advance(moment)
+        assert tree.end(path, -1, moment) == []
+        tree.check()
+    tree.drop(2)
+    tree.check()
+    assert tree.statistics()["device"] == 1

@@ -269,10 +269,7 @@ class TreeMachine:
         self.give(self.same("truncate", lease.trees, tokens, extra, lease=lease) or [])
 
     def drop_leading(self, index: int, blocks: int) -> None:
-        """Of a path without extra keys, as the items of a group are: they would not move."""
         lease = self.lease(index)
-        if lease.model.extras:
-            return
         late = any(node.bits & LOADING for node in lease.model.nodes[:blocks])
         freed = self.same("drop_leading", lease.trees, blocks, lease=lease)
         REACHED["drop of a block that another path loads"] += late and freed is not None

@@ -142,7 +142,9 @@ class TreeModel:
     def drop_leading(self, path: PathModel, blocks: int) -> list[int]:
         """Give back the first blocks of a flat path, the first one first."""
         self._own(path)
-        require(path.flat, "the path is not flat")
+        require(
+            path.flat and not any(path.extras.values()), "the path is not flat, or has extra keys"
+        )
         require(0 <= blocks <= min(path.num_full_blocks, path.num_blocks), "blocks out of range")
         shared = zip(path.shared[:blocks], path.nodes, strict=False)
         require(not any(one and node.bits & LOADING for one, node in shared), "being loaded")
