@@ -76,7 +76,7 @@ def alone(start: Callable[..., VllmEngine]) -> Callable[..., Tokens]:
 
 def known(name: str, question: Any, answer: Callable[[], Any]) -> Any:
     """An answer that the tests of a session share."""
-    digest = hashlib.sha256(json.dumps(question).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps(question, default=str).encode()).hexdigest()[:16]
     file = Path(os.environ[SHARED]) / f"{name}-{digest}.json"
     if not file.is_file():
         file.write_text(json.dumps(answer()))

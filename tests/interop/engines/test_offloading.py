@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.interop.engines import stores, tiny_qwen3_next
+from tests.interop.engines import stores, tiny_qwen3_next, tiny_windows
 from tests.interop.engines.stores import offloading
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.engines.vllm_engine import SERVE, Served, Tokens, VllmEngine, prompts
@@ -106,23 +106,16 @@ def test_more_prompts_at_once_than_the_host_holds_are_stored_whole(
     again.close()
 
 
-WINDOWS = {
-    "hf_overrides": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "sliding_window": 96,
-    },
-    "num_gpu_blocks_override": 52,
-}
-"""Settings of an engine whose model has two groups of layers."""
-
-
-@pytest.mark.parametrize("blocks", [1, 3])
-def test_layers_with_a_window_are_a_group_of_chunks(
-    start: Start, alone: Alone, tmp_path: Path, blocks: int
+@pytest.mark.parametrize(
+    ("model", "blocks"), [("llama", 1), ("llama", 3), ("gemma3", 1), ("gpt_oss", 1)]
+)
+def test_layers_with_a_window_are_groups_of_chunks(
+    start: Start, alone: Alone, tmp_path: Path, model: str, blocks: int
 ) -> None:
-    wanted = alone(PROMPTS, **WINDOWS)
+    settings = tiny_windows.settings(tmp_path / model, model)
+    wanted = alone(PROMPTS, **settings)
     extra = offloading(2 * SMALL, tmp_path / "store") | {"blocks_per_chunk": blocks}
-    groups_come_whole(lambda: start(extra, **WINDOWS), PROMPTS, wanted, 192)
+    groups_come_whole(lambda: start(extra, **settings), PROMPTS, wanted, 192)
 
 
 def test_states_are_a_group_of_chunks(start: Start, tmp_path: Path) -> None:
