@@ -101,7 +101,7 @@ async def guest(model: Model, rng: random.Random, said: list[list[int]], name: s
             said[at] = tokens
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(4))
 async def test_many_requests_at_once(seed):
     rng = random.Random(seed)
     groups, tables = [window(14, slots=16), state(9, slots=10)], {"host": {"slots": 24}}

@@ -94,12 +94,13 @@ def test_weights_that_change_in_the_step_of_a_grant(seed):
 def test_no_request_waits_for_blocks_that_nothing_will_free(seed, monkeypatch):
     """Looked at after every turn, while a fork owns blocks that its request evicts from the tree."""
     watched: list[World] = []
-    handle, stuck = MailboxLoop.handle, list[str]()
+    handle, stuck = MailboxLoop.handle, list[int]()
 
     def look():
-        system = watched[0].cache.system
-        if not system.in_flight.count:
-            stuck.extend(one for one in watched[0].cache.check() if "wait for device blocks" in one)
+        for cache in (watched[0].cache, *watched[0].cache.groups.values()):
+            waiting = cache.system.index_actor.queue.waiting
+            if waiting and not cache.system.in_flight.count:
+                stuck.append(len(waiting))
 
     def looked_at(self, envelope):
         handle(self, envelope)
