@@ -8,6 +8,7 @@ machine.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import sys
 from itertools import pairwise
 
@@ -216,7 +217,7 @@ def test_a_check_reports_errors_and_not_concurrent_changes(monkeypatch):
 
 def test_a_run_longer_than_a_task_is_sent_in_parts_in_order():
     count = 2 * MAX_RUN_BLOCKS + 5
-    keys = [i.to_bytes(32, "big") for i in range(count)]
+    keys = [hashlib.sha256(b"%d" % i).digest() for i in range(count)]
     book = Ledger(1, [PER_TIER._replace(by_name=True)])
     finish(
         book.announce(
