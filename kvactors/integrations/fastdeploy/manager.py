@@ -7,22 +7,14 @@ that scheduler (tests/integrations/fastdeploy).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from queue import Empty, SimpleQueue
 from typing import Any
 
 from kvactors.actor.log import get_logger
-from kvactors.errors import CacheClosed, ConfigError, DeadlineExceeded, KVActorsError, LayoutError
-from kvactors.identity import CacheScope
-from kvactors.integrations.fastdeploy.device_cache import (
-    CallInFlight,
-    DeviceCache,
-    DirectStorage,
-    IndexReports,
-    PrefixMatch,
-)
+from kvactors.errors import CacheClosed, ConfigError, KVActorsError, LayoutError
+from kvactors.integrations.fastdeploy.base import BlockManager
+from kvactors.integrations.fastdeploy.device_cache import CallInFlight, DirectStorage, PrefixMatch
 from kvactors.integrations.fastdeploy.engine_signals import (
     CLEARED,
     CLEARING,
@@ -32,7 +24,6 @@ from kvactors.integrations.fastdeploy.engine_signals import (
     EngineSignals,
 )
 from kvactors.integrations.fastdeploy.lower_tiers import EngineTensors, open_lower_tiers
-from kvactors.integrations.fastdeploy.metrics import HitRates, ManagerStatistics
 from kvactors.integrations.fastdeploy.requests import (
     RequestRecord,
     name_of,
@@ -41,25 +32,15 @@ from kvactors.integrations.fastdeploy.requests import (
     sequence_of,
     whole,
 )
-from kvactors.integrations.fastdeploy.settings import (
-    CacheFields,
-    FastDeployOptions,
-    WeightsVersion,
-    check_blocks,
-    fields_of,
-    read_settings,
-)
-from kvactors.types import HASH_BYTES, split_hashes
+from kvactors.integrations.fastdeploy.settings import FastDeployOptions, read_settings
+from kvactors.types import split_hashes
 
 log = get_logger()
 
 
-class PrefixCacheManager:
-    """Device blocks, prefix index, host memory and storage of one FastDeploy engine.
-
-    Every call is synchronous, and any thread may make it, with or without the engine's lock. Calls
-    take turns: one that comes during another waits for it, or raises DeadlineExceeded after more
-    seconds than any call may take. `write_cache_to_storage` takes no turn.
+class PrefixCacheManager(BlockManager):
+    """Device blocks, prefix index, host memory and storage of one FastDeploy engine, for the
+    schedulers that make FastDeploy's older calls. `write_cache_to_storage` takes no turn.
 
     Args:
         config: FastDeploy's `FDConfig`, or an object with the same attributes.
@@ -71,10 +52,8 @@ class PrefixCacheManager:
         environ: variables, the process's environment if None.
 
     Attributes:
-        settings: checked, for the weights of the last match.
         signals: shared with the engine's processes, None before the launch. They are also
             attributes under the names of FastDeploy's manager, such as `cache_ready_signal`.
-
     """
 
     def __init__(
@@ -90,62 +69,17 @@ class PrefixCacheManager:
         gauges: Any = None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        self.settings = settings = read_settings(
+        settings = read_settings(
             config, tensor_parallel_size, splitwise_role, local_data_parallel_id, options, environ
         )
-        self.num_gpu_blocks = settings.cache.total_block_num
-        check_blocks(settings, self.num_gpu_blocks)
-        self.num_cpu_blocks = settings.cache.num_cpu_blocks
-        self.metrics = HitRates()
+        super().__init__(settings, gauges)
         self.signals: EngineSignals | None = None
         vars(self).update(dict.fromkeys(SIGNALS), cache_task_queue=None)
-        storage = settings.storage
-        services_s = storage.open_timeout_s + storage.close_timeout_s
-        self._turn_s = settings.options.fetch_wait_s + 2 * storage.timeout_s + services_s
-        self._next_turn: SimpleQueue[None] = SimpleQueue()
-        self._next_turn.put(None)
-        self._gauges = gauges
-        self._cache = DeviceCache(self.num_gpu_blocks, settings.block_size)
         self._named = tensors
         self._stream = stream
         self._tensors: EngineTensors | None = None
-        self._weights = WeightsVersion(settings.model_path)
-        self._unopened: tuple[str, ...] = ()  # why AttentionStore or the indexes are closed
-        self._closed = False
-        self._changed()
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """A call, which takes the turn and hands it over at its end."""
-        try:
-            self._next_turn.get(timeout=self._turn_s)
-        except Empty:
-            raise DeadlineExceeded(
-                f"another call of the manager has not ended after {self._turn_s:g} s"
-            ) from None
-        try:
-            yield
-            self._changed()
-        finally:
-            self._next_turn.put(None)
-
-    def _changed(self) -> None:
-        if self._gauges is not None:
-            for name, value in self.statistics().gauges().items():
-                getattr(self._gauges, name).set(value)
-        if self._cache.reports is not None:
-            self._cache.reports.feed.flush()
 
     # -- device blocks
-
-    @property
-    def gpu_free_block_list(self) -> list[int]:
-        """The free blocks. The first one is the lowest. Not to be changed."""
-        return self._cache.blocks.free
-
-    @property
-    def available_gpu_resource(self) -> float:
-        return len(self._cache.blocks.free) / self.num_gpu_blocks if self.num_gpu_blocks else 0.0
 
     def can_allocate_gpu_blocks(self, num_blocks: float, try_free_gpu_blocks: bool = True) -> bool:
         """Whether so many device blocks, rounded up, are free, after an eviction if need be. If the
@@ -162,18 +96,6 @@ class PrefixCacheManager:
         count = max(0, whole("num_blocks", num_blocks))
         with self._turn():
             return self._cache.blocks.take(count, req_id)
-
-    def recycle_gpu_blocks(
-        self, gpu_block_ids: int | Sequence[int], req_id: str | None = None
-    ) -> None:
-        """Return one or several blocks of `allocate_gpu_blocks` that `num_cached_blocks` does not
-        count. ValueError if one is free already, in the prefix cache, or held for another request:
-        nothing changed."""
-        many = hasattr(gpu_block_ids, "__len__")
-        given: Any = gpu_block_ids if many else [gpu_block_ids]
-        ids = [whole("gpu_block_ids", block) for block in given]
-        with self._turn():
-            self._cache.blocks.give(ids, req_id)
 
     def free_block_ids(self, need_block_num: float) -> None:
         """Evict cached blocks that no request holds, at most as many as asked for. With a host tier
@@ -356,24 +278,13 @@ class PrefixCacheManager:
         with self._turn():
             self._open_tiers()
 
-    def update_cache_config(self, cache_config: Any) -> None:
-        with self._turn():
-            total = fields_of(cache_config, CacheFields, "cache_config").total_block_num
-            check_blocks(self.settings, total)
-            self._check_tensors(total)
-            self._cache.resize(total)
-            self.num_gpu_blocks = total
-
     def reset(self, wait_for_tasks_done: bool = False) -> None:
         """Forget every block of device and host, and every request. Blocks that are written to
         storage are free when the writes have ended, which a reset does not wait for, whether
         `wait_for_tasks_done` or not. Stored objects stay, and are found again by requests of the
         same version of the weights."""
         with self._turn():
-            self._cache.reset()
-            if self._unopened:
-                self._open_again()
-            self.metrics.reset_metrics()
+            self._reset()
 
     def serve_status(self) -> None:
         """Reset if `prefix_tree_status` asks for it, as FastDeploy does around an update of the
@@ -383,47 +294,7 @@ class PrefixCacheManager:
             self.reset()
             signals.status = CLEARED if status == CLEARING else NORMAL
 
-    def statistics(self) -> ManagerStatistics:
-        cache, rates = self._cache, self.metrics
-        writes = None if cache.lower is None else cache.lower.writes
-        return ManagerStatistics(
-            gpu_blocks=cache.blocks.total,
-            cpu_blocks=self.num_cpu_blocks,
-            free_gpu_blocks=len(cache.blocks.free),
-            evictable_gpu_blocks=cache.evictable,
-            requests=len(cache.requests),
-            gpu_tokens=rates.gpu_tokens,
-            cpu_tokens=rates.cpu_tokens,
-            storage_tokens=rates.storage_tokens,
-            written_blocks=0 if writes is None else writes.written,
-            failed_blocks=0 if writes is None else writes.failed,
-            **rates.ratios(),
-        )
-
     # -- the tiers below the device, AttentionStore, indexes
-
-    def _root(self) -> bytes:
-        """The hash that the chains of all requests start from. If the model's folder has other
-        weights now, all that is cached is forgotten first. ConfigError if their version cannot be
-        read: a request could be given stored blocks of other weights."""
-        version = self._weights.now()
-        if version != self.settings.config.cache.namespace:
-            self._cache.reset()
-            self._close_services()
-            self.settings = self.settings.of_version(version)
-            self._open_again()
-        return self._scope.root(self._fingerprint)
-
-    @property
-    def _scope(self) -> CacheScope:
-        cache = self.settings.config.cache
-        return CacheScope(cache.model, cache.namespace)
-
-    @property
-    def _fingerprint(self) -> bytes:
-        if self._tensors is None:  # no block leaves the process
-            return bytes(HASH_BYTES)
-        return self._tensors.layout.fingerprint
 
     def _open_tiers(self) -> None:
         settings, cache = self.settings, self._cache
@@ -443,9 +314,10 @@ class PrefixCacheManager:
                 "host memory, storage and indexes need the cache tensors: give "
                 "PrefixCacheManager tensors="
             )
-        self._tensors = EngineTensors.read(named, settings)
+        tensors = self._tensors = EngineTensors.read(named, settings)
+        self._layout = tensors.layout
         try:
-            lower = cache.lower = open_lower_tiers(settings, self._tensors, stream=self._stream)
+            lower = cache.lower = open_lower_tiers(settings, tensors, stream=self._stream)
             self._check_tensors(self.num_gpu_blocks)
             self._open_services()
             self.num_cpu_blocks = 0 if lower is None else lower.slots
@@ -465,16 +337,14 @@ class PrefixCacheManager:
         """Open AttentionStore and the indexes, under the names of the weights of now."""
         settings, cache, tensors = self.settings, self._cache, self._tensors
         config, limit = settings.config, settings.storage.open_timeout_s
-        if tensors is None or not (settings.direct or config.flush.sinks):
+        if tensors is None:
             return
-        from kvactors.attention_sdk import sdk_settings
-        from kvactors.flush_notifier.sinks import make_sinks
-
-        device: Any
         if settings.direct:
+            from kvactors.attention_sdk import sdk_settings
             from kvactors.storage.attention_store import AttentionStoreBackend
 
             stores = []
+            device: Any
             for rank in range(settings.ranks):
                 device = tensors.device(rank)
                 sdk = sdk_settings(config, tensors.layout, device, (rank, settings.ranks))
@@ -482,51 +352,13 @@ class PrefixCacheManager:
             store = DirectStorage(stores, settings.storage.timeout_s)
             store.thread.open(max(limit, sum(one.ready_timeout for one in stores)))
             cache.direct = store
-        device = tensors.device(0)
-        if sinks := make_sinks(config, tensors.layout, device):
-            total = cache.blocks.total + (0 if cache.lower is None else cache.lower.slots)
-            reports = IndexReports(
-                sinks, self._scope, self._fingerprint, settings.block_size, total
-            )
-            reports.thread.open(limit)
-            cache.reports = reports
-
-    def _open_again(self) -> None:
-        """Open AttentionStore and the indexes. The others work without those that do not open."""
-        self._unopened = ()
-        try:
-            self._open_services()
-        except KVActorsError as error:
-            log.error("AttentionStore and indexes not opened", error=str(error))
-            self._close_services()
-            self._unopened = (f"AttentionStore and indexes are closed: {error}",)
-
-    @property
-    def troubles(self) -> tuple[str, ...]:
-        cache = self._cache
-        lower = () if cache.lower is None else cache.lower.tiers.health().reasons
-        direct = () if cache.direct is None else cache.direct.troubles
-        reports = () if cache.reports is None else cache.reports.service.troubles
-        return lower + direct + reports + self._unopened
-
-    def _close_services(self) -> None:
-        cache, limit = self._cache, self.settings.storage.close_timeout_s
-        closing = cache.direct, cache.reports
-        cache.direct = cache.reports = None
-        for one in closing:
-            if one is not None:
-                one.thread.close(limit)
+        self._open_reports(tensors.layout, tensors.device(0))
 
     def _close_tiers(self) -> None:
-        lower, self._cache.lower = self._cache.lower, None
-        self._close_services()
-        if lower is not None:
-            lower.close()
-        self._tensors = None
+        super()._close_tiers()
+        self._tensors = self._layout = None
 
     def close(self) -> None:
-        """Close storage and indexes and let go of the tensors, any number of times."""
-        self._closed = True
-        self._close_tiers()
+        super().close()
         if self.signals is not None:
             self.signals.close()
