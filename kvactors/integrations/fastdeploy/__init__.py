@@ -8,5 +8,14 @@ from kvactors.integrations.fastdeploy.lower_tiers import tensors_by_rank
 from kvactors.integrations.fastdeploy.manager import PrefixCacheManager
 from kvactors.integrations.fastdeploy.metrics import ManagerStatistics
 from kvactors.integrations.fastdeploy.settings import FastDeployOptions
+from kvactors.integrations.fastdeploy.v1_controller import CacheController
+from kvactors.integrations.fastdeploy.v1_manager import CacheManager
 
-__all__ = ["FastDeployOptions", "ManagerStatistics", "PrefixCacheManager", "tensors_by_rank"]
+__all__ = [
+    "CacheController",
+    "CacheManager",
+    "FastDeployOptions",
+    "ManagerStatistics",
+    "PrefixCacheManager",
+    "tensors_by_rank",
+]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from queue import Empty, SimpleQueue
 from threading import get_ident
@@ -175,31 +175,46 @@ class FinishWrites:
 
 
 @dataclass(eq=False)
-class LowerTiers:
-    """Moves blocks between the device and a `TierCache`, and returns when they have moved.
-
-    Calls come from different threads, never two at once: the engine's lock sees to it.
+class HostTier:
+    """The tiers below the device. Calls come from different threads, never two at once.
 
     Attributes:
-        memory: all host slots, those of `tiers` and the staging slots of `writes`.
         slots: blocks of the host tier. 0: the slots of `tiers` are only for blocks on their way
             from storage, and evicted device blocks are not kept.
-        writes: writes of finished requests, None without storage.
     """
 
     tiers: TierCache
-    copies: RankCopies
-    writes: FinishWrites | None
-    memory: SlotMemory
     slots: int
-    fetch_wait_s: float
-    thread: int = 0  # of the last call
+    thread: int = field(default=0, init=False)  # of the last call
 
     def enter(self) -> None:
         """The calling thread makes the next calls."""
         if self.thread != get_ident():
             self.tiers.adopt()
             self.thread = get_ident()
+
+    def keep(self, keys: Sequence[bytes], parents: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Keep the bytes of evicted blocks, given children before parents. DeviceError if a copy
+        does not end: the blocks must not be used any more."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        self.tiers.shutdown()
+
+
+@dataclass(eq=False)
+class LowerTiers(HostTier):
+    """Moves blocks between the device and a `TierCache`, and returns when they have moved.
+
+    Attributes:
+        memory: all host slots, those of `tiers` and the staging slots of `writes`.
+        writes: writes of finished requests, None without storage.
+    """
+
+    copies: RankCopies
+    writes: FinishWrites | None
+    memory: SlotMemory
+    fetch_wait_s: float
 
     def keep(self, keys: Sequence[bytes], parents: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Copy evicted blocks, given children before parents, to host slots, and go on as saves to
@@ -245,7 +260,7 @@ class LowerTiers:
             self.tiers.end_step()  # begins fetches, and pauses
 
     def close(self) -> None:
-        self.tiers.shutdown()
+        super().close()
         self.copies.close()
         if self.writes is not None:
             self.writes.close()
@@ -438,7 +453,7 @@ def open_lower_tiers(
             staging = SlotMemory(staged, size, rows[cut:], memory.stride)
             writes = FinishWrites(store, copies_to(staging))
         opened.pop_all()
-    return LowerTiers(tiers, copies, writes, memory, slots, options.fetch_wait_s)
+    return LowerTiers(tiers, slots, copies, writes, memory, options.fetch_wait_s)
 
 
 def host_slots(settings: ManagerSettings, rank_bytes: int) -> int:

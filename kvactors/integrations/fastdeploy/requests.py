@@ -151,6 +151,13 @@ class EngineBlocks:
         self.enter(returned)
         self.push(returned)
 
+    def give_held(self, blocks: Sequence[int], request: str) -> None:
+        """A request ends: those of its blocks that it was given since the last reset are free."""
+        held = [block for block in blocks if self.held.get(block) == request]
+        self._earlier.difference_update((block, request) for block in blocks)
+        self.enter(held)
+        self.push(held)
+
     def check_held(self, blocks: Sequence[int], request: str | None) -> None:
         if len(set(blocks)) < len(blocks):
             raise ValueError(f"a block is named twice: {sorted(blocks)}")
@@ -192,6 +199,7 @@ class RequestRecord:
         writers: one entry for each write to storage that has not ended. Its blocks are not free
             before. Changed by any thread, in one step of the interpreter.
         finished: whether its blocks are reported to indexes when it is released.
+        host, host_slots: blocks after the cached ones that a match of v1 has found in host memory.
     """
 
     def __init__(self, name: str, request: Any, tree: BlockTree, root: bytes) -> None:
@@ -199,6 +207,8 @@ class RequestRecord:
         self.tree = tree
         self.path = Path(tree.block_size, root)
         self.finished = False
+        self.host: list[bytes] = []
+        self.host_slots: list[int] = []
         self.writers: list[None] = []
         self.has_media = self._set_media(request, tree.block_size)
         self.extend(request)
@@ -249,6 +259,15 @@ class RequestRecord:
             fresh = [*prompt[chained:], *outputs] if len(outputs) else prompt[chained:]
         if chained < total:
             self.path.extend(fresh)
+
+
+def computed_tokens(request: Any) -> int:
+    """Tokens of a request whose bytes the steps scheduled so far compute, in v1 mode: when it
+    decodes, all but the last one, which was no input. Before, those up to the end of its chunk."""
+    total = sum(map(len, _parts(request)))
+    if total > whole("need_prefill_tokens", _attribute(request, "need_prefill_tokens")):
+        return total - 1
+    return whole("prefill_end_index", getattr(request, "prefill_end_index", None) or 0)
 
 
 def _parts(request: Any) -> tuple[Any, Any]:

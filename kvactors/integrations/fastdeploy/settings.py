@@ -75,10 +75,6 @@ class WeightsVersion:
 
 MUST_BE = {
     "ENABLE_V1_KVCACHE_SCHEDULER": ("1", "only the V1 scheduler's calls are answered"),
-    "ENABLE_V1_KVCACHE_MANAGER": (
-        "0",
-        "the cache manager of `cache_manager/v1` is another interface, in the workers",
-    ),
     "FD_ENABLE_SWAP_SPACE_CLEARING": ("0", "host memory stays allocated until the engine ends"),
     "USE_KVCACHE_LOCK": ("0", "copies run in this process, and take no lock of others"),
     "FD_USE_KVCACHE_LOCK": ("0", "copies run in this process, and take no lock of others"),
@@ -97,6 +93,8 @@ class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             FastDeploy's.
         attention_store: the table `[attention_store]`, for values that no variable sets.
         sinks: indexes to inform, as tables of `flush.sinks`.
+        layout: of the cache tensors, as the table `[layout]`, for the indexes of `CacheManager`,
+            whose process has no tensors.
         numa_node: the NUMA node that the host memory comes from, None for the system's choice.
         staging_slots: host slots that blocks of finished requests pass on their way to storage.
         fetch_wait_s: seconds that a match waits for storage. Blocks that arrive later are misses.
@@ -108,6 +106,7 @@ class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     storage: TierStorage = TierStorage()
     attention_store: Mapping[str, Any] = {}
     sinks: tuple[Mapping[str, Any], ...] = ()
+    layout: Mapping[str, Any] = {}
     numa_node: DeviceNumber | None = None
     staging_slots: Count = 32
     fetch_wait_s: Seconds = 30.0
@@ -128,7 +127,10 @@ class CacheFields(msgspec.Struct, frozen=True, kw_only=True):
     total_block_num: Number = 0
     swap_space: Annotated[float, msgspec.Meta(ge=0, le=1 << 20)] = 0.0
     kvcache_storage_backend: Literal["none", "file", "mooncake", "attention_store"] = "none"
-    write_policy: Literal["write_through"] = "write_through"
+    write_policy: Literal["write_through", "write_through_selective", "write_back"] = (
+        "write_through"
+    )
+    write_through_threshold: Count = 1
 
 
 class ModelFields(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,9 +149,14 @@ class DraftFields(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Of `parallel_config`."""
+    """Of `parallel_config`. v1 has the ranks and the replica there too."""
 
     data_parallel_size: Count = 1
+    tensor_parallel_size: Count = 1
+    local_data_parallel_id: Number = 0
+
+
+PARTS = ("cache_config", "model_config", "speculative_config", "parallel_config")
 
 
 def fields_of(part: Any, kind: type[S], where: str) -> S:
@@ -214,41 +221,54 @@ class ManagerSettings(NamedTuple):
         return self._replace(config=replace(self.config, cache=cache))
 
 
+def check_variables(environ: Mapping[str, str], *, v1: bool) -> None:
+    """Refuse variables that cannot be honoured."""
+    manager = ("1", "CacheManager is v1's") if v1 else ("0", "use CacheManager in its place for v1")
+    for name, (value, why) in (MUST_BE | {"ENABLE_V1_KVCACHE_MANAGER": manager}).items():
+        found = environ.get(name, "").strip()
+        if found not in ("", value):
+            raise ConfigError(f"{name} must be {value}, not {found!r}: {why}")
+
+
 def read_settings(
     config: Any,
-    tensor_parallel_size: int,
-    splitwise_role: str,
-    local_data_parallel_id: int,
+    tensor_parallel_size: int | None,
+    splitwise_role: str | None,
+    local_data_parallel_id: int | None,
     given: FastDeployOptions | Mapping[str, Any] | None,
     variables: Mapping[str, str] | None,
+    *,
+    v1: bool = False,
 ) -> ManagerSettings:
-    """Read FastDeploy's config and variables."""
+    """Read FastDeploy's config and variables. `v1`: for `CacheManager`, which is given no ranks, no
+    role and no replica: they are in the config."""
     environ = os.environ if variables is None else variables
     options = convert(given or {}, FastDeployOptions)
     changed = changed_in(options.storage)
     for name in OWN_STORAGE:
         if name in changed:
             raise ConfigError(f"options: storage.{name} is FastDeploy's: leave it unset")
-    if splitwise_role != "mixed":
+    scheduler = getattr(config, "scheduler_config", None)
+    role = splitwise_role or getattr(scheduler, "splitwise_role", "mixed")
+    if role != "mixed":
         raise ConfigError(
-            f"splitwise_role {splitwise_role!r}: prefill and decode on different nodes are not "
+            f"splitwise_role {role!r}: prefill and decode on different nodes are not "
             "supported, only 'mixed'"
         )
-    for name, (value, why) in MUST_BE.items():
-        found = environ.get(name, "").strip()
-        if found not in ("", value):
-            raise ConfigError(f"{name} must be {value}, not {found!r}: {why}")
+    check_variables(environ, v1=v1)
+    parts = {name: getattr(config, name, None) for name in PARTS}
     for name in ("cache_config", "model_config"):
-        if getattr(config, name, None) is None:
+        if parts[name] is None:
             raise ConfigError(f"the config has no {name}: it must be FastDeploy's FDConfig")
-    cache = fields_of(config.cache_config, CacheFields, "cache_config")
-    model = fields_of(config.model_config, ModelFields, "model_config")
-    speculative = getattr(config, "speculative_config", None)
-    drafts = fields_of(speculative, DraftFields, "speculative_config")
-    parallel = getattr(config, "parallel_config", None)
-    replicas = fields_of(parallel, ReplicaFields, "parallel_config").data_parallel_size
-    replica = checked_value("local_data_parallel_id", plain(local_data_parallel_id), Number)
-    ranks = checked_value("tensor_parallel_size", plain(tensor_parallel_size), Count)
+    cache = fields_of(parts["cache_config"], CacheFields, "cache_config")
+    model = fields_of(parts["model_config"], ModelFields, "model_config")
+    drafts = fields_of(parts["speculative_config"], DraftFields, "speculative_config")
+    engine = fields_of(parts["parallel_config"], ReplicaFields, "parallel_config")
+    replicas = engine.data_parallel_size
+    replica, ranks = engine.local_data_parallel_id, engine.tensor_parallel_size
+    if not v1:
+        replica = checked_value("local_data_parallel_id", plain(local_data_parallel_id), Number)
+        ranks = checked_value("tensor_parallel_size", plain(tensor_parallel_size), Count)
     backend = cache.kvcache_storage_backend
     if backend != "none" and not cache.enable_prefix_caching:
         raise ConfigError(f"kvcache_storage_backend {backend!r} needs enable_prefix_caching")
@@ -261,7 +281,7 @@ def read_settings(
         if backend == "attention_store" and ranks > 1 and name in options.attention_store:
             raise ConfigError(f"options: attention_store.{name} follows from the ranks: remove it")
     model_path = Path(str(model.model))
-    resolved = _resolved(backend, model_path, splitwise_role, replica, options, environ)
+    resolved = _resolved(backend, model_path, role, replica, options, environ)
     resolved = replace(resolved, layout=replace(resolved.layout, tensor_parallel=ranks))
     longest = model.max_model_len
     settings = ManagerSettings(
@@ -274,16 +294,30 @@ def read_settings(
         config=resolved,
         options=options,
     )
-    check_uses(settings)
+    check_uses(settings, v1=v1)
     return settings.of_version(WeightsVersion(model_path).now())
 
 
-def check_uses(settings: ManagerSettings) -> None:
+def check_uses(settings: ManagerSettings, *, v1: bool) -> None:
     """Refuse options that differ from their default and have no use with the configured tiers."""
+    cache = settings.cache
+    if v1 and settings.backend != "none" and not settings.index_only:
+        raise ConfigError(
+            f"kvcache_storage_backend {settings.backend!r} with ENABLE_V1_KVCACHE_MANAGER=1: "
+            "v1 has device and host blocks here, and AttentionStore as an index "
+            "(FD_AS_ONLY_FLUSH=1)"
+        )
+    if v1 and cache.swap_space and not cache.num_cpu_blocks:
+        raise ConfigError("swap_space without num_cpu_blocks: v1 needs the number of host blocks")
+    if not v1 and cache.write_policy != "write_through":
+        raise ConfigError(f"write_policy {cache.write_policy!r} needs ENABLE_V1_KVCACHE_MANAGER=1")
     config, options, storage = settings.config, settings.options, settings.options.storage
     stored = settings.storage.backend != "none"
-    useless = set() if stored else {"staging_slots", "fetch_wait_s"}
-    if not (stored or settings.hosted):
+    useless = {"launch_timeout_s"} if v1 else {"layout"}
+    if v1 and bool(config.flush.sinks) != bool(options.layout):
+        raise ConfigError("options: v1 needs layout for its indexes, and for nothing else")
+    useless |= set() if stored else {"staging_slots", "fetch_wait_s"}
+    if v1 or not (stored or settings.hosted):
         useless |= {"numa_node", "copy_threads"}
     used = {"open_timeout_s", "close_timeout_s"}
     if stored:
@@ -324,6 +358,7 @@ def _resolved(
     """The settings that kvactors has too, with the variables that it honours."""
     storage = options.storage
     table: dict[str, Any] = {"flush": {"sinks": [dict(sink) for sink in options.sinks]}}
+    table["layout"] = dict(options.layout)
     if backend != "none":
         table["storage"] = {"backend": backend, "write_policy": "write_through"}
     if backend == "file" and storage.directory:

@@ -16,9 +16,11 @@ def make_config(
     model: str = "/models/tiny",
     max_model_len: int | None = None,
     drafts: int | None = None,
+    ranks: int = 1,
+    layers: int = 2,
     **cache: Any,
 ) -> Any:
-    """An `FDConfig`. `drafts`: layers of an MTP model."""
+    """An `FDConfig`. `drafts`: layers of an MTP model. `ranks`, `layers`: as v1 reads them."""
     fields = {
         "block_size": BLOCK_SIZE,
         "total_block_num": gpu_blocks,
@@ -33,11 +35,13 @@ def make_config(
     method = None if drafts is None else "mtp"
     return SimpleNamespace(
         cache_config=SimpleNamespace(**fields),
-        model_config=SimpleNamespace(model=model, max_model_len=max_model_len),
+        model_config=SimpleNamespace(
+            model=model, max_model_len=max_model_len, num_hidden_layers=layers, dtype="uint8"
+        ),
         speculative_config=SimpleNamespace(
             method=method, num_extra_cache_layer=drafts or 0, num_gpu_block_expand_ratio=1
         ),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks, data_parallel_size=1),
     )
 
 
@@ -59,12 +63,20 @@ class Request:
         self.num_cached_blocks = 0
         self.num_computed_tokens = 0
         self.need_prefill_tokens = len(prompt)
+        self._match_result: Any = None
+        self.cache_swap_metadata: list[Any] = []
+        self.cache_evict_metadata: list[Any] = []
+        self.prefill_end_index: int | None = None
         self.multimodal_inputs: dict[str, Any] = {}
         if media is not None:
             self.multimodal_inputs = {
                 "mm_positions": [Position(offset, length) for offset, length, _ in media],
                 "mm_hashes": [digest for _, _, digest in media],
             }
+
+    @property
+    def match_result(self) -> Any:
+        return self._match_result
 
     @property
     def tokens(self) -> list[int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from tests.integrations.fastdeploy.config import Request
@@ -36,9 +37,12 @@ class Scheduler:
             (FD_RESERVE_OUTPUT_BLOCK_NUM_FOR_DECODE_WHEN_SCHEDULE_NEW_PREFILL).
 
     Attributes:
+        looks_ahead: whether the blocks of a whole prompt must be free before it is matched.
         wrong: (request, tokens) whose cached bytes were not the model's.
         hits: cached tokens of each admission.
     """
+
+    looks_ahead = True
 
     def __init__(
         self,
@@ -103,7 +107,9 @@ class Scheduler:
     def _admit(self, request: Request) -> tuple[Request, int, int] | None:
         manager, size = self.manager, self.block_size
         request.need_prefill_tokens = len(request.tokens)
-        if manager.num_cpu_blocks > 0 or self.config.cache_config.kvcache_storage_backend:
+        if self.looks_ahead and (
+            manager.num_cpu_blocks > 0 or self.config.cache_config.kvcache_storage_backend
+        ):
             needed = (request.need_prefill_tokens + size - 1) // size
             if not manager.can_allocate_gpu_blocks(needed):
                 return None
@@ -116,7 +122,7 @@ class Scheduler:
         if not manager.can_allocate_gpu_blocks(min(threshold, manager.num_gpu_blocks)):
             self._free(request)
             return None
-        request.block_tables.extend(manager.allocate_gpu_blocks(blocks, request.request_id))
+        self._allocate(request, blocks)
         self.waiting.popleft()
         return self._scheduled(request, stop)
 
@@ -142,12 +148,18 @@ class Scheduler:
             if not self.running:  # it holds all that there is
                 self._preempt(request)
             return None
-        request.block_tables.extend(self.manager.allocate_gpu_blocks(blocks, request.request_id))
+        self._allocate(request, blocks)
         return self._scheduled(request, stop)
+
+    def _allocate(self, request: Request, blocks: int) -> None:
+        request.block_tables.extend(self.manager.allocate_gpu_blocks(blocks, request.request_id))
+
+    def _index(self, request: Request, stop: int) -> None:
+        self.manager.update_cache_blocks(request, self.block_size, stop)
 
     def _scheduled(self, request: Request, stop: int) -> tuple[Request, int, int]:
         start, request.num_computed_tokens = request.num_computed_tokens, stop
-        self.manager.update_cache_blocks(request, self.block_size, stop)
+        self._index(request, stop)
         if stop < request.need_prefill_tokens:
             self.prefilling = request
         else:
@@ -165,7 +177,7 @@ class Scheduler:
             blocks = -(-(total + self.drafts) // self.block_size)
             needs = max(0, blocks - len(request.block_tables))
             if needs and not self.manager.can_allocate_gpu_blocks(needs):
-                self.manager.free_block_ids(len(self.running))
+                self._evict(len(self.running))
                 while not self.manager.can_allocate_gpu_blocks(needs):
                     others = [one for one in self.running if one is not request]
                     victim = others[-1] if others else request
@@ -175,10 +187,13 @@ class Scheduler:
                         break
                 if request not in self.running:
                     continue
-            request.block_tables.extend(self.manager.allocate_gpu_blocks(needs, request.request_id))
+            self._allocate(request, needs)
             request.num_computed_tokens = total
             work.append((request, start, total))
         return work
+
+    def _evict(self, count: int) -> None:
+        self.manager.free_block_ids(count)
 
     def _preempt(self, request: Request) -> None:
         self.preemptions += 1
@@ -264,3 +279,107 @@ class Scheduler:
     def left(self) -> list[str]:
         some: Iterable[Request] = [*self.waiting, *self.running]
         return [request.request_id for request in some]
+
+
+class V1Scheduler(Scheduler):
+    """The scheduler in v1 mode, and the workers, each with its `CacheController`. Steps are a batch
+    whose copies every worker makes before it computes. `batch_log`: blocks copied so far."""
+
+    looks_ahead = False
+
+    def __init__(
+        self,
+        manager: Any,
+        memory: ModelMemory,
+        config: Any,
+        workers: Sequence[Any],
+        **settings: Any,
+    ) -> None:
+        super().__init__(manager, memory, config, **settings)
+        self.workers = workers
+        self.batch_log = {"evict": 0, "load": 0}
+
+    def step(self) -> bool:
+        self.batch: dict[str, list[Any]] = {"evict": [], "load": []}
+        with self.lock:
+            work = self._schedule()
+            if work or any(self.batch.values()):
+                backup = self.manager.issue_pending_backup_to_batch_request()
+                self.batch["evict"] += [backup] if backup else []
+            self.manager.check_and_add_pending_backup()
+        for name, some in self.batch.items():
+            self.batch_log[name] += sum(len(one.src_block_ids) for one in some)
+        evict, load = (merged(self.batch[name]) for name in ("evict", "load"))
+        for worker in self.workers:
+            counter = worker.submit_swap_tasks(evict, load)
+            for layer in range(counter.get_num_layers() if counter else 0):
+                assert counter.wait_for_layer(layer)
+        for request, start, stop in work:
+            self._compute(request, start, stop)
+        for request, _, stop in work:
+            if stop >= request.need_prefill_tokens and request in self.running:
+                self._sample(request)
+        return bool(work)
+
+    def _match(self, request: Request) -> bool:
+        size = self.block_size
+        try:
+            self.manager.match_prefix(request, True)
+        except Exception as error:
+            self.failures.append(error)
+            return False
+        found = request.match_result
+        request.block_tables = found.device_block_ids
+        tokens = request.num_computed_tokens = found.total_matched_blocks * size
+        if tokens == request.need_prefill_tokens:
+            request.num_computed_tokens -= size
+        metrics = {
+            "gpu_match_token_num": found.matched_device_nums * size,
+            "cpu_match_token_num": found.matched_host_nums * size,
+            "storage_match_token_num": found.matched_storage_nums * size,
+        }
+        self.hits.append((request.request_id, tokens, metrics))
+        return True
+
+    def _allocate(self, request: Request, blocks: int) -> None:
+        if blocks > 0:
+            found = self.manager.allocate_gpu_blocks(request, blocks)
+            assert len(found) == blocks
+            request.block_tables.extend(found)
+        for name, metadata in (
+            ("evict", request.cache_evict_metadata),
+            ("load", request.cache_swap_metadata),
+        ):
+            self.batch[name] += metadata
+            metadata.clear()
+
+    def _index(self, request: Request, stop: int) -> None:
+        request.prefill_end_index = stop
+
+    def _evict(self, count: int) -> None:
+        """v1 evicts when it allocates."""
+
+    def _free(self, request: Request) -> None:
+        self.manager.request_finish(request)
+        request.block_tables = []
+
+    def end(self, request: Request, *, output: bool = True) -> None:
+        with self.lock:
+            if request in self.running:
+                self.running.remove(request)
+            if request is self.prefilling:
+                self.prefilling = None
+        self.finisher(request)
+
+
+def merged(some: Sequence[Any]) -> Any:
+    """The copies of a batch, as `BatchRequest` merges them."""
+    if not some:
+        return None
+    return SimpleNamespace(
+        src_block_ids=[block for one in some for block in one.src_block_ids],
+        dst_block_ids=[block for one in some for block in one.dst_block_ids],
+        hash_values=[name for one in some for name in one.hash_values],
+        success=False,
+        error_message=None,
+    )

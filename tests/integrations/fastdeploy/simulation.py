@@ -23,15 +23,22 @@ from unittest import mock
 import cyclopts
 
 from kvactors.errors import DeviceError, NoRoom
-from kvactors.integrations.fastdeploy import PrefixCacheManager, device_cache
+from kvactors.integrations.fastdeploy import (
+    CacheController,
+    CacheManager,
+    PrefixCacheManager,
+    device_cache,
+)
 from kvactors.integrations.fastdeploy.lower_tiers import RankCopies
+from kvactors.integrations.fastdeploy.v1_controller import LayerDoneCounter
 from kvactors.storage import factory
 from kvactors.storage.backend import ReadReport
 from kvactors.storage.messages import Outcome
+from tests.integrations.fastdeploy.attention import Attention
 from tests.integrations.fastdeploy.config import Request, make_config
 from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
-from tests.integrations.fastdeploy.scheduler import Scheduler
+from tests.integrations.fastdeploy.scheduler import Scheduler, V1Scheduler
 from tests.support import attentionstore_sdk as stand_in
 from tests.tier_cache.faulty_stores import MODES, Faults
 from tests.tier_cache.stores import SharedStore
@@ -92,9 +99,19 @@ class FaultyCopies:
 
         return copy
 
+    def of_layers(self) -> Any:
+        good = LayerDoneCounter.wait_for_layer
+
+        def wait_for_layer(counter: Any, layer: int, timeout: float | None = None) -> bool:
+            if self.hangs or any(self.fails.values()):
+                raise DeviceError("injected")
+            return good(counter, layer, timeout)
+
+        return wait_for_layer
+
 
 class Simulation:
-    """One run.
+    """One run over one manager.
 
     Args:
         rng: draws everything.
@@ -190,7 +207,7 @@ class Simulation:
         unfinished = [*before.waiting, *before.running]
         if before.prefilling is not None:
             unfinished.append(before.prefilling)
-        self.manager.close()
+        self.close()
         self.copies.hangs = False
         set_sdk_fault("ok")
         self.restarts += 1
@@ -209,7 +226,7 @@ class Simulation:
         scheduler.prefilling = None
         if new_weights:
             self.version += 1
-        steps = [self.write_version, self.manager.reset]
+        steps = [self.write_version, self.reset]
         self.rng.shuffle(steps)  # FastDeploy resets first
         for step in steps:
             step()
@@ -218,6 +235,9 @@ class Simulation:
             scheduler._free(request)
             request.num_computed_tokens = request.num_cached_blocks = 0
             scheduler.waiting.append(request)
+
+    def reset(self) -> None:
+        self.manager.reset()
 
     def write_version(self) -> None:
         text = f"version: RL-STEP{self.version:02}-x\n"
@@ -286,7 +306,10 @@ class Simulation:
                 self.fault()
             self._end()
         finally:
-            self.manager.close()
+            self.close()
+
+    def close(self) -> None:
+        self.manager.close()
 
     def _end(self) -> None:
         Faults.mode = "ok"
@@ -323,7 +346,70 @@ class Simulation:
         self.preemptions += one.preemptions
 
 
-def simulate(rng: Any, requests: int = 15, **given: Any) -> Simulation:
+class V1Simulation(Simulation):
+    """One run of the scheduler in v1 mode, with a worker for each rank. A copy that fails ends the
+    engine, which restarts."""
+
+    def _draw_sizes(self) -> None:
+        super()._draw_sizes()
+        self.backend = None
+        policies = ("write_through", "write_through_selective", "write_back")
+        self.policy, self.threshold = self.rng.choice(policies), self.rng.choice((1, 2, 3))
+
+    def open(self) -> None:
+        rng = self.rng
+        config = make_config(
+            self.blocks,
+            self.cpu,
+            drafts=self.draft_layers if self.drafts else None,
+            model=str(self.folder),
+            block_size=self.size,
+            ranks=self.ranks,
+            layers=self.layers - self.draft_layers,
+            write_policy=self.policy,
+            write_through_threshold=self.threshold,
+        )
+        self.memory = self.make_memory(
+            self.blocks, self.size, ranks=self.ranks, layers=self.layers, roles=self.roles
+        )
+        self.memory.lose(self.version)
+        self.manager = CacheManager(config, environ={})
+        self.workers = []
+        for rank in range(self.ranks):
+            worker = CacheController(config, rank, rank, stream=self.stream, environ={})
+            backend = Attention(self.memory, rank)
+            worker.initialize_kv_cache(backend, self.blocks)
+            if self.draft_layers:
+                first = self.layers - self.draft_layers
+                worker.initialize_mtp_kv_cache(backend, self.blocks, self.draft_layers, first)
+            self.workers.append(worker)
+        self.scheduler = V1Scheduler(
+            self.manager,
+            self.memory,
+            config,
+            self.workers,
+            chunk=rng.choice((self.chunk, self.chunk + 1)),
+            max_running=self.max_running,
+            next_token=lambda _: rng.randrange(3),
+            drafts=self.drafts,
+            accepted=lambda _: rng.randrange(self.drafts + 1),
+            reserve=self.reserve,
+        )
+        self.ends = []
+        self.scheduler.finisher = self.ends.append
+
+    def reset(self) -> None:
+        assert self.manager.reset_cache()
+
+    def close(self) -> None:
+        self.manager.close()
+        for worker in self.workers:
+            worker.free_cache()
+
+
+def simulate(
+    rng: Any, requests: int = 15, kind: type[Simulation] = Simulation, **given: Any
+) -> Simulation:
     """A run over drawn sizes, `given` ones apart.
 
     Raises:
@@ -332,9 +418,11 @@ def simulate(rng: Any, requests: int = 15, **given: Any) -> Simulation:
     SharedStore.pool.clear()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory()))
-        one = Simulation(rng, folder, **given)
+        one = kind(rng, folder, **given)
         for name in ("store", "load"):
             stack.enter_context(mock.patch.object(RankCopies, name, one.copies.around(name)))
+        waits = one.copies.of_layers()
+        stack.enter_context(mock.patch.object(LayerDoneCounter, "wait_for_layer", waits))
         stack.enter_context(mock.patch.object(factory, "make_backend", made_pool))
         stack.enter_context(mock.patch.object(device_cache, "MARGIN", 0.01))
         stand_in.reset()
@@ -345,15 +433,17 @@ def simulate(rng: Any, requests: int = 15, **given: Any) -> Simulation:
         return one
 
 
-def main(first: int = 0, seeds: int = 100, requests: int = 30) -> None:
-    """Run seeds, and name the first one that fails."""
+def main(first: int = 0, seeds: int = 100, requests: int = 30, *, v1: bool = False) -> None:
+    """Run seeds, and name the first one that fails. v1: of `CacheManager` and its workers."""
     import random
+
+    kind = V1Simulation if v1 else Simulation
 
     begun, totals = time.monotonic(), {"gpu": 0, "cpu": 0, "storage": 0}
     restarts = preemptions = 0
     for seed in range(first, first + seeds):
         try:
-            found = simulate(random.Random(seed), requests)
+            found = simulate(random.Random(seed), requests, kind)
         except BaseException:
             print(f"seed {seed} fails", file=sys.stderr)
             raise

@@ -1,0 +1,379 @@
+"""FastDeploy's v1 `CacheManager`, in the scheduler's process (ENABLE_V1_KVCACHE_MANAGER=1).
+
+The workers copy: this side only decides. A worker makes the copies of a step before it computes,
+evictions first, and begins a step when the copies of the one before have ended. So a block or a
+slot may change hands between two steps of the scheduler, and never within one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from kvactors.integrations.fastdeploy.lower_tiers import HostTier
+from kvactors.integrations.fastdeploy.manager import BlockManager
+from kvactors.integrations.fastdeploy.requests import (
+    RequestRecord,
+    computed_tokens,
+    name_of,
+    rounded_up,
+    sequence_of,
+    whole,
+)
+from kvactors.integrations.fastdeploy.settings import FastDeployOptions, read_settings
+from kvactors.layout import make_layout
+from kvactors.tier_cache import SlotMemory, TierCache, TierConfig
+from kvactors.tier_cache.cache import leading_keys
+from kvactors.types import split_hashes
+
+
+@dataclass
+class SwapMetadata:
+    """Copies that a request or a batch carries to the workers, with the attributes of FastDeploy's
+    `CacheSwapMetadata`: pairs of blocks on the device and on the host, and their hashes in hex."""
+
+    src_type: str
+    dst_type: str
+    src_block_ids: list[int] = field(default_factory=list)
+    dst_block_ids: list[int] = field(default_factory=list)
+    hash_values: list[str] = field(default_factory=list)
+    success: bool = False
+    error_message: str | None = None
+
+    def add(self, sources: Sequence[int], targets: Sequence[int], keys: Sequence[bytes]) -> None:
+        self.src_block_ids += sources
+        self.dst_block_ids += targets
+        self.hash_values += [key.hex() for key in keys]
+
+
+class MatchResult(NamedTuple):
+    """What a match has found: device blocks, and blocks of the host, which come to the device with
+    the request's next blocks."""
+
+    device_block_ids: list[int]
+    matched_device_nums: int = 0
+    matched_host_nums: int = 0
+    matched_storage_nums: int = 0
+    total_matched_blocks: int = 0
+
+
+class HostSlots(HostTier):
+    """The table of the workers' host blocks. Slots of a step's copies stay until the step ends."""
+
+    def __init__(self, num_slots: int, *, model: str, events: bool, keeps: bool) -> None:
+        table = TierConfig(
+            model=model, block_bytes=1, num_slots=num_slots, events=("host",) if events else ()
+        )
+        # the bytes are in the workers: the memory of this cache is never accessed
+        super().__init__(TierCache(table, SlotMemory(num_slots, 1, stride=1)), num_slots)
+        self.keeps = keeps  # whether evicted blocks are kept
+        self.loads: list[bytes] = []
+        self._stores: list[bytes] = []
+        self._begun = SwapMetadata("device", "host")
+
+    def keep(self, keys: Sequence[bytes], parents: Sequence[bytes], blocks: Sequence[int]) -> None:
+        if self.keeps:
+            self.store(keys[::-1], parents[::-1], blocks[::-1])
+
+    def store(self, keys: Sequence[bytes], parents: Sequence[bytes], blocks: Sequence[int]) -> None:
+        """Begin copies of blocks to host slots, of as many as there are slots for."""
+        of_key = dict(zip(keys, blocks, strict=True))
+        found = self.tiers.prepare_store(keys, parents)
+        self._begun.add([of_key[key] for key in found.keys], found.slots, found.keys)
+        self._stores += found.keys
+
+    def take_stores(self) -> list[SwapMetadata]:
+        """The copies begun since the last call, if there are any."""
+        begun, self._begun = self._begun, SwapMetadata("device", "host")
+        return [begun] if begun.src_block_ids else []
+
+    def end_step(self) -> None:
+        """Later steps come after the copies that this step has begun."""
+        self.enter()
+        self.tiers.complete_store(self._stores)
+        self.tiers.complete_load(self.loads)
+        self._stores, self.loads = [], []
+        self.tiers.end_step()
+
+
+class CacheManager(BlockManager):
+    """Device blocks, prefix index and host blocks of one FastDeploy engine, for schedulers in v1
+    mode. Copies are metadata on the requests, which `CacheController` makes in each worker.
+
+    Args:
+        config: FastDeploy's `FDConfig`, or an object with the same attributes.
+        gauges: FastDeploy's `main_process_metrics`.
+        environ: variables, the process's environment if None.
+
+    Raises:
+        ConfigError: a role other than mixed, storage other than an index, or another setting that
+            cannot be honoured.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        options: FastDeployOptions | Mapping[str, Any] | None = None,
+        gauges: Any = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        settings = read_settings(config, None, None, None, options, environ, v1=True)
+        super().__init__(settings, gauges)
+        self.block_size, sinks = settings.block_size, settings.config.flush.sinks
+        self.enable_prefix_caching = settings.cache.enable_prefix_caching
+        self.enable_host_cache = self.num_cpu_blocks > 0
+        self._backs_up = settings.cache.write_policy != "write_back"
+        self._scheduled: dict[str, tuple[RequestRecord, Any]] = {}  # may have blocks to commit
+        self._held: list[RequestRecord] = []  # scheduled in this step
+        self._finished: list[RequestRecord] = []  # to be backed up
+        self._uses: Counter[bytes] = Counter()  # matches of each block
+        self._slots: HostSlots | None = None
+        if self.enable_host_cache:
+            model, keeps = settings.config.cache.model, not self._backs_up
+            slots = HostSlots(self.num_cpu_blocks, model=model, events=bool(sinks), keeps=keeps)
+            self._slots = self._cache.lower = slots
+        if sinks:
+            self._layout = make_layout(settings.config.layout, self.block_size)
+            self._open_services()
+
+    def _open_services(self) -> None:
+        if self._layout is not None:
+            self._open_reports(self._layout, None)
+
+    # -- numbers
+
+    @property
+    def num_free_device_blocks(self) -> int:
+        return len(self._cache.blocks.free)
+
+    @property
+    def num_free_host_blocks(self) -> int:
+        if self._slots is None:
+            return 0
+        found = self._slots.tiers.statistics()
+        return found.slots - found.resident
+
+    def can_allocate_device_blocks(self, num: float) -> bool:
+        """Whether so many device blocks, rounded up, are free or can be evicted."""
+        count = rounded_up("num", num)
+        with self._turn():
+            self._cache.settle()
+            return count <= self._cache.available
+
+    can_allocate_gpu_blocks = can_allocate_device_blocks
+
+    def get_stats(self) -> dict[str, Any]:
+        """Sizes of now, under FastDeploy's names."""
+        names = {"total_blocks": "num_blocks", "used_blocks": "used", "free_blocks": "available"}
+        tree = self._cache.tree.statistics()
+        sizes: dict[str, Any] = {
+            f"{level}_pool": {name: sizes[one] for one, name in names.items()}
+            for level, sizes in self.get_memory_usage().items()
+        }
+        counts = ("num_gpu_blocks", "num_cpu_blocks", "block_size")
+        for name in (*counts, "num_free_device_blocks", "num_free_host_blocks"):
+            sizes[name] = getattr(self, name)
+        sizes["radix_tree"] = {
+            "node_count": tree["nodes"],
+            "evictable_device_count": tree["evictable"],
+        }
+        return sizes | {"initialized": not self._closed, "storage_enabled": False}
+
+    def get_memory_usage(self) -> dict[str, dict[str, float]]:
+        """Blocks of each level, under FastDeploy's names."""
+        device = (self.num_gpu_blocks, self.num_free_device_blocks)
+        host = (self.num_cpu_blocks, self.num_free_host_blocks)
+        return {
+            level: {
+                "total_blocks": total,
+                "used_blocks": total - free,
+                "free_blocks": free,
+                "usage_percent": 100 * (total - free) / total if total else 0,
+            }
+            for level, (total, free) in (("device", device), ("host", host))
+        }
+
+    # -- requests
+
+    def match_prefix(self, request: Any, skip_storage: bool = True) -> None:
+        """Match a request's tokens with the cache, and set `request._match_result`. The request
+        holds what was found until `request_finish`. Blocks of an earlier match are released first.
+
+        Args:
+            skip_storage: has no effect: there is no storage.
+
+        Raises:
+            TypeError, ValueError: tokens or media are malformed. Nothing changed.
+            ConfigError: the version of the weights cannot be read.
+        """
+        request._match_result = MatchResult([])
+        if not self.enable_prefix_caching:
+            return
+        with self._turn():
+            name, cache, slots = name_of(request), self._cache, self._slots
+            self._commit_scheduled()
+            root = self._root()  # may forget the tree
+            record = RequestRecord(name, request, cache.tree, root)
+            self._drop(name)
+            cache.tree.pin(record.path)
+            cache.open(record)
+            blocks, size = record.blocks, self.block_size
+            keys = split_hashes(record.path.hashes(0, record.path.num_full_blocks))
+            if slots is not None:
+                slots.enter()
+                found, _ = leading_keys(slots.tiers, keys[len(blocks) :])
+                record.host = keys[len(blocks) :][:found]
+                slots.tiers.touch(record.host)
+                record.host_slots = slots.tiers.prepare_load(record.host)
+            device, host = len(blocks), len(record.host)
+            self._uses.update(keys[: device + host])
+            self.metrics.matched(device * size, host * size, 0, record.path.num_tokens)
+            request._match_result = MatchResult(blocks, device, host, 0, device + host)
+
+    def allocate_device_blocks(self, request: Any, num_blocks: int) -> list[int]:
+        """Take device blocks for a request, after an eviction if need be. The first ones get the
+        blocks that its match has found on the host (`request.cache_swap_metadata`). Copies of
+        evicted blocks are in `request.cache_evict_metadata`.
+
+        Returns:
+            As many blocks, or none if fewer are free and evictable: nothing changed.
+        """
+        count = max(0, whole("num_blocks", num_blocks))
+        with self._turn():
+            name, cache = name_of(request), self._cache
+            cache.settle()
+            if not cache.make_room(count):
+                return []
+            if self._slots is not None:
+                request.cache_evict_metadata += self._slots.take_stores()
+            blocks = cache.blocks.take(count, name)
+            record = cache.requests.get(name)
+            if record is not None:
+                self._commit(record, request)  # what earlier steps have computed
+                if loads := self._load(record, blocks):
+                    request.cache_swap_metadata.append(loads)
+                record.writers.append(None)  # this step's work on its blocks comes later
+                self._held.append(record)
+                self._scheduled[name] = (record, request)
+            return blocks
+
+    allocate_gpu_blocks = allocate_device_blocks
+
+    def _load(self, record: RequestRecord, blocks: list[int]) -> SwapMetadata | None:
+        """Load a match's blocks of the host into the first device blocks. Those without one, since
+        the scheduler has taken fewer, are computed."""
+        slots, keys, places = self._slots, record.host, record.host_slots
+        record.host, record.host_slots = [], []
+        count = min(len(keys), len(blocks))
+        if slots is not None:
+            slots.loads += keys[:count]
+            slots.tiers.complete_load(keys[count:])
+        if not count:
+            return None
+        self._cache.commit(record, blocks[:count])
+        loads = SwapMetadata("host", "device")
+        loads.add(places[:count], blocks[:count], keys[:count])
+        return loads
+
+    def _commit_scheduled(self) -> None:
+        """Index what requests compute in this step: work that is scheduled later comes after it."""
+        scheduled, self._scheduled = self._scheduled, {}
+        for record, request in scheduled.values():
+            if self._cache.holds(record):
+                self._commit(record, request)
+
+    def _commit(self, record: RequestRecord, request: Any) -> None:
+        """Index the full blocks of a request's computed tokens."""
+        table = sequence_of(request, "block_tables")
+        tokens = min(computed_tokens(request), record.tokens_of(request))
+        own = self._cache.uncommitted(record, table, min(tokens // self.block_size, len(table)))
+        record.extend(request)
+        self._cache.commit(record, own)
+
+    def request_finish(self, request: Any) -> None:
+        """A request has ended, is preempted or was not admitted: index what it has computed, and
+        take all its blocks back. To be called before its block table is emptied."""
+        with self._turn():
+            name, table = name_of(request), [*sequence_of(request, "block_tables")]
+            record = self._cache.requests.get(name)
+            if record is not None:
+                self._commit(record, request)
+                if self._backs_up and self.enable_host_cache and record.num_cached:
+                    self._finished.append(record)
+            self._cache.blocks.give_held(table, name)
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """A request holds nothing any more."""
+        record = self._cache.requests.get(name)
+        self._scheduled.pop(name, None)
+        if record is not None and record.host and self._slots is not None:
+            self._slots.tiers.complete_load(record.host)
+            record.host = []
+        self._cache.release(name)
+
+    def write_cache_to_storage(self, request: Any) -> None:
+        """A request has finished: indexes are told when `request_finish` releases it. There is no
+        storage to write to."""
+        record = self._cache.requests.get(name_of(request))
+        if record is not None:
+            record.finished = True
+
+    # -- steps
+
+    def get_pending_backup_count(self) -> int:
+        """Finished requests whose blocks are to be backed up."""
+        return len(self._finished)
+
+    def issue_pending_backup_to_batch_request(self) -> SwapMetadata | None:
+        """The copies to the host of blocks of finished requests that were used often enough, for
+        the batch of this step. None if there are none."""
+        if self._slots is None:
+            return None
+        with self._turn():
+            self._slots.enter()
+            self._cache.settle()
+            finished, self._finished = self._finished, []
+            for record in finished:
+                if record.writers:  # still held for this step
+                    self._finished.append(record)
+                elif not record.tree.retired:
+                    self._back_up(self._slots, record)
+            return next(iter(self._slots.take_stores()), None)
+
+    def _back_up(self, slots: HostSlots, record: RequestRecord) -> None:
+        tree, path = record.tree, record.path
+        start = tree.referenced_run(path)  # may be computed in this step, after its copies
+        tree.pin(path, used=False)
+        keys, blocks = split_hashes(path.hashes(0, path.num_committed)), path.blocks()
+        parents = [path.root, *keys]
+        least = self.settings.cache.write_through_threshold
+        some = [i for i in range(start, len(keys)) if self._uses[keys[i]] + 1 >= least]
+        slots.store([keys[i] for i in some], [parents[i] for i in some], [blocks[i] for i in some])
+        self._cache.blocks.push(tree.release(path))
+
+    def check_and_add_pending_backup(self) -> None:
+        """The step ends: a later one may use the slots and blocks of its copies. To be called at
+        the end of each `schedule()`, after its copies were added to the batch."""
+        with self._turn():
+            held, self._held = self._held, []
+            for record in held:
+                record.writers.pop()
+            if self._slots is not None:
+                self._slots.end_step()
+            self._cache.settle()
+            self._cache.report_moves()
+            if len(self._uses) > 4 * (self.num_gpu_blocks + self.num_cpu_blocks):
+                self._uses.clear()  # most of them are of blocks that have left
+
+    def reset_cache(self) -> bool:
+        """Forget every block of device and host, and every request."""
+        with self._turn():
+            self._reset()
+            self._scheduled.clear()
+            self._finished.clear()
+            self._uses.clear()
+        return True
