@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvactors.integrations.fastdeploy.lower_tiers import HostTier
-from kvactors.integrations.fastdeploy.manager import BlockManager
+from kvactors.integrations.fastdeploy.manager import BlockManager, log
 from kvactors.integrations.fastdeploy.requests import (
     RequestRecord,
     computed_tokens,
@@ -286,11 +286,17 @@ class CacheManager(BlockManager):
                 self._commit(record, request)
 
     def _commit(self, record: RequestRecord, request: Any) -> None:
-        """Index the full blocks of a request's computed tokens."""
-        table = sequence_of(request, "block_tables")
-        tokens = min(computed_tokens(request), record.tokens_of(request))
-        own = self._cache.uncommitted(record, table, min(tokens // self.block_size, len(table)))
-        record.extend(request)
+        """Index the full blocks of a request's computed tokens. A request whose tokens or table are
+        wrong is not indexed: the call may be another request's."""
+        try:
+            table = sequence_of(request, "block_tables")
+            tokens = min(computed_tokens(request), record.tokens_of(request))
+            full = min(tokens // self.block_size, len(table))
+            own = self._cache.uncommitted(record, table, full)
+            record.extend(request)
+        except (TypeError, ValueError) as error:
+            log.error("request not cached", request=record.request, error=str(error))
+            return
         self._cache.commit(record, own)
 
     def request_finish(self, request: Any) -> None:

@@ -214,6 +214,35 @@ def test_without_prefix_caching_requests_hold_their_own_blocks(engine):
     assert one.manager.num_free_device_blocks == 4
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_tables", [5, 5]),
+        ("block_tables", [7, 6]),
+        ("output_token_ids", [-1]),
+        ("prefill_end_index", "8"),
+        ("prompt_token_ids", [1]),
+    ],
+)
+def test_a_request_that_is_malformed_costs_no_other_one_and_no_block(engine, name, value):
+    one = engine(4)
+    manager, bad, good = one.manager, Request("bad", A), Request("good", B)
+    manager.match_prefix(bad)
+    blocks = bad.block_tables = manager.allocate_gpu_blocks(bad, 2)
+    bad.prefill_end_index = 8
+    before = getattr(bad, name)
+    setattr(bad, name, value)
+    manager.match_prefix(good)
+    assert good.match_result.total_matched_blocks == 0
+    setattr(bad, name, before)
+    bad.block_tables = blocks
+    manager.request_finish(bad)
+    manager.request_finish(good)
+    manager.check_and_add_pending_backup()
+    check(manager)
+    assert manager.can_allocate_gpu_blocks(4)
+
+
 def test_a_reset_empties_everything(engine):
     one = engine(4, 4)
     one.serve("a", A)
