@@ -15,7 +15,7 @@ from kvactors.errors import CacheClosed, ConfigError, KVActorsError, NoRoom, Sto
 from kvactors.flush_notifier.messages import PathCached
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.identity import PLAIN, CacheScope
-from kvactors.integrations.fastdeploy.lower_tiers import HostTier, LowerTiers
+from kvactors.integrations.fastdeploy.lower_tiers import EngineTiers, LowerTiers
 from kvactors.integrations.fastdeploy.requests import EngineBlocks, RequestRecord, whole
 from kvactors.native import BlockTree
 from kvactors.storage.device_store import DeviceStore
@@ -216,7 +216,7 @@ class DeviceCache:
     def __init__(self, total: int, block_size: int) -> None:
         self.blocks = EngineBlocks(total)
         self.requests: dict[str, RequestRecord] = {}
-        self.lower: HostTier | None = None
+        self.lower: EngineTiers | None = None
         self.direct: DirectStorage | None = None
         self.reports: IndexReports | None = None
         self.interrupted: Callable[[], bool] = lambda: False

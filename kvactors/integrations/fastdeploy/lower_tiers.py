@@ -175,7 +175,7 @@ class FinishWrites:
 
 
 @dataclass(eq=False)
-class HostTier:
+class EngineTiers:
     """The tiers below the device. Calls come from different threads, never two at once.
 
     Attributes:
@@ -203,7 +203,7 @@ class HostTier:
 
 
 @dataclass(eq=False)
-class LowerTiers(HostTier):
+class LowerTiers(EngineTiers):
     """Moves blocks between the device and a `TierCache`, and returns when they have moved.
 
     Attributes:

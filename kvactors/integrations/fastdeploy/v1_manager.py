@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from kvactors.integrations.fastdeploy.lower_tiers import HostTier
+from kvactors.integrations.fastdeploy.lower_tiers import EngineTiers
 from kvactors.integrations.fastdeploy.manager import BlockManager, log
 from kvactors.integrations.fastdeploy.requests import (
     RequestRecord,
@@ -59,7 +59,7 @@ class MatchResult(NamedTuple):
     total_matched_blocks: int = 0
 
 
-class HostSlots(HostTier):
+class WorkerSlots(EngineTiers):
     """The table of the workers' host blocks. Slots of a step's copies stay until the step ends."""
 
     def __init__(self, num_slots: int, *, model: str, events: bool, keeps: bool) -> None:
@@ -130,10 +130,10 @@ class CacheManager(BlockManager):
         self._held: list[RequestRecord] = []  # scheduled in this step
         self._finished: list[RequestRecord] = []  # to be backed up
         self._uses: Counter[bytes] = Counter()  # matches of each block
-        self._slots: HostSlots | None = None
+        self._slots: WorkerSlots | None = None
         if self.enable_host_cache:
             model, keeps = settings.config.cache.model, not self._backs_up
-            slots = HostSlots(self.num_cpu_blocks, model=model, events=bool(sinks), keeps=keeps)
+            slots = WorkerSlots(self.num_cpu_blocks, model=model, events=bool(sinks), keeps=keeps)
             self._slots = self._cache.lower = slots
         if sinks:
             self._layout = make_layout(settings.config.layout, self.block_size)
@@ -322,8 +322,8 @@ class CacheManager(BlockManager):
         self._cache.release(name)
 
     def write_cache_to_storage(self, request: Any) -> None:
-        """A request has finished: indexes are told when `request_finish` releases it. There is no
-        storage to write to."""
+        """A request has finished: `request_finish` reports it to indexes. There is no storage to
+        write to."""
         record = self._cache.requests.get(name_of(request))
         if record is not None:
             record.finished = True
@@ -350,7 +350,7 @@ class CacheManager(BlockManager):
                     self._back_up(self._slots, record)
             return next(iter(self._slots.take_stores()), None)
 
-    def _back_up(self, slots: HostSlots, record: RequestRecord) -> None:
+    def _back_up(self, slots: WorkerSlots, record: RequestRecord) -> None:
         tree, path = record.tree, record.path
         start = tree.referenced_run(path)  # may be computed in this step, after its copies
         tree.pin(path, used=False)

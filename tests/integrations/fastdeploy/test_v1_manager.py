@@ -166,6 +166,42 @@ def test_a_request_that_is_preempted_in_its_step_keeps_its_blocks_until_the_end(
     assert other.cache_evict_metadata[0].src_block_ids == [0, 1]
 
 
+def test_a_host_block_of_this_steps_copies_is_not_taken_again(engine):
+    one = engine(4, 1, write_policy="write_back")
+    one.serve("a", [*A, *B])
+    manager, requests = one.manager, [Request(name, C) for name in "bc"]
+    for request in requests:
+        manager.match_prefix(request)
+        assert len(manager.allocate_gpu_blocks(request, 1)) == 1
+    (evicted,) = requests[0].cache_evict_metadata
+    assert (evicted.src_block_ids, evicted.dst_block_ids) == ([3], [0])
+    assert requests[1].cache_evict_metadata == [], "the only host block is in use"
+    manager.match_prefix(again := Request("d", [*A, *B]))
+    assert again.match_result.matched_host_nums == 0, "its copy is not made yet"
+    for request in (*requests, again):
+        manager.request_finish(request)
+    manager.check_and_add_pending_backup()
+    check(manager)
+
+
+def test_a_host_block_that_this_step_loads_is_not_overwritten(engine):
+    one = engine(4, 1, write_policy="write_back")
+    one.serve("a", A[:4])
+    one.serve("b", [*C, *B])  # evicts a
+    manager, first, second = one.manager, Request("c", [*A[:4], 9]), Request("d", [*B, 9])
+    manager.match_prefix(first)
+    assert first.match_result.matched_host_nums == 1
+    first.block_tables = manager.allocate_gpu_blocks(first, 1)
+    assert first.cache_swap_metadata[0].src_block_ids == [0]
+    manager.match_prefix(second)
+    assert len(manager.allocate_gpu_blocks(second, 2)) == 2
+    assert [*first.cache_evict_metadata, *second.cache_evict_metadata] == []
+    manager.request_finish(first)
+    manager.request_finish(second)
+    manager.check_and_add_pending_backup()
+    check(manager)
+
+
 def test_a_partial_block_and_the_last_token_are_not_indexed(engine):
     one = engine(8)
     manager, request = one.manager, Request("a", A)
