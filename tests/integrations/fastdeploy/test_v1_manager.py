@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -289,6 +291,34 @@ def test_a_reset_empties_everything(engine):
     one.manager.request_finish(request)  # of before
     assert one.manager.num_free_device_blocks == 4
     assert one.serve("d", [*A, 9]) == (0, 0)
+
+
+def test_a_thread_that_finishes_requests_works_beside_the_scheduler(engine):
+    one, rng = engine(6, 6, ranks=2), random.Random(7)
+    with ThreadPoolExecutor(1) as pool:
+        one.scheduler.finisher = lambda request: pool.submit(one.scheduler.finish_now, request)
+        for number in range(80):
+            prompt = [rng.randrange(2) for _ in range(rng.randrange(1, 17))]
+            one.scheduler.add(Request(f"r{number}", prompt), rng.randrange(1, 4))
+            one.scheduler.step()
+        one.scheduler.run()
+    check(one.manager)
+    assert len(one.scheduler.finished) == 80
+    assert one.scheduler.wrong == []
+    assert one.scheduler.batch_log["load"] > 0
+    assert one.manager.statistics().requests == 0
+
+
+def test_what_a_request_carries_crosses_processes(engine):
+    one = engine(3, 2, write_policy="write_back")
+    one.serve("a", A)
+    one.manager.match_prefix(request := Request("b", B))
+    one.manager.allocate_gpu_blocks(request, 2)
+    carried = (request._match_result, request.cache_evict_metadata)
+    assert carried[1], "a block of a is evicted"
+    assert pickle.loads(pickle.dumps(carried)) == carried
+    one.manager.request_finish(request)
+    one.manager.check_and_add_pending_backup()
 
 
 # -- indexes: flush-only
