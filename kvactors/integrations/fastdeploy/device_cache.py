@@ -245,7 +245,8 @@ class DeviceCache:
         return None
 
     def holds(self, record: RequestRecord) -> bool:
-        return self.requests.get(record.request) is record
+        """Whether the request goes on, with blocks of the weights of now."""
+        return self.requests.get(record.request) is record and not record.tree.retired
 
     # -- calls with the engine's lock: requests
 
@@ -263,7 +264,7 @@ class DeviceCache:
     def uncommitted(self, record: RequestRecord, table: Sequence[int], full: int) -> list[int]:
         """The blocks of a request's table that are not cached, of the `full` first ones."""
         start = record.num_cached
-        if full <= start:
+        if full <= start or record.tree.retired:
             return []
         if len(table) < full:
             raise ValueError(
@@ -451,14 +452,19 @@ class DeviceCache:
     def reset(self) -> None:
         """Forget every block of device and host, and every request. Stored objects stay. Blocks
         that are written to storage are free when the writes have ended."""
-        gone = b"" if self.reports is None else self.tree.device_hashes()
         self._forgotten.update(self.requests)
         self._leaving += self.requests.values()
         self.requests.clear()
+        self.forget()
+        self.blocks.reset()
+
+    def forget(self) -> None:
+        """Forget every block of device and host. Requests keep theirs, and no further blocks of
+        them are cached: the next ones may be of other weights."""
+        gone = b"" if self.reports is None else self.tree.device_hashes()
         self.tree.retire()
         self.blocks.push(self.tree.sweep(self.blocks.total))
         self.settle()
-        self.blocks.reset()
         self._plant()
         if self.lower is not None:
             self.lower.enter()

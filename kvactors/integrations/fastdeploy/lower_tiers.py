@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -175,7 +176,7 @@ class FinishWrites:
 
 
 @dataclass(eq=False)
-class EngineTiers:
+class EngineTiers(ABC):
     """The tiers below the device. Calls come from different threads, never two at once.
 
     Attributes:
@@ -193,10 +194,10 @@ class EngineTiers:
             self.tiers.adopt()
             self.thread = get_ident()
 
+    @abstractmethod
     def keep(self, keys: Sequence[bytes], parents: Sequence[bytes], blocks: Sequence[int]) -> None:
         """Keep the bytes of evicted blocks, given children before parents. DeviceError if a copy
         does not end: the blocks must not be used any more."""
-        raise NotImplementedError
 
     def close(self) -> None:
         self.tiers.shutdown()

@@ -7,6 +7,7 @@ that scheduler (tests/integrations/fastdeploy).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -56,7 +57,7 @@ from kvactors.types import HASH_BYTES, split_hashes
 log = get_logger()
 
 
-class BlockManager:
+class BlockManager(ABC):
     """Device blocks, prefix index and sinks of one FastDeploy engine.
 
     Every call is synchronous, and any thread may make it, with or without the engine's lock. Calls
@@ -176,7 +177,7 @@ class BlockManager:
         read: a request could be given stored blocks of other weights."""
         version = self._weights.now()
         if version != self.settings.config.cache.namespace:
-            self._cache.reset()
+            self._cache.forget()  # running requests write to their blocks still
             self._close_services()
             self.settings = self.settings.of_version(version)
             self._open_again()
@@ -193,9 +194,9 @@ class BlockManager:
 
     # -- AttentionStore and indexes
 
+    @abstractmethod
     def _open_services(self) -> None:
         """Open what depends on the names of the weights of now."""
-        raise NotImplementedError
 
     def _open_reports(self, layout: Layout, device: Any) -> None:
         """Open the indexes of the settings. `device`: the device memory, None if it is in other

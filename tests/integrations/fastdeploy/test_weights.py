@@ -50,17 +50,22 @@ def test_blocks_of_earlier_weights_are_not_found_in_fastdeploys_order(engine, mo
 
 
 def test_new_weights_without_a_reset_are_one(engine, model):
-    """Requests that were matched before go on, and are not cached."""
+    """Requests that were matched before go on in their blocks, and no more of them is cached."""
     one = engine(gpu=8, cpu=2, file=True, model=str(model.file.parent))
-    running = Request("a", A)
+    running, other = Request("a", A), Request("b", A)
     one.prefill(running)
+    running.block_tables += one.manager.allocate_gpu_blocks(1, "a")
     model.load(2)
     one.memory.lose(1)
-    assert one.match(Request("b", A))[1] == 0
-    one.manager.update_cache_blocks(running, BLOCK_SIZE, 8)
+    assert one.prefill(other)["gpu_match_token_num"] == 0
+    assert not {*running.block_tables} & {*other.block_tables}
+    running.output_token_ids = [1, 2, 3, 4, 5]
+    one.manager.cache_output_blocks(running, BLOCK_SIZE)
+    assert running.num_cached_blocks == 2
     one.manager.write_cache_to_storage(running)
+    assert one.manager.statistics().written_blocks == 0
     one.free(running)
-    one.free(Request("b", A))
+    one.free(other)
     one.serve("c", A)
     assert one.available == 8
     check(one.manager)
