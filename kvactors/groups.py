@@ -127,7 +127,8 @@ class LayerGroup:
         return 0
 
     def needed(self, path: Path, blocks: int, scope: Any) -> list[int]:
-        """The blocks whose items a hit of so many blocks needs, those of the upper tiers first."""
+        """The blocks of the prompt whose items a hit of `blocks` blocks needs. Items of upper tiers
+        come first."""
         needed = range(max(0, blocks - self.span), blocks)
         tiers = self.tiers(path, needed.start, blocks, scope) if needed else []
         return [at for _, at in sorted(zip(map(ORDER.index, tiers), needed, strict=True))]

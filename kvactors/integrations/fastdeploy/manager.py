@@ -213,7 +213,8 @@ class BlockManager(ABC):
         cache.reports = reports
 
     def _open_again(self) -> None:
-        """Open AttentionStore and the indexes. The others work without those that do not open."""
+        """Open AttentionStore and the indexes. If one does not open, all stay closed until the next
+        reset, and the cache works without them."""
         self._unopened = ()
         try:
             self._open_services()

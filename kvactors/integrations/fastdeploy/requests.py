@@ -152,7 +152,7 @@ class EngineBlocks:
         self.push(returned)
 
     def give_held(self, blocks: Sequence[int], request: str) -> None:
-        """A request ends: those of its blocks that it was given since the last reset are free."""
+        """A request ends: its blocks of since the last reset are free."""
         held = [block for block in blocks if self.held.get(block) == request]
         self._earlier.difference_update((block, request) for block in blocks)
         self.enter(held)

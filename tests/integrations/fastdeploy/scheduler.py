@@ -84,6 +84,10 @@ class Scheduler:
         """One step. Returns whether something was scheduled."""
         with self.lock:
             work = self._schedule()
+        return self._work(work)
+
+    def _work(self, work: list[tuple[Request, int, int]]) -> bool:
+        """The workers compute tokens of requests."""
         for request, start, stop in work:
             self._compute(request, start, stop)
         for request, _, stop in work:
@@ -314,12 +318,7 @@ class V1Scheduler(Scheduler):
             counter = worker.submit_swap_tasks(evict, load)
             for layer in range(counter.get_num_layers() if counter else 0):
                 assert counter.wait_for_layer(layer)
-        for request, start, stop in work:
-            self._compute(request, start, stop)
-        for request, _, stop in work:
-            if stop >= request.need_prefill_tokens and request in self.running:
-                self._sample(request)
-        return bool(work)
+        return self._work(work)
 
     def _match(self, request: Request) -> bool:
         size = self.block_size

@@ -43,6 +43,16 @@ from tests.support import attentionstore_sdk as stand_in
 from tests.tier_cache.faulty_stores import MODES, Faults
 from tests.tier_cache.stores import SharedStore
 
+KINDS: dict[str, dict[str, Any]] = {
+    "two ranks": {"ranks": 2, "layers": 2},
+    "drafts": {"layers": 3, "drafts": 2, "draft_layers": 1},
+    "MLA": {"layers": 2, "roles": ("key_caches",)},
+    "DSA": {"ranks": 2, "roles": ("key_caches", "indexer_caches")},
+    "scales": {"roles": ("key_caches", "value_caches", "key_cache_scales", "value_cache_scales")},
+    "three ranks": {"ranks": 3, "layers": 1},
+}
+"""Tensors that `simulate` makes."""
+
 STEPS = 20_000
 LIMIT = 30.0
 """Seconds until calls that are late return their blocks."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.integrations.fastdeploy.conftest import memory_of_gpu
 from tests.integrations.fastdeploy.oracle import ModelMemory
-from tests.integrations.fastdeploy.simulation import simulate
+from tests.integrations.fastdeploy.simulation import KINDS, simulate
 
 
 @settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
@@ -42,18 +42,7 @@ PLAIN: dict[str, Any] = {"blocks": 8, "cpu": 4, "size": 4, "backend": "file", "d
 """Sizes of a run whose tensors are special."""
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"ranks": 2, "layers": 2},
-        {"layers": 3, "drafts": 2, "draft_layers": 1},
-        {"layers": 2, "roles": ("key_caches",)},
-        {"ranks": 2, "roles": ("key_caches", "indexer_caches")},
-        {"roles": ("key_caches", "value_caches", "key_cache_scales", "value_cache_scales")},
-        {"ranks": 3, "layers": 1},
-    ],
-    ids=["two ranks", "drafts", "MLA", "DSA", "scales", "three ranks"],
-)
+@pytest.mark.parametrize("given", KINDS.values(), ids=KINDS)
 def test_tensors_of_every_kind(given):
     found = simulate(random.Random(3), requests=30, **PLAIN | given)
     assert found.hits["cpu"] > 0

@@ -18,7 +18,7 @@ from tests.integrations.fastdeploy.conftest import memory_of_gpu
 from tests.integrations.fastdeploy.invariants import check
 from tests.integrations.fastdeploy.oracle import ModelMemory
 from tests.integrations.fastdeploy.scheduler import V1Scheduler
-from tests.integrations.fastdeploy.simulation import V1Simulation, simulate
+from tests.integrations.fastdeploy.simulation import KINDS, V1Simulation, simulate
 from tests.support import attentionstore_sdk as stand_in
 
 LIMIT = 30.0
@@ -71,18 +71,7 @@ def test_drawn_runs_have_no_wrong_bytes_and_lose_no_blocks(seed):
     simulate(random.Random(seed), requests=20, kind=V1Simulation)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"ranks": 2, "layers": 2},
-        {"layers": 3, "drafts": 2, "draft_layers": 1},
-        {"layers": 2, "roles": ("key_caches",)},
-        {"ranks": 2, "roles": ("key_caches", "indexer_caches")},
-        {"roles": ("key_caches", "value_caches", "key_cache_scales", "value_cache_scales")},
-        {"ranks": 3, "layers": 1},
-    ],
-    ids=["two ranks", "drafts", "MLA", "DSA", "scales", "three ranks"],
-)
+@pytest.mark.parametrize("given", KINDS.values(), ids=KINDS)
 @pytest.mark.parametrize("policy", ["write_through", "write_back"])
 def test_tensors_of_every_kind(given, policy):
     sizes = {"blocks": 8, "cpu": 6, "size": 4, "drafts": 0, "policy": policy, "threshold": 1}

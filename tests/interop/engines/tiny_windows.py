@@ -78,7 +78,7 @@ def _attention(random: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
 
 def _gemma3(random: np.random.Generator, layers: int) -> Iterator[tuple[str, np.ndarray]]:
     yield "model.embed_tokens.weight", _matrix(random, VOCABULARY, WIDTH)  # and the output's
-    yield "model.norm.weight", np.zeros(WIDTH, np.float32)  # 1 is added to those of all norms
+    yield "model.norm.weight", np.zeros(WIDTH, np.float32)  # vLLM adds 1 to them
     for layer in range(layers):
         small = dict(_attention(random))
         small |= {f"mlp.{name}_proj": _matrix(random, INNER, WIDTH) for name in ("gate", "up")}
