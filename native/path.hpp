@@ -47,7 +47,7 @@ public:
 
     u32 block_size;
     Key root;
-    const bool flat;                     // every block is a child of the root: see Tree
+    bool flat;                           // every block is a child of the root: see Tree
     Raw<u32> tokens;
     Raw<Key> names;                      // of the leading blocks, as far as they were needed
     u32 fixed = 0;                       // leading blocks that a tree has had: with their extra keys
