@@ -17,7 +17,7 @@ from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.identity import PLAIN, CacheScope
 from kvactors.integrations.fastdeploy.lower_tiers import EngineTiers, LowerTiers
 from kvactors.integrations.fastdeploy.requests import EngineBlocks, RequestRecord, whole
-from kvactors.native import BlockTree
+from kvactors.native import BlockTree, Path
 from kvactors.storage.device_store import DeviceStore
 from kvactors.tier_cache.sinks import SinkFeed, SinkService
 from kvactors.tier_cache.storage_loop import LoopThread
@@ -49,11 +49,15 @@ class IndexReports:
         """The last `count` blocks of a request are on the device."""
         path, start, stop = record.path, record.num_cached - count, record.num_cached
         self._announce(record, start, Reason.COMMIT)  # before they are described: not finished yet
+        self.feed.record(Tier.DEVICE, True, self.describe(path, start, stop), Reason.COMMIT)
+
+    def describe(self, path: Path, start: int, stop: int) -> list[bytes]:
+        """Blocks of a path come to a tier. Returns their hashes."""
         keys = split_hashes(path.hashes(start, stop))
         parent = path.hashes(start - 1, start) if start else None
         extra_keys = {i - start: extra for i, extra in path.extra_keys(start, stop)}
         self.feed.describe(keys, path.tokens(start, stop), parent, PLAIN, extra_keys)
-        self.feed.record(Tier.DEVICE, True, keys, Reason.COMMIT)
+        return keys
 
     def finished(self, record: RequestRecord) -> None:
         if record.num_cached:

@@ -28,6 +28,7 @@ from kvactors.tier_cache import (
     StorageTier,
     TierCache,
     TierConfig,
+    TierStorage,
 )
 from kvactors.tier_cache.cache import leading_keys
 from kvactors.tier_cache.settings import checked_config
@@ -402,6 +403,30 @@ class EngineTensors(NamedTuple):
         )
 
 
+def tier_config(
+    settings: ManagerSettings,
+    layout: Layout,
+    block_bytes: int,
+    num_slots: int,
+    storage: TierStorage,
+) -> TierConfig:
+    """The settings of tiers whose blocks have this layout in each rank."""
+    config = TierConfig(
+        model=settings.config.cache.model,
+        block_bytes=block_bytes,
+        num_slots=num_slots,
+        identity={
+            "engine": "fastdeploy",
+            "layout": layout.fingerprint.hex(),
+            "tokens_per_block": settings.block_size,
+            "tp_size": settings.ranks,
+        },
+        storage=storage,
+        events=("host", "storage") if settings.config.flush.sinks else (),
+    )
+    return checked_config(config)
+
+
 def open_lower_tiers(
     settings: ManagerSettings, tensors: EngineTensors, *, stream: Callable[[], int | None]
 ) -> LowerTiers | None:
@@ -423,21 +448,7 @@ def open_lower_tiers(
     rows = memory.hold()
     cut = num_slots * memory.stride
     host = SlotMemory(num_slots, size, rows[:cut], memory.stride)
-    config = checked_config(
-        TierConfig(
-            model=settings.config.cache.model,
-            block_bytes=size,
-            num_slots=num_slots,
-            identity={
-                "engine": "fastdeploy",
-                "layout": tensors.layout.fingerprint.hex(),
-                "tokens_per_block": settings.block_size,
-                "tp_size": settings.ranks,
-            },
-            storage=storage,
-            events=("host", "storage") if settings.config.flush.sinks else (),
-        )
-    )
+    config = tier_config(settings, tensors.layout, size, num_slots, storage)
     store = make_storage(config, memory=memory, environ={}) if stored else None  # read already
 
     def copies_to(place: SlotMemory) -> RankCopies:

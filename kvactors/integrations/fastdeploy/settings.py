@@ -93,8 +93,8 @@ class FastDeployOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
             FastDeploy's.
         attention_store: the table `[attention_store]`, for values that no variable sets.
         sinks: indexes to inform, as tables of `flush.sinks`.
-        layout: of the cache tensors, as the table `[layout]`, for the indexes of `CacheManager`,
-            whose process has no tensors.
+        layout: of the cache tensors, as the table `[layout]`, for storage and indexes of v1: the
+            scheduler's process has no tensors.
         numa_node: the NUMA node that the host memory comes from, None for the system's choice.
         staging_slots: host slots that blocks of finished requests pass on their way to storage.
         fetch_wait_s: seconds that a match waits for storage. Blocks that arrive later are misses.
@@ -301,29 +301,32 @@ def read_settings(
 def check_uses(settings: ManagerSettings, *, v1: bool) -> None:
     """Refuse options that differ from their default and have no use with the configured tiers."""
     cache = settings.cache
-    if v1 and settings.backend != "none" and not settings.index_only:
+    if v1 and settings.backend in ("file", "attention_store") and not settings.index_only:
         raise ConfigError(
             f"kvcache_storage_backend {settings.backend!r} with ENABLE_V1_KVCACHE_MANAGER=1: "
-            "v1 has device and host blocks here, and AttentionStore as an index "
-            "(FD_AS_ONLY_FLUSH=1)"
+            "the scheduler and every worker open the store of v1, which must be mooncake. "
+            "AttentionStore works as an index (FD_AS_ONLY_FLUSH=1)"
         )
     if v1 and cache.swap_space and not cache.num_cpu_blocks:
         raise ConfigError("swap_space without num_cpu_blocks: v1 needs the number of host blocks")
+    if v1 and settings.storage.backend != "none" and not cache.num_cpu_blocks:
+        raise ConfigError("v1 reads storage into host blocks: num_cpu_blocks is needed")
     if not v1 and cache.write_policy != "write_through":
         raise ConfigError(f"write_policy {cache.write_policy!r} needs ENABLE_V1_KVCACHE_MANAGER=1")
     config, options, storage = settings.config, settings.options, settings.options.storage
     stored = settings.storage.backend != "none"
     useless = {"launch_timeout_s"} if v1 else {"layout"}
-    if v1 and bool(config.flush.sinks) != bool(options.layout):
-        raise ConfigError("options: v1 needs layout for its indexes, and for nothing else")
-    useless |= set() if stored else {"staging_slots", "fetch_wait_s"}
+    if v1 and (stored or bool(config.flush.sinks)) != bool(options.layout):
+        raise ConfigError("options: v1 needs layout for storage and indexes, and for nothing else")
+    useless |= set() if stored and not v1 else {"staging_slots", "fetch_wait_s"}
     if v1 or not (stored or settings.hosted):
         useless |= {"numa_node", "copy_threads"}
     used = {"open_timeout_s", "close_timeout_s"}
     if stored:
         of_others = {name.removeprefix("storage.") for name in unused(config)} | {"min_hits"}
-        used |= {"on_full", "on_full_wait_s", "slot_timeout_s"}
-        used |= set(config.storage.__struct_fields__) - of_others
+        of_host = {"on_full", "on_full_wait_s", "slot_timeout_s"}
+        used |= set(config.storage.__struct_fields__) - of_others | of_host
+        used -= of_host if v1 else set()
     elif settings.direct:
         used |= {"timeout_s"}
     elif not config.flush.sinks:

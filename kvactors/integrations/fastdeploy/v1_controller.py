@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable, Hashable, Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 
 from kvactors.device.tensors import describe, rows_of
-from kvactors.errors import CacheClosed, DeadlineExceeded, DeviceError, KVActorsError, LayoutError
-from kvactors.integrations.fastdeploy.lower_tiers import ROLES, CacheKvsLayout, RankTensors, log
-from kvactors.integrations.fastdeploy.settings import (
-    CacheFields,
-    ReplicaFields,
-    check_variables,
-    fields_of,
+from kvactors.errors import (
+    CacheClosed,
+    ConfigError,
+    DeadlineExceeded,
+    DeviceError,
+    KVActorsError,
+    LayoutError,
 )
+from kvactors.integrations.fastdeploy.lower_tiers import ROLES, CacheKvsLayout, RankTensors, log
+from kvactors.integrations.fastdeploy.settings import FastDeployOptions, read_settings
+from kvactors.integrations.fastdeploy.v1_storage import (
+    StorageTask,
+    WorkerStorage,
+    open_rank_storage,
+)
+from kvactors.layout import make_layout
 from kvactors.tier_cache import CopyWorker, SlotMemory
 
 STEMS = {role: stem for stem, role in ROLES.items()}
@@ -85,6 +94,7 @@ class CacheController:
         config: FastDeploy's `FDConfig`.
         local_rank: of the worker on its machine. Names have it modulo the tensor parallel size.
         device_id: the number of the GPU in the names of tensors.
+        options: as `CacheManager` has them. Needed with storage.
         stream: gives the handle of the GPU stream that copies come after, None for tensors in host
             memory.
         environ: variables, the process's environment if None.
@@ -95,7 +105,7 @@ class CacheController:
         swap_layer_done_counter: of the last load.
 
     Raises:
-        ConfigError: a setting is malformed. `CacheManager` refuses what is not supported.
+        ConfigError: a setting cannot be honoured.
     """
 
     def __init__(
@@ -104,26 +114,29 @@ class CacheController:
         local_rank: int,
         device_id: int,
         *,
+        options: FastDeployOptions | Mapping[str, Any] | None = None,
         stream: Callable[[], int | None] = lambda: None,
         environ: Mapping[str, str] | None = None,
     ) -> None:
-        check_variables(os.environ if environ is None else environ, v1=True)
-        cache = fields_of(config.cache_config, CacheFields, "cache_config")
-        ranks = fields_of(config.parallel_config, ReplicaFields, "parallel_config")
-        self._block_size, self._num_slots = cache.block_size, cache.num_cpu_blocks
+        settings = self._settings = read_settings(
+            config, None, None, None, options, environ, v1=True
+        )
+        self._num_slots, self._rank = settings.cache.num_cpu_blocks, local_rank % settings.ranks
         self._model = config.model_config
         self._quant_type = getattr(
             getattr(config, "quant_config", None), "kv_cache_quant_type", None
         )
-        self._place = f"rank{local_rank % ranks.tensor_parallel_size}.device{device_id}"
+        self._place = f"rank{self._rank}.device{device_id}"
         self._stream = stream
         self._tensors: RankTensors = {}
         self._hosts: list[tuple[Any, dict[str, int]]] = []  # buffers, by attention back end
         self._workers: LayerWorkers = {}
-        self._pending: list[LayerDoneCounter] = []
+        self._pending: list[tuple[LayerDoneCounter, StorageTask | None]] = []
+        self._copies: Counter[int] = Counter()  # to and from each host block
         self._errors: dict[Hashable, str] = {}  # by job
         self._jobs = 0
-        self.write_policy = cache.write_policy
+        self._storage: WorkerStorage | None = None  # from the first call that moves blocks on
+        self.write_policy = settings.cache.write_policy
         self.cache_kvs_map: dict[str, Any] = {}
         self.host_cache_kvs_map: dict[str, int] = {}
         self.swap_layer_done_counter: LayerDoneCounter | None = None
@@ -159,7 +172,7 @@ class CacheController:
             layer_offset=offset,
         )
         tensors = {(layer, role): tensor for (role, layer), tensor in made.items()}
-        layout = CacheKvsLayout(self._block_size, tensors)
+        layout = CacheKvsLayout(self._settings.block_size, tensors)
         rows = sorted({rows_of(tensor).rows for tensor in tensors.values()})
         found = sorted({layer for layer, _ in tensors})
         if rows != [num_blocks] or found != [*range(offset, offset + layers)]:
@@ -242,42 +255,99 @@ class CacheController:
             self._begin(evict_metadata, to_host=True)
             if self.write_policy == "write_back":
                 self._wait()
-        if swap_in_metadata is None:
-            return None
-        self.swap_layer_done_counter = self._begin(swap_in_metadata, to_host=False)
-        return self.swap_layer_done_counter
+        loads = None
+        if swap_in_metadata is not None:
+            loads = self.swap_layer_done_counter = self._begin(swap_in_metadata, to_host=False)
+        if self._storage is not None:
+            self._storage.begin_reads()
+        return loads
 
     def _begin(self, metadata: Any, *, to_host: bool) -> LayerDoneCounter:
         sources, targets = metadata.src_block_ids, metadata.dst_block_ids
         if len(sources) != len(targets):
             raise ValueError(f"copies from {len(sources)} blocks to {len(targets)} blocks")
-        if not self._workers:
-            self._open_workers()
+        self._open_workers()
+        write = None
+        if self._storage is not None and to_host:
+            write = StorageTask(metadata, targets)
+            self._storage.make_way(targets)
+        self._copies.update(targets if to_host else sources)
         self._jobs += 1
         for workers in self._workers.values():
             for one in workers:
                 submit = one.submit_store if to_host else one.submit_load
                 pairs = (sources, targets) if to_host else (targets, sources)
                 submit(self._jobs, *pairs, stream=self._stream())
-        self._pending.append(LayerDoneCounter(self._workers, self._jobs, metadata, self._errors))
-        return self._pending[-1]
+        counter = LayerDoneCounter(self._workers, self._jobs, metadata, self._errors)
+        self._pending.append((counter, write))
+        return counter
 
     def _open_workers(self) -> None:
+        if self._workers:
+            return
         if not self.host_cache_kvs_map:
             raise CacheClosed("there are no host buffers: initialize_kv_cache makes them")
+        memories: dict[tuple[int, str], SlotMemory] = {}
         for place, tensor in sorted(self._tensors.items(), key=lambda one: one[0]):
             nbytes = rows_of(tensor).nbytes
             buffer = (ctypes.c_uint8 * (self._num_slots * nbytes)).from_address(
                 self.host_cache_kvs_map[self._name(*place)]
             )
             memory = SlotMemory(self._num_slots, nbytes, np.ctypeslib.as_array(buffer))
+            memories[place] = memory
             workers = self._workers.setdefault(place[0], [])
             workers.append(CopyWorker([tensor], memory, threads=1))
+        if self._storage is None and self._settings.storage.backend != "none":
+            self._open_storage(memories)
+
+    def _open_storage(self, memories: Mapping[tuple[int, str], SlotMemory]) -> None:
+        settings = self._settings
+        layout = make_layout(settings.config.layout, settings.block_size)
+        made = CacheKvsLayout(settings.block_size, self._tensors, settings.draft_layers)
+        for one, other in zip_longest(layout.pieces, made.pieces):
+            if one != other:
+                raise LayoutError(f"options: layout has {one} where the tensors have {other}")
+        tier = open_rank_storage(settings, layout, self._rank)
+        ordered = [memories[piece.layer, piece.role] for piece in layout.pieces]
+        self._storage = WorkerStorage(tier, ordered, self._copies, self._wait)
 
     def _wait(self) -> None:
+        """Wait for the copies in flight, and write to storage what has come to the host."""
         pending, self._pending = self._pending, []
-        for counter in pending:
+        for counter, write in pending:
             counter.wait_all()
+            if write is not None and self._storage is not None:
+                self._storage.write(write)
+
+    # -- storage
+
+    def prefetch_from_storage(self, metadata: Any) -> StorageTask:
+        """Begin to read blocks from storage into the host blocks of a prefetch, after the copies
+        that were issued before it.
+
+        Raises:
+            ConfigError: there is no storage.
+            ValueError: there are not as many host blocks as hashes and numbers of copies.
+            DeviceError, DeadlineExceeded: as `submit_swap_tasks`.
+        """
+        task = StorageTask(metadata, metadata.block_ids)
+        self._used_storage().read(task, metadata.extra_params.get("copies", ()))
+        return task
+
+    def backup_host_to_storage(self, host_block_ids: Sequence[int], metadata: Any) -> StorageTask:
+        """Begin to write host blocks to storage. Blocks that copies have brought to the host are
+        written without it. See `prefetch_from_storage`."""
+        task = StorageTask(metadata, host_block_ids)
+        storage = self._used_storage()
+        self._wait()
+        storage.write(task)
+        return task
+
+    def _used_storage(self) -> WorkerStorage:
+        self._open_workers()
+        if self._storage is None:
+            raise ConfigError("there is no storage: kvcache_storage_backend is none")
+        return self._storage
 
     # -- ends
 
@@ -302,12 +372,17 @@ class CacheController:
         """Let go of the tensors, and free the host buffers through the back ends that made them.
 
         Args:
-            clear_storage: has no effect: there is no storage.
+            clear_storage: delete this rank's objects.
 
         Returns:
-            Whether all was freed. The buffers stay if a copy does not end.
+            Whether all was freed. The buffers stay if a copy or a call to storage does not end.
         """
         ended = self.free_gpu_cache()
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            if clear_storage:
+                storage.tier.clear()
+            ended = storage.close(self._settings.storage.close_timeout_s) and ended
         hosts, self._hosts = self._hosts, []
         self.host_cache_kvs_map.clear()
         for backend, buffers in hosts if ended else ():

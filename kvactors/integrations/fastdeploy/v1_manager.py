@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, NamedTuple
 
-from kvactors.integrations.fastdeploy.lower_tiers import EngineTiers
+from kvactors.errors import CacheClosed
+from kvactors.integrations.fastdeploy.lower_tiers import MARGIN, EngineTiers
 from kvactors.integrations.fastdeploy.manager import BlockManager, log
 from kvactors.integrations.fastdeploy.requests import (
     RequestRecord,
@@ -23,8 +25,13 @@ from kvactors.integrations.fastdeploy.requests import (
     whole,
 )
 from kvactors.integrations.fastdeploy.settings import FastDeployOptions, read_settings
+from kvactors.integrations.fastdeploy.v1_storage import (
+    PendingPrefetch,
+    StorageMetadata,
+    open_rank_storage,
+)
 from kvactors.layout import make_layout
-from kvactors.tier_cache import SlotMemory, TierCache, TierConfig
+from kvactors.tier_cache import SlotMemory, StorageTier, TierCache, TierConfig
 from kvactors.tier_cache.cache import leading_keys
 from kvactors.types import split_hashes
 
@@ -50,7 +57,7 @@ class SwapMetadata:
 
 class MatchResult(NamedTuple):
     """What a match has found: device blocks, and blocks of the host, which come to the device with
-    the request's next blocks."""
+    the request's next blocks. Those of storage are on the host after a prefetch."""
 
     device_block_ids: list[int]
     matched_device_nums: int = 0
@@ -70,6 +77,9 @@ class WorkerSlots(EngineTiers):
         super().__init__(TierCache(table, SlotMemory(num_slots, 1, stride=1)), num_slots)
         self.keeps = keeps  # whether evicted blocks are kept
         self.loads: list[bytes] = []
+        self.copies: Counter[int] = Counter()  # to and from each slot
+        self.arrived: set[bytes] = set()  # from storage, and not matched since
+        self._reads: dict[int, bytes] = {}  # by slot
         self._stores: list[bytes] = []
         self._begun = SwapMetadata("device", "host")
 
@@ -81,6 +91,7 @@ class WorkerSlots(EngineTiers):
         """Begin copies of blocks to host slots, of as many as there are slots for."""
         of_key = dict(zip(keys, blocks, strict=True))
         found = self.tiers.prepare_store(keys, parents)
+        self.copies.update(found.slots)
         self._begun.add([of_key[key] for key in found.keys], found.slots, found.keys)
         self._stores += found.keys
 
@@ -88,6 +99,25 @@ class WorkerSlots(EngineTiers):
         """The copies begun since the last call, if there are any."""
         begun, self._begun = self._begun, SwapMetadata("device", "host")
         return [begun] if begun.src_block_ids else []
+
+    def begin_reads(self, keys: Sequence[bytes], parents: Sequence[bytes]) -> StorageMetadata:
+        """Take slots for blocks from storage, as many as there are."""
+        found = self.tiers.prepare_store(keys, parents)
+        self._reads.update(zip(found.slots, found.keys, strict=True))
+        return StorageMetadata(
+            [key.hex() for key in found.keys],
+            list(found.slots),
+            extra_params={"copies": [self.copies[slot] for slot in found.slots]},
+        )
+
+    def end_reads(self, slots: Sequence[int], *, success: bool) -> None:
+        keys = [self._reads.pop(slot) for slot in slots if slot in self._reads]
+        if len(keys) < len(slots):
+            log.warning("host blocks without a prefetch", blocks=len(slots) - len(keys))
+        self.enter()
+        self.tiers.complete_store(keys, success=success)
+        if success and len(self.arrived) < self.slots:  # else most of them have left
+            self.arrived.update(keys)
 
     def end_step(self) -> None:
         """Later steps come after the copies that this step has begun."""
@@ -108,8 +138,9 @@ class CacheManager(BlockManager):
         environ: variables, the process's environment if None.
 
     Raises:
-        ConfigError: a role other than mixed, storage other than an index, or another setting that
-            cannot be honoured.
+        ConfigError: a role other than mixed, a store that one process opens, or another setting
+            that cannot be honoured.
+        StoreError: storage cannot be used.
     """
 
     def __init__(
@@ -135,8 +166,13 @@ class CacheManager(BlockManager):
             model, keeps = settings.config.cache.model, not self._backs_up
             slots = WorkerSlots(self.num_cpu_blocks, model=model, events=bool(sinks), keeps=keeps)
             self._slots = self._cache.lower = slots
-        if sinks:
+        self._storage: StorageTier | None = None
+        self._lookups = count()
+        self._prefetches: list[PendingPrefetch] = []
+        if settings.options.layout:
             self._layout = make_layout(settings.config.layout, self.block_size)
+            if settings.storage.backend != "none":
+                self._storage = open_rank_storage(settings, self._layout, 0, gives=False)
             self._open_services()
 
     def _open_services(self) -> None:
@@ -180,7 +216,8 @@ class CacheManager(BlockManager):
             "node_count": tree["nodes"],
             "evictable_device_count": tree["evictable"],
         }
-        return sizes | {"initialized": not self._closed, "storage_enabled": False}
+        storage = self._storage is not None
+        return sizes | {"initialized": not self._closed, "storage_enabled": storage}
 
     def get_memory_usage(self) -> dict[str, dict[str, float]]:
         """Blocks of each level, under FastDeploy's names."""
@@ -203,7 +240,7 @@ class CacheManager(BlockManager):
         holds what was found until `request_finish`. Blocks of an earlier match are released first.
 
         Args:
-            skip_storage: has no effect: there is no storage.
+            skip_storage: has no effect: `prefetch_storage` looks blocks up.
 
         Raises:
             TypeError, ValueError: tokens or media are malformed. Nothing changed.
@@ -230,7 +267,12 @@ class CacheManager(BlockManager):
                 record.host_slots = slots.tiers.prepare_load(record.host)
             device, host = len(blocks), len(record.host)
             self._uses.update(keys[: device + host])
-            self.metrics.matched(device * size, host * size, 0, record.path.num_tokens)
+            stored = 0
+            if slots is not None:
+                stored = len(slots.arrived.intersection(record.host))
+                slots.arrived.difference_update(record.host)
+            tokens = (device * size, (host - stored) * size, stored * size)
+            self.metrics.matched(*tokens, record.path.num_tokens)
             request._match_result = MatchResult(blocks, device, host, 0, device + host)
 
     def allocate_device_blocks(self, request: Any, num_blocks: int) -> list[int]:
@@ -269,6 +311,7 @@ class CacheManager(BlockManager):
         record.host, record.host_slots = [], []
         count = min(len(keys), len(blocks))
         if slots is not None:
+            slots.copies.update(places[:count])
             slots.loads += keys[:count]
             slots.tiers.complete_load(keys[count:])
         if not count:
@@ -322,11 +365,98 @@ class CacheManager(BlockManager):
         self._cache.release(name)
 
     def write_cache_to_storage(self, request: Any) -> None:
-        """A request has finished: `request_finish` reports it to indexes. There is no storage to
-        write to."""
+        """A request has finished: `request_finish` reports it to indexes. The workers write blocks
+        to storage when they have come to the host."""
         record = self._cache.requests.get(name_of(request))
         if record is not None:
             record.finished = True
+
+    # -- storage
+
+    def prefetch_storage(self, request: Any) -> bool:
+        """Look a request's blocks up in storage, after those that device and host have, and take
+        host blocks for those found. The reads are in the next `drain_pending_prefetches`. Waits for
+        storage, without the turn.
+
+        Returns:
+            Whether there are blocks to read.
+
+        Raises:
+            TypeError, ValueError, ConfigError: as `match_prefix`.
+        """
+        slots, storage = self._slots, self._storage
+        if slots is None or storage is None or not self.enable_prefix_caching:
+            return False
+        with self._turn():
+            tree = self._cache.tree
+            record = RequestRecord(name_of(request), request, tree, self._root())
+            path = record.path
+            keys = split_hashes(path.hashes(0, path.num_full_blocks))
+            tree.pin(path, used=False)
+            start = record.num_cached
+            self._cache.blocks.push(tree.release(path))
+            slots.enter()
+            start += leading_keys(slots.tiers, keys[start:])[0]
+        lacking = keys[start:][: slots.slots]
+        if not lacking:
+            return False
+        try:
+            job = storage.submit_lookup(next(self._lookups), lacking)
+            found = job.result(storage.timeout + MARGIN).ok
+            storage.poll()  # the end was seen
+        except (CacheClosed, TimeoutError) as error:
+            log.error("storage not asked", request=record.request, error=repr(error))
+            return False
+        stop = start + next((i for i, ok in enumerate(found) if not ok), len(found))
+        with self._turn():
+            if record.tree.retired or start == stop:  # the weights are others
+                return False
+            slots.enter()
+            parents = [path.root, *keys][start:stop]
+            metadata = slots.begin_reads(keys[start:stop], parents)
+            metadata.storage_type = self.settings.backend
+            metadata.timeout = storage.timeout
+            if not metadata.block_ids:
+                return False
+            if self._cache.reports is not None:
+                self._cache.reports.describe(path, start, stop)
+            pending = PendingPrefetch(record.request, metadata, metadata.block_ids)
+            self._prefetches.append(pending)
+            return True
+
+    def drain_pending_prefetches(self) -> list[PendingPrefetch]:
+        """The prefetches since the last call, each for `CacheController.prefetch_from_storage` of
+        every worker. When all have answered, each of its host blocks must be reported, once, to
+        `update_storage_blocks_to_host` or to `abort_prefetch_blocks`."""
+        with self._turn():
+            found, self._prefetches = self._prefetches, []
+            return found
+
+    def update_storage_blocks_to_host(self, host_block_ids: Sequence[int]) -> None:
+        """Every worker has read these host blocks: requests can have them."""
+        self._end_reads(host_block_ids, success=True)
+
+    def abort_prefetch_blocks(self, host_block_ids: Sequence[int]) -> None:
+        """A worker has not read these host blocks. They are free."""
+        self._end_reads(host_block_ids, success=False)
+
+    def _end_reads(self, blocks: Sequence[int], *, success: bool) -> None:
+        with self._turn():
+            if self._slots is not None:
+                self._slots.end_reads(blocks, success=success)
+                self._cache.report_moves()
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        storage = self._storage
+        trouble = "" if storage is None else storage.trouble
+        return (*super().troubles, *filter(None, [trouble]))
+
+    def _close_tiers(self) -> None:
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            storage.close(self.settings.storage.close_timeout_s)
+        super()._close_tiers()
 
     # -- steps
 

@@ -8,8 +8,30 @@ from typing import Any
 
 import numpy as np
 
+from kvactors.integrations.fastdeploy.lower_tiers import ROLES
+from kvactors.layout import Layout, Role
+
 WORD = 8
 """Bytes of a token in a tensor: one number."""
+
+
+class ModelLayout(Layout):
+    """The layout of a `ModelMemory`, by the beginnings of its tensors' names."""
+
+    kind = "model"
+
+    def __init__(self, block_size: int, num_layers: int, extra_layers: int, stems: Any) -> None:
+        self.stems = stems
+        super().__init__(block_size, num_layers, extra_layers=extra_layers)
+
+    def roles(self, layer: int) -> list[Role]:
+        return [Role(ROLES[stem], (1, self.block_size, WORD), "uint8") for stem in self.stems]
+
+    @classmethod
+    def from_settings(cls, settings: Any, block_size: int) -> ModelLayout:
+        layers = settings["num_layers"], settings["extra_layers"]
+        return cls(block_size, *layers, settings["stems"])
+
 
 GARBAGE = 0xDEAD
 """In place of all bytes of a memory that is lost."""

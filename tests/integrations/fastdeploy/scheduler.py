@@ -287,7 +287,14 @@ class Scheduler:
 
 class V1Scheduler(Scheduler):
     """The scheduler in v1 mode, and the workers, each with its `CacheController`. Steps are a batch
-    whose copies every worker makes before it computes. `batch_log`: blocks copied so far."""
+    whose copies every worker makes before it computes. Prefetches reach the workers on another way:
+    before the batch of their step, or after it.
+
+    Attributes:
+        batch_log: blocks copied so far.
+        chance: whether something happens: a prefetch comes early, the engine gives one up.
+        patience: seconds that the answers of workers are waited for.
+    """
 
     looks_ahead = False
 
@@ -297,20 +304,53 @@ class V1Scheduler(Scheduler):
         memory: ModelMemory,
         config: Any,
         workers: Sequence[Any],
+        chance: Callable[[float], bool] = lambda _: False,
+        patience: float = 20.0,
         **settings: Any,
     ) -> None:
         super().__init__(manager, memory, config, **settings)
         self.workers = workers
+        self.chance, self.patience = chance, patience
         self.batch_log = {"evict": 0, "load": 0}
+        self.reads: list[tuple[Any, list[Any]]] = []
+
+    def add(self, request: Request, max_tokens: int) -> None:
+        """A thread prepares the request, before the scheduler gets to it."""
+        super().add(request, max_tokens)
+        if self.manager.prefetch_storage(request) and not self.chance(0.3):
+            self._prefetch(self.manager.drain_pending_prefetches())
+            self.end_reads()
+
+    def _prefetch(self, some: Sequence[Any]) -> None:
+        for one in some:
+            tasks = [worker.prefetch_from_storage(one.metadata) for worker in self.workers]
+            self.reads.append((one, tasks))
+
+    def end_reads(self) -> None:
+        """What the workers answer reaches the scheduler."""
+        reads, self.reads = self.reads, []
+        for one, tasks in reads:
+            for task in tasks:
+                task.wait(self.patience)
+            if all(task.is_completed for task in tasks) or self.chance(0.02):
+                good = all(task.result == one.host_block_ids for task in tasks)
+                end = self.manager.update_storage_blocks_to_host
+                (end if good else self.manager.abort_prefetch_blocks)(one.host_block_ids)
+            else:
+                self.reads.append((one, tasks))
 
     def step(self) -> bool:
         self.batch: dict[str, list[Any]] = {"evict": [], "load": []}
+        self.end_reads()
         with self.lock:
             work = self._schedule()
             if work or any(self.batch.values()):
                 backup = self.manager.issue_pending_backup_to_batch_request()
                 self.batch["evict"] += [backup] if backup else []
             self.manager.check_and_add_pending_backup()
+            prefetches = self.manager.drain_pending_prefetches()
+        late = self.chance(0.5)
+        self._prefetch([] if late else prefetches)
         for name, some in self.batch.items():
             self.batch_log[name] += sum(len(one.src_block_ids) for one in some)
         evict, load = (merged(self.batch[name]) for name in ("evict", "load"))
@@ -318,10 +358,11 @@ class V1Scheduler(Scheduler):
             counter = worker.submit_swap_tasks(evict, load)
             for layer in range(counter.get_num_layers() if counter else 0):
                 assert counter.wait_for_layer(layer)
+        self._prefetch(prefetches if late else [])
         return self._work(work)
 
     def _match(self, request: Request) -> bool:
-        size = self.block_size
+        size, before = self.block_size, self.manager.metrics.storage_tokens
         try:
             self.manager.match_prefix(request, True)
         except Exception as error:
@@ -335,7 +376,7 @@ class V1Scheduler(Scheduler):
         metrics = {
             "gpu_match_token_num": found.matched_device_nums * size,
             "cpu_match_token_num": found.matched_host_nums * size,
-            "storage_match_token_num": found.matched_storage_nums * size,
+            "storage_match_token_num": self.manager.metrics.storage_tokens - before,
         }
         self.hits.append((request.request_id, tokens, metrics))
         return True

@@ -37,7 +37,7 @@ from kvactors.storage.messages import Outcome
 from tests.integrations.fastdeploy.attention import Attention
 from tests.integrations.fastdeploy.config import Request, make_config
 from tests.integrations.fastdeploy.invariants import check
-from tests.integrations.fastdeploy.oracle import ModelMemory
+from tests.integrations.fastdeploy.oracle import ModelLayout, ModelMemory
 from tests.integrations.fastdeploy.scheduler import Scheduler, V1Scheduler
 from tests.support import attentionstore_sdk as stand_in
 from tests.tier_cache.faulty_stores import MODES, Faults
@@ -52,6 +52,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "three ranks": {"ranks": 3, "layers": 1},
 }
 """Tensors that `simulate` makes."""
+
+POOL = {"MOONCAKE_METADATA_SERVER": "P2PHANDSHAKE", "MOONCAKE_MASTER_SERVER_ADDR": "10.0.0.1:1"}
+"""Of a pool that is not asked: `made_pool` is in its place."""
 
 STEPS = 20_000
 LIMIT = 30.0
@@ -362,7 +365,7 @@ class V1Simulation(Simulation):
 
     def _draw_sizes(self) -> None:
         super()._draw_sizes()
-        self.backend = None
+        self.backend = self.rng.choice((None, "mooncake")) if self.cpu else None
         policies = ("write_through", "write_through_selective", "write_back")
         self.policy, self.threshold = self.rng.choice(policies), self.rng.choice((1, 2, 3))
 
@@ -371,6 +374,7 @@ class V1Simulation(Simulation):
         config = make_config(
             self.blocks,
             self.cpu,
+            backend=self.backend,
             drafts=self.draft_layers if self.drafts else None,
             model=str(self.folder),
             block_size=self.size,
@@ -383,10 +387,20 @@ class V1Simulation(Simulation):
             self.blocks, self.size, ranks=self.ranks, layers=self.layers, roles=self.roles
         )
         self.memory.lose(self.version)
-        self.manager = CacheManager(config, environ={})
+        options: dict[str, Any] = {}
+        if self.backend:
+            options["layout"] = {
+                "kind": f"{ModelLayout.__module__}:{ModelLayout.__name__}",
+                "num_layers": self.layers - self.draft_layers,
+                "extra_layers": self.draft_layers,
+                "options": {"stems": list(self.roles)},
+            }
+            options["storage"] = {"timeout_s": 5.0}
+        given: dict[str, Any] = {"options": options, "environ": POOL if self.backend else {}}
+        self.manager = CacheManager(config, **given)
         self.workers = []
         for rank in range(self.ranks):
-            worker = CacheController(config, rank, rank, stream=self.stream, environ={})
+            worker = CacheController(config, rank, rank, stream=self.stream, **given)
             backend = Attention(self.memory, rank)
             worker.initialize_kv_cache(backend, self.blocks)
             if self.draft_layers:
@@ -398,6 +412,8 @@ class V1Simulation(Simulation):
             self.memory,
             config,
             self.workers,
+            chance=lambda share: rng.random() < share,
+            patience=0.02,
             chunk=rng.choice((self.chunk, self.chunk + 1)),
             max_running=self.max_running,
             next_token=lambda _: rng.randrange(3),
@@ -407,6 +423,12 @@ class V1Simulation(Simulation):
         )
         self.ends = []
         self.scheduler.finisher = self.ends.append
+
+    def add(self, number: int) -> None:
+        try:
+            super().add(number)
+        except DeviceError:  # of a copy that a prefetch comes after
+            self.restart()
 
     def reset(self) -> None:
         assert self.manager.reset_cache()

@@ -32,8 +32,9 @@ class Engine:
     def __init__(self, gpu=8, cpu=0, *, ranks=1, environ=None, options=None, **settings):
         config = make_config(gpu, cpu, ranks=ranks, **settings)
         self.memory = ModelMemory(gpu, BLOCK_SIZE, ranks=ranks)
-        self.manager = CacheManager(config, options=options, environ=environ or {})
-        self.workers = [CacheController(config, one, one, environ={}) for one in range(ranks)]
+        given = {"options": options, "environ": environ or {}}
+        self.manager = CacheManager(config, **given)
+        self.workers = [CacheController(config, one, one, **given) for one in range(ranks)]
         for rank, worker in enumerate(self.workers):
             worker.initialize_kv_cache(Attention(self.memory, rank), gpu)
         self.scheduler = V1Scheduler(self.manager, self.memory, config, self.workers)
