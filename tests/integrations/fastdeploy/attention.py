@@ -46,7 +46,8 @@ class Attention:
         for name, tensor in self.memory.tensors.items():
             stem, layer, rank = re.fullmatch(r"(\w+?)_(\d+)_rank(\d+)\.device\d+", name).groups()
             if int(rank) == self.rank and first <= int(layer) < first + arguments["num_layers"]:
-                buffer = np.full(arguments["num_blocks"] * prod(tensor.shape[1:]), 0xEE, np.uint8)
+                block = prod(tensor.shape[1:]) * getattr(tensor, "itemsize", 1)
+                buffer = np.full(arguments["num_blocks"] * block, 0xEE, np.uint8)
                 self.buffers[buffer.ctypes.data] = buffer
                 found[ROLES[stem], int(layer)] = buffer.ctypes.data
         return found

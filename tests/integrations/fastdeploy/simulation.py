@@ -15,12 +15,15 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import cyclopts
+import numpy as np
 
 from kvactors.errors import DeviceError, NoRoom
 from kvactors.integrations.fastdeploy import (
@@ -43,10 +46,23 @@ from tests.support import attentionstore_sdk as stand_in
 from tests.tier_cache.faulty_stores import MODES, Faults
 from tests.tier_cache.stores import SharedStore
 
+numbers = count()
+
+
+def of_other_shapes(shape: tuple[int, ...]) -> Any:
+    """A tensor: those of every second layer have another shape and type."""
+    blocks, _, size, word = shape
+    if next(numbers) // 2 % 2:  # key and value
+        return np.zeros((blocks, 3, size, word // 2), np.float16)
+    return np.zeros(shape, np.uint8)
+
+
 KINDS: dict[str, dict[str, Any]] = {
     "two ranks": {"ranks": 2, "layers": 2},
     "drafts": {"layers": 3, "drafts": 2, "draft_layers": 1},
+    "different layers": {"layers": 2, "make_memory": partial(ModelMemory, make=of_other_shapes)},
     "MLA": {"layers": 2, "roles": ("key_caches",)},
+    "MLA with scales": {"roles": ("key_caches", "key_cache_scales")},
     "DSA": {"ranks": 2, "roles": ("key_caches", "indexer_caches")},
     "scales": {"roles": ("key_caches", "value_caches", "key_cache_scales", "value_cache_scales")},
     "three ranks": {"ranks": 3, "layers": 1},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from functools import partial
 from typing import Any
@@ -45,21 +44,6 @@ PLAIN: dict[str, Any] = {"blocks": 8, "cpu": 4, "size": 4, "backend": "file", "d
 @pytest.mark.parametrize("given", KINDS.values(), ids=KINDS)
 def test_tensors_of_every_kind(given):
     found = simulate(random.Random(3), requests=30, **PLAIN | given)
-    assert found.hits["cpu"] > 0
-    assert found.hits["storage"] > 0
-
-
-def test_layers_of_different_shapes_and_types():
-    numbers = itertools.count()
-
-    def make(shape):
-        blocks, _, size, word = shape
-        if next(numbers) // 2 % 2:  # of key and value of the second layer
-            return np.zeros((blocks, 3, size, word // 2), np.float16)
-        return np.zeros(shape, np.uint8)
-
-    memory = partial(ModelMemory, make=make)
-    found = simulate(random.Random(3), requests=30, make_memory=memory, layers=2, **PLAIN)
     assert found.hits["cpu"] > 0
     assert found.hits["storage"] > 0
 
