@@ -27,7 +27,7 @@ from kvactors.integrations.fastdeploy.v1_storage import (
     open_rank_storage,
 )
 from kvactors.layout import make_layout
-from kvactors.tier_cache import CopyWorker, SlotMemory
+from kvactors.tier_cache import CopyWorker, SlotMemory, StorageTier
 
 STEMS = {role: stem for stem, role in ROLES.items()}
 
@@ -135,7 +135,8 @@ class CacheController:
         self._copies: Counter[int] = Counter()  # to and from each host block
         self._errors: dict[Hashable, str] = {}  # by job
         self._jobs = 0
-        self._storage: WorkerStorage | None = None  # from the first call that moves blocks on
+        self._tier: StorageTier | None = None
+        self._storage: WorkerStorage | None = None  # over the host buffers
         self.write_policy = settings.cache.write_policy
         self.cache_kvs_map: dict[str, Any] = {}
         self.host_cache_kvs_map: dict[str, int] = {}
@@ -152,6 +153,7 @@ class CacheController:
         Raises:
             LayoutError: the tensors do not have this number of blocks, or layers differ.
             DeviceError: the attention back end has no host cache.
+            StoreError: storage cannot be used.
         """
         return self._make(attn_backend, num_gpu_blocks, self._model.num_hidden_layers, 0)
 
@@ -183,6 +185,10 @@ class CacheController:
         self._tensors |= tensors
         self.cache_kvs_map |= {self._name(*place): tensor for place, tensor in tensors.items()}
         self.initialize_host_cache(backend)
+        settings = self._settings
+        if self._tier is None and settings.storage.backend != "none":
+            planned = make_layout(settings.config.layout, settings.block_size)
+            self._tier = open_rank_storage(settings, planned, self._rank)
         return layout.ordered(tensors)
 
     def _name(self, layer: int, role: str) -> str:
@@ -297,19 +303,20 @@ class CacheController:
             memories[place] = memory
             workers = self._workers.setdefault(place[0], [])
             workers.append(CopyWorker([tensor], memory, threads=1))
-        if self._storage is None and self._settings.storage.backend != "none":
-            self._open_storage(memories)
+        if self._tier is not None and self._storage is None:
+            self._storage = self._storage_over(self._tier, memories)
 
-    def _open_storage(self, memories: Mapping[tuple[int, str], SlotMemory]) -> None:
+    def _storage_over(
+        self, tier: StorageTier, memories: Mapping[tuple[int, str], SlotMemory]
+    ) -> WorkerStorage:
         settings = self._settings
         layout = make_layout(settings.config.layout, settings.block_size)
         made = CacheKvsLayout(settings.block_size, self._tensors, settings.draft_layers)
         for one, other in zip_longest(layout.pieces, made.pieces):
             if one != other:
                 raise LayoutError(f"options: layout has {one} where the tensors have {other}")
-        tier = open_rank_storage(settings, layout, self._rank)
         ordered = [memories[piece.layer, piece.role] for piece in layout.pieces]
-        self._storage = WorkerStorage(tier, ordered, self._copies, self._wait)
+        return WorkerStorage(tier, ordered, self._copies, self._wait)
 
     def _wait(self) -> None:
         """Wait for the copies in flight, and write to storage what has come to the host."""
@@ -379,10 +386,14 @@ class CacheController:
         """
         ended = self.free_gpu_cache()
         storage, self._storage = self._storage, None
-        if storage is not None:
+        tier, self._tier = self._tier, None
+        if tier is not None:
             if clear_storage:
-                storage.tier.clear()
-            ended = storage.close(self._settings.storage.close_timeout_s) and ended
+                tier.clear()
+            tier.close(self._settings.storage.close_timeout_s)
+            ended = ended and not tier.stuck
+        if storage is not None:
+            storage.give_up_reads()
         hosts, self._hosts = self._hosts, []
         self.host_cache_kvs_map.clear()
         for backend, buffers in hosts if ended else ():

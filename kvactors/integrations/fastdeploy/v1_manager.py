@@ -171,9 +171,13 @@ class CacheManager(BlockManager):
         self._prefetches: list[PendingPrefetch] = []
         if settings.options.layout:
             self._layout = make_layout(settings.config.layout, self.block_size)
-            if settings.storage.backend != "none":
-                self._storage = open_rank_storage(settings, self._layout, 0, gives=False)
-            self._open_services()
+            try:
+                if settings.storage.backend != "none":
+                    self._storage = open_rank_storage(settings, self._layout, 0, gives=False)
+                self._open_services()
+            except BaseException:
+                self._close_tiers()
+                raise
 
     def _open_services(self) -> None:
         if self._layout is not None:

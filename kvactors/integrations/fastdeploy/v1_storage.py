@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from kvactors.errors import CacheClosed, DeadlineExceeded, StoreError
-from kvactors.integrations.fastdeploy.lower_tiers import MARGIN, log, tier_config
+from kvactors.integrations.fastdeploy.lower_tiers import MARGIN, tier_config
 from kvactors.integrations.fastdeploy.settings import ManagerSettings
 from kvactors.layout.base import Layout
 from kvactors.tier_cache import SlotMemory, StorageResult, StorageTier
@@ -139,7 +139,7 @@ class WorkerStorage:
     def make_way(self, blocks: Sequence[int]) -> None:
         """Wait until storage does not use host blocks any more. DeadlineExceeded if a call does not
         return."""
-        jobs = {self._jobs.pop(block) for block in blocks if block in self._jobs}
+        jobs = {self._jobs[block] for block in blocks if block in self._jobs}
         if wait(jobs, self.tier.timeout + MARGIN).not_done:
             raise DeadlineExceeded("a call to storage does not return, and uses host blocks")
 
@@ -151,17 +151,17 @@ class WorkerStorage:
 
     def begin_reads(self) -> None:
         """Begin the reads whose copies were made."""
-        waiting, self._reads = self._reads, []
-        for task, copies in waiting:
+        for one in list(self._reads):
+            task, copies = one
             found = [self._copies[block] for block in task.blocks]
-            if any(made > number for made, number in zip(found, copies, strict=True)):
-                task.fail("the host blocks were given to others meanwhile")
-            elif found != copies:
-                self._reads.append((task, copies))
-            else:
+            if found == copies:
                 self._wait_for_copies()
                 self.make_way(task.blocks)
+                self._reads.remove(one)
                 self._begin(self.tier.submit_load, task)
+            elif any(made > number for made, number in zip(found, copies, strict=True)):
+                self._reads.remove(one)
+                task.fail("the host blocks were given to others meanwhile")
 
     def write(self, task: StorageTask) -> None:
         """Write host blocks whose copies have ended, as far as storage is not known to have
@@ -180,13 +180,8 @@ class WorkerStorage:
         self._jobs = {block: one for block, one in self._jobs.items() if not one.done()}
         self._jobs.update(dict.fromkeys(task.blocks, job))
 
-    def close(self, limit: float) -> bool:
-        """Let writes end, and fail reads that wait. Returns whether nothing uses the buffers any
-        more."""
+    def give_up_reads(self) -> None:
+        """Fail the reads that wait for copies."""
         for task, _ in self._reads:
             task.fail("storage is closed")
         self._reads.clear()
-        self.tier.close(limit)
-        if self.tier.stuck:
-            log.error("a call to storage does not return: host buffers stay")
-        return not self.tier.stuck
