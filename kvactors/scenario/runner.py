@@ -28,7 +28,7 @@ from kvactors.settings import Config, StorageConfig
 from kvactors.settings.sinks import AttentionStoreConfig, MemorySinkConfig
 from kvactors.signals import run_terminable
 from kvactors.storage.backend import Backend
-from kvactors.storage.factory import make_backend
+from kvactors.storage.factory import SHARED, make_backend
 from kvactors.testing.faults import FaultyBackend, FaultySink, StoreFaults
 
 # -- one run on an open cache, with its faults
@@ -200,7 +200,7 @@ def run_scenario(
 
 def check_virtual(scenario: Scenario) -> None:
     """Raises ConfigError for parts that need threads: a loop of virtual time has none."""
-    if scenario.storage.backend in ("file", "mooncake") or any(
+    if scenario.storage.backend in ("file", *SHARED) or any(
         not isinstance(sink, MemorySinkConfig) for sink in scenario.flush.sinks
     ):
         raise ConfigError(

@@ -256,6 +256,8 @@ def _storage_faults(storage: StorageConfig) -> Iterator[str]:
                 f"{name} must be at least 1, not {size!r}: leave it out for 80 % of the free "
                 "space, or set storage.backend = 'none' for no store"
             )
+    if fault := storage.url_fault():
+        yield fault
     name = storage.namespace
     is_plain = name.isprintable() and "/" not in name and name not in ("", ".", "..")
     if not is_plain or len(name.encode()) > 200:
@@ -266,7 +268,7 @@ def quota_faults(quota: QuotaConfig, storage: StorageConfig, ranks: int) -> Iter
     """Quotas that no tier can keep."""
     of_storage = [quota.storage, *(one.storage for one in quota.salts.values())]
     if of_storage.count(None) < len(of_storage):
-        if storage.backend in ("mooncake", "attention_store"):
+        if storage.backend in ("object", "mooncake", "attention_store"):
             yield (
                 "quota.storage needs a store whose space this process manages: "
                 f"{storage.backend} evicts its objects itself, for all its nodes together. Use "

@@ -12,6 +12,7 @@ place it takes, and the variables that fill it. A new one is a line here and an 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -43,7 +44,7 @@ from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.settings.sinks import AnySinkConfig
 
 LAYOUTS = ("gqa", "mla", "dsa", "state")
-BACKENDS = ("none", "memory", "file", "mooncake", "attention_store")
+BACKENDS = ("none", "memory", "file", "object", "mooncake", "attention_store")
 """Kinds of `[layout]` and `[storage]`. One of another package may use every setting."""
 
 
@@ -79,8 +80,10 @@ _EXTRA = UsedIf(
 )
 _HEADS, _LATENT, _INDEXED = _of_layout("gqa"), _of_layout("mla", "dsa"), _of_layout("dsa")
 _SCALED = _of_layout("gqa", "mla")
-_BY_SLOTS = _of_store("none", "memory", "file", "mooncake")
+_BY_SLOTS = _of_store("none", "memory", "file", "object", "mooncake")
 _BOUNDED, _FILE = _of_store("memory", "file"), _of_store("file")
+_OBJECT, _DEEP = _of_store("object"), _of_store("file", "object")
+URL_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
 
 ROUNDING = 1e-5  # a share of blocks that differs from a whole number by less counts as that number
 
@@ -331,8 +334,12 @@ class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     """Settings of a store, below a cache or below the host slots of an engine.
 
     Attributes:
-        backend: none, memory, file, mooncake, attention_store, or package.module:Class.
+        backend: none, memory, file, object, mooncake, attention_store, or package.module:Class.
         directory: of the file store.
+        url: of the object store: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or
+            file:///FOLDER, which must be there. Credentials are those of the environment.
+        endpoint: http(s)://HOST:PORT of an object store, None for the provider's.
+        region: of an S3 bucket, None for AWS_REGION or us-east-1.
         capacity_blocks: objects it may hold. With neither this nor capacity_bytes a file store
             follows 80 % of the space that its file system can give, and the other back ends set no
             limit.
@@ -343,13 +350,16 @@ class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         free_space_floor: bytes of the file system that the file store leaves free.
         durability: an object of the file store counts as stored when the system has it (written)
             or the device has it (synced).
-        io_depth: the file store's reads at once.
+        io_depth: reads at once of a file or an object store.
         min_hits: uses of a block from which on write_through_selective writes it.
         timeout_s: seconds one batch may take.
     """
 
     backend: str = "none"
     directory: Annotated[str, Variable("FILE_BACKEND_STORAGE_DIR"), _FILE] = ""
+    url: Annotated[str, _OBJECT] = ""
+    endpoint: Annotated[str | None, _OBJECT] = None
+    region: Annotated[str | None, _OBJECT] = None
     capacity_blocks: Annotated[ObjectCount | None, _BOUNDED] = None
     capacity_bytes: Annotated[ByteSize | None, _BOUNDED] = None
     namespace: Annotated[str, _BY_SLOTS] = "default"
@@ -357,18 +367,42 @@ class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     ranks: Annotated[Count, _BY_SLOTS] = 1
     free_space_floor: Annotated[ByteSize, _FILE] = "64MB"
     durability: Annotated[Literal["written", "synced"], _FILE] = "written"
-    io_depth: Annotated[Depth, _FILE] = 16
+    io_depth: Annotated[Depth, _DEEP] = 16
     min_hits: Count = 2
     timeout_s: Seconds = 10.0
     on_full: Annotated[Literal["wait", "shed"], _BY_SLOTS] = "wait"
     on_full_wait_s: Annotated[Seconds, _BY_SLOTS] = 1.0
+
+    def url_fault(self) -> str:
+        """Why no object store can be at `url`, empty if one can, or if the back end is another."""
+        if self.backend != "object":
+            return ""
+        try:
+            parts = urlsplit(self.url)
+        except ValueError:  # half of an IPv6 address
+            parts = urlsplit("")
+        if parts.scheme not in URL_SCHEMES or not (parts.netloc or len(parts.path) > 1):
+            return (
+                "storage.url must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX "
+                f"or file:///FOLDER with storage.backend = 'object', not {self.url!r}"
+            )
+        if parts.password is not None:
+            return "storage.url must have no password: give credentials by the environment"
+        if parts.scheme == "file" and (parts.netloc or self.endpoint or self.region):
+            return (
+                f"storage.url {self.url!r} is a folder of this machine: it takes three slashes, "
+                "and no storage.endpoint or storage.region"
+            )
+        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
+            return f"storage.endpoint must be http(s)://HOST:PORT, not {self.endpoint!r}"
+        return ""
 
 
 class StorageConfig(StoreSettings, frozen=True):
     """The storage tier. Sizes may be written "4GB".
 
     Attributes:
-        io_write_depth: the file store's writes at once, as many as reads if unset.
+        io_write_depth: writes at once of a file or an object store, as many as reads if unset.
         keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are
             announced to the sinks after a restart (not those under a salt).
         exclusive: a block loaded from storage leaves it.
@@ -387,7 +421,7 @@ class StorageConfig(StoreSettings, frozen=True):
         mooncake: settings of that back end.
     """
 
-    io_write_depth: Annotated[Depth | None, _FILE] = None
+    io_write_depth: Annotated[Depth | None, _DEEP] = None
     keep_tokens: Annotated[bool, _FILE] = True
     exclusive: bool = False  # another error than that of a setting without use: has_device_store
     write_policy: WritePolicy | None = None

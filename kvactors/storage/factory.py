@@ -13,7 +13,9 @@ from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.mooncake import HEADER
 
 DIRECT = "attention_store"
-KINDS = ("none", "memory", "file", "mooncake", DIRECT)
+KINDS = ("none", "memory", "file", "object", "mooncake", DIRECT)
+SHARED = ("object", "mooncake")
+"""Stores whose objects other nodes write and remove."""
 
 
 def make_backend(
@@ -51,11 +53,15 @@ def make_backend(
             identity=identity,
             block_size=block_size if config.keep_tokens else 0,
         )
+    if kind in SHARED and config.exclusive:
+        raise ConfigError("storage.exclusive has no meaning for a store that other nodes share")
+    if kind == "object":
+        from kvactors.storage.object import ObjectBackend
+
+        return ObjectBackend(config, identity, block_bytes)
     if kind == "mooncake":
         from kvactors.storage.mooncake import MooncakeBackend
 
-        if config.exclusive:
-            raise ConfigError("storage.exclusive has no meaning for a pool that other nodes share")
         return MooncakeBackend(config.mooncake, identity, block_bytes)
     made: Backend = class_at(kind, Backend, "storage.backend", KINDS, ConfigError)(
         config, identity.digest, block_bytes

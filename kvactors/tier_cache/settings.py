@@ -217,6 +217,8 @@ def _check_storage(storage: TierStorage) -> None:
         )
     if storage.backend == "file" and not storage.directory:
         raise ConfigError("storage.directory is needed with storage.backend = 'file'")
+    if fault := storage.url_fault():
+        raise ConfigError(fault)
     if storage.mooncake and storage.backend != "mooncake":
         raise ConfigError("storage.mooncake is for storage.backend = 'mooncake'")
     if storage.capacity_blocks == 0:

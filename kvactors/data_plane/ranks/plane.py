@@ -23,7 +23,7 @@ from kvactors.lifecycle import Opening
 from kvactors.settings import Config, StorageConfig
 from kvactors.storage.backend import Backend, Expired, ReadReport, SlotViews, WriteReport
 from kvactors.storage.device_store import DeviceStore
-from kvactors.storage.factory import has_device_store
+from kvactors.storage.factory import SHARED, has_device_store
 from kvactors.storage.messages import Outcome
 from kvactors.tables import SHARDS
 from kvactors.types import join_hashes, split_hashes
@@ -478,7 +478,7 @@ def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> 
             layout.block_bytes,
             storage.timeout_s,
             exclusive=storage.exclusive,
-            shared=storage.backend == "mooncake",
+            shared=storage.backend in SHARED,
             keeps_lineages=storage.backend == "file" and storage.keep_tokens,
         )
     return RanksPlane(

@@ -1,0 +1,349 @@
+"""Object stores (S3, Google Cloud Storage, Azure) and a folder that several nodes write, through
+the library `obstore`: every node can load the objects of every other node.
+
+An object has the name `kvactors/DIGEST/3 hex digits of the key/KEY`, so keys spread over 4,096
+folders and over the partitions of a bucket. Its bytes are those of an object in a Mooncake pool:
+payload and header. It is published whole by one request, or in a folder by a rename, and nobody
+locks anything. Beside the objects of an identity, `identity.json` says what it is, for people and
+for `kvactors store`."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import anyio
+import msgspec
+
+from kvactors.actor.uncancelled import wait_uncancelled
+from kvactors.errors import ConfigError, StoreError, StoreUnavailable
+from kvactors.identity import Lineage, StoreIdentity
+from kvactors.native import addresses
+from kvactors.settings.tables import StorageConfig
+from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.messages import Outcome
+from kvactors.storage.mooncake import HEADER, PoolHeaders
+from kvactors.threads import Workers
+
+T = TypeVar("T")
+
+ROOT = "kvactors"
+IDENTITY = "identity.json"
+PAGE_OBJECTS = 1000
+"""Objects of one page of a listing, and of one request that deletes."""
+
+NO_SPACE = ("os error 28", "os error 122")  # ENOSPC and EDQUOT, of a folder
+THREADS = 2
+"""Threads that copy blocks and compute checksums."""
+
+
+class StoreAbout(msgspec.Struct, frozen=True):
+    """The contents of `identity.json`."""
+
+    model: str
+    namespace: str
+    fingerprint: str
+    rank: int
+    ranks: int
+    block_bytes: int
+
+    @property
+    def identity(self) -> StoreIdentity:
+        fingerprint = bytes.fromhex(self.fingerprint)
+        return StoreIdentity(self.model, self.namespace, fingerprint, self.rank, self.ranks)
+
+
+def open_store(settings: StorageConfig) -> Any:
+    """The library's store. It opens no connection, and looks whether a folder is there.
+
+    A request may take half of the batch's time, so that one that hangs is tried again.
+
+    Raises:
+        ConfigError: the library does not take the settings.
+        StoreError: the library or the folder is missing.
+    """
+    try:
+        from obstore.store import from_url
+    except ImportError as error:
+        raise StoreError(
+            f"an object store needs its client: pip install 'kvactors[object]': {error}"
+        ) from error
+    url, half = settings.url, timedelta(seconds=settings.timeout_s / 2)
+    config = {"endpoint": settings.endpoint, "region": settings.region}
+    about: dict[str, Any] = {}
+    if urlsplit(url).scheme != "file":
+        about = {
+            "config": {name: value for name, value in config.items() if value},
+            # Plain HTTP is used only with an endpoint that says so.
+            "client_options": {"timeout": half, "connect_timeout": half, "allow_http": True},
+            "retry_config": {
+                "max_retries": 3,
+                "retry_timeout": half,
+                "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": half, "base": 2},
+            },
+        }
+    try:
+        return from_url(url, **about)
+    except Exception as error:
+        text = f"storage.url {url!r}: {reason(error)}"
+        if "UnableToCanonicalize" in str(error):  # a mount that is missing must not be made
+            raise StoreError(f"{text}. Mount the folder, or create it") from error
+        raise ConfigError(text) from error
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, without keys."""
+    text = str(error).partition("\n")[0].partition(": <?xml")[0] or type(error).__name__
+    return re.sub(r"\S*[0-9a-f]{64}\S*", "of an object", text)[:300]
+
+
+class ObjectBackend(Backend):
+    """A client of an object store. The bytes that the library reads or sends are its own copies, so
+    a request that is given up touches no slot. `storage.io_depth` bounds reads and look-ups at
+    once, of all batches together, and `storage.io_write_depth` writes and deletions."""
+
+    def __init__(self, settings: StorageConfig, identity: StoreIdentity, block_bytes: int) -> None:
+        super().__init__(identity.digest, block_bytes)
+        self.store: Any = None
+        self.prefix = f"{ROOT}/{identity.digest.hex()}"
+        self._settings = settings
+        fields = {**identity._asdict(), "fingerprint": identity.fingerprint.hex()}
+        self._about = StoreAbout(**fields, block_bytes=block_bytes)
+        self._headers = PoolHeaders(identity.digest, block_bytes, checksums=True)
+        self._workers = Workers(THREADS, "object-store")
+        # A batch ends before it counts as a call that does not return (`GuardedBackend.overdue`).
+        self._limit = 0.9 * settings.timeout_s
+        self._depth = settings.io_depth
+        self._write_depth = settings.io_write_depth or settings.io_depth
+        self._puts: set[asyncio.Future[Any]] = set()
+        self._trouble = ""
+
+    async def open(self) -> None:
+        """Write `identity.json` unless it is there: a store that can neither be read nor written is
+        found at the start."""
+        self._readers = anyio.CapacityLimiter(self._depth)
+        self._writers = anyio.CapacityLimiter(self._write_depth)
+        settings, name = self._settings, f"{self.prefix}/{IDENTITY}"
+        try:
+            # A folder on a mount that hangs costs a thread, and not the loop.
+            opening = self._workers.submit(partial(open_store, settings))
+            self.store = await self._within(asyncio.wrap_future(opening))
+            try:
+                await self._within(self.store.head_async(name))
+            except FileNotFoundError:
+                text = msgspec.json.format(msgspec.json.encode(self._about))
+                await self._within(self.store.put_async(name, text, use_multipart=False))
+        except (StoreError, ConfigError):
+            raise
+        except Exception as error:
+            raise StoreError(
+                f"the store at {settings.url} cannot be used: {reason(error)}"
+            ) from error
+
+    async def close(self) -> None:
+        """Requests in flight are given up."""
+        for put in self._puts:
+            put.cancel()
+        self._workers.close()
+
+    def name(self, key: bytes) -> str:
+        text = key.hex()
+        return f"{self.prefix}/{text[:3]}/{text}"
+
+    def trouble(self) -> str:
+        return self._trouble
+
+    # -- look-ups
+
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        """None: only the store can answer."""
+        return None
+
+    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+        """A path that is not there costs one request, and another one as many as are made at
+        once."""
+        run = 0
+        while run < len(keys) and not expired():
+            some = keys[run : run + (self._depth if run else 1)]
+            found = await self.exists_many(some, expired)
+            if False in found:
+                return run + found.index(False)
+            run += len(some)
+        return run
+
+    async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+        async def look(i: int) -> Outcome:
+            return Outcome.OK if await self._has(keys[i]) else Outcome.MISS
+
+        found = await self._each(self._readers, len(keys), expired, look)
+        self.counters.outcomes[Outcome.UNAVAILABLE] += found.count(Outcome.UNAVAILABLE)
+        if Outcome.UNAVAILABLE in found and not {Outcome.OK, Outcome.MISS} & set(found):
+            raise StoreUnavailable(self._trouble)
+        return [outcome == Outcome.OK for outcome in found]
+
+    async def _has(self, key: bytes) -> bool:
+        """Whether there is an object of the right size. Another one is written again."""
+        try:
+            found = await self.store.head_async(self.name(key))
+        except FileNotFoundError:
+            return False
+        return bool(found["size"] == self.block_bytes + HEADER.size)
+
+    # -- reads and writes
+
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """Corrupt objects are removed from the store."""
+        outcomes = await self.load(keys, views, expired)
+        results = zip(keys, outcomes, strict=True)
+        await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
+        return ReadReport(outcomes, [])
+
+    async def load(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> bytes:
+        """Read and verify objects. Returns one outcome a key."""
+
+        async def get(i: int) -> Outcome:
+            try:
+                found = await self.store.get_async(self.name(keys[i]))
+                if found.meta["size"] != self.block_bytes + HEADER.size:
+                    return Outcome.CORRUPT
+                data = await found.bytes_async()
+            except FileNotFoundError:
+                return Outcome.MISS
+            return await self._in_thread(partial(self._unpack, keys[i], data, views[i]))
+
+        return bytes(await self._each(self._readers, len(keys), expired, get))
+
+    async def write(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
+    ) -> WriteReport:
+        """Equal keys have equal contents, so it does not matter which of two nodes writes last. A
+        look-up costs less than an object that is sent again."""
+
+        async def put(i: int) -> Outcome:
+            if await self._has(keys[i]):
+                return Outcome.EXISTS
+            data = await self._in_thread(partial(self._pack, keys[i], views[i]))
+            await self._put(self.name(keys[i]), data)
+            return Outcome.OK
+
+        return WriteReport(bytes(await self._each(self._writers, len(keys), expired, put)), [])
+
+    async def _put(self, name: str, data: bytearray) -> None:
+        """A put that the caller does not wait for any more may still take effect: `clear` waits
+        for it."""
+        put = asyncio.ensure_future(self.store.put_async(name, data, use_multipart=False))
+        self._puts.add(put)
+        put.add_done_callback(self._put_ended)
+        await asyncio.shield(put)
+
+    def _put_ended(self, put: asyncio.Future[Any]) -> None:
+        self._puts.discard(put)
+        if not put.cancelled():
+            put.exception()  # it counts as seen
+
+    async def _each(
+        self,
+        limiter: anyio.CapacityLimiter,
+        count: int,
+        expired: Expired,
+        move: Callable[[int], Awaitable[Outcome]],
+    ) -> bytearray:
+        """Move objects, as many at once as the limiter allows. Returns their outcomes: LATE for
+        those that were not begun in time, UNAVAILABLE for those that failed or did not end."""
+        outcomes = bytearray([Outcome.LATE]) * count
+
+        async def one(i: int) -> None:
+            async with limiter:
+                if expired():
+                    return
+                outcomes[i] = Outcome.UNAVAILABLE
+                try:
+                    outcomes[i] = await move(i)
+                except Exception as error:
+                    self._trouble = reason(error)
+                    if any(text in str(error) for text in NO_SPACE):
+                        outcomes[i] = Outcome.NO_SPACE
+
+        with anyio.move_on_after(self._limit) as scope:
+            async with anyio.create_task_group() as tasks:
+                for i in range(count):
+                    tasks.start_soon(one, i)
+        if scope.cancelled_caught:
+            self._trouble = f"no answer within {self._limit:.1f} s"
+        return outcomes
+
+    def _pack(self, key: bytes, view: memoryview) -> bytearray:
+        data = bytearray(self.block_bytes + HEADER.size)
+        target = memoryview(data)
+        target[: self.block_bytes] = view
+        self._headers.make(key, [addresses([target])])
+        return data
+
+    def _unpack(self, key: bytes, data: Any, view: memoryview) -> Outcome:
+        """Compare an object with its header, and copy it if they fit."""
+        source = memoryview(data)
+        [address] = addresses([source])
+        pieces = [[address, address + self.block_bytes]]
+        [outcome] = self._headers.compare(key, pieces, [len(source)]).outcomes
+        if outcome == Outcome.OK:
+            view[:] = source[: self.block_bytes]
+        return Outcome(outcome)
+
+    async def _in_thread(self, call: Callable[[], T]) -> T:
+        return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(call)))
+
+    async def _within(self, call: Awaitable[T]) -> T:
+        with anyio.fail_after(self._limit):
+            return await call
+
+    # -- removal
+
+    async def remove(self, keys: Sequence[bytes]) -> None:
+        async def delete(i: int) -> Outcome:
+            await self.delete([self.name(keys[i])])
+            return Outcome.OK
+
+        await self._each(self._writers, len(keys), lambda: False, delete)
+
+    async def clear(self, generation: int = 0) -> None:
+        """Delete the objects of this identity, a page at a time. Objects that other nodes write
+        meanwhile stay."""
+        if self._puts:
+            await asyncio.wait(list(self._puts), timeout=self._limit)
+        if self._puts:
+            raise StoreError(f"writes to {self._settings.url} have not ended: the clear can fail")
+        try:
+            pages = self.store.list(self.prefix, chunk_size=PAGE_OBJECTS)
+            while page := await self._within(anext(pages, None)):
+                names = [one["path"] for one in page if not one["path"].endswith(IDENTITY)]
+                await self._within(self.delete(names))
+        except Exception as error:
+            raise StoreError(
+                f"{self._settings.url} could not be cleared: {reason(error)}"
+            ) from error
+        self.generation = max(self.generation + 1, generation)
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete objects by one request, if the store has one. Some stores refuse a list with an
+        object that another node has deleted."""
+        try:
+            if names:
+                await self.store.delete_async(names)
+        except FileNotFoundError:
+            if len(names) > 1:
+                for name in names:
+                    await self.delete([name])

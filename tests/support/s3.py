@@ -1,0 +1,130 @@
+"""A real S3 server (moto's) in its own process, whose answers can be made to fail.
+
+`python -m tests.support.s3 PORT` serves it. A request for `/fault/KIND` sets what happens to every
+further one: none, 503 (refused), once (the next one is refused), 403 (credentials that are not
+valid any more), slow (answers a second late), flip (a bit of every object that is read differs),
+late (answers that an object was written come two seconds after it was)."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.support.masters import free_port
+
+BUCKET = "blocks"
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
+
+class S3Server:
+    """The process. Its objects end with it, and `start` makes the bucket again."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "tests.support.s3", str(self.port)]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for _ in range(1200):
+            assert self.process.poll() is None, "the server has ended"
+            try:
+                socket.create_connection(("127.0.0.1", self.port), 1).close()
+                break
+            except OSError:
+                time.sleep(0.05)
+        self.request(BUCKET, "PUT")
+
+    def request(self, path: str, method: str = "GET") -> bytes:
+        request = urllib.request.Request(f"{self.endpoint}/{path}", method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: bytes = answer.read()
+            return found
+
+    def fault(self, kind: str) -> None:
+        self.request(f"fault/{kind}")
+
+    def send(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
+    def storage(self, prefix: str = "p", **more: Any) -> dict[str, Any]:
+        """The table `storage` of a cache."""
+        url = f"s3://{BUCKET}/{prefix}"
+        place = {"backend": "object", "url": url, "endpoint": self.endpoint, "region": "us-east-1"}
+        return {**place, **more}
+
+
+@contextmanager
+def s3_server() -> Iterator[S3Server]:
+    server = S3Server()
+    server.start()
+    try:
+        yield server
+    finally:
+        server.kill()
+
+
+# -- in the process
+
+
+class Faulty:
+    """A WSGI application whose answers fail as they are told to."""
+
+    def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
+        self.application = application
+        self.kind = "none"
+
+    def __call__(self, environ: dict[str, Any], start: Callable[..., Any]) -> Iterable[bytes]:
+        path, method = environ["PATH_INFO"], environ["REQUEST_METHOD"]
+        if path.startswith("/fault/"):
+            self.kind = path.rpartition("/")[2]
+            start("200 OK", [])
+            return [b""]
+        kind = self.kind
+        if kind in ("503", "once"):
+            self.kind = "none" if kind == "once" else kind
+            start("503 Slow Down", [])
+            return [b"<Error><Code>SlowDown</Code></Error>"]
+        if kind == "403":
+            start("403 Forbidden", [])
+            return [b"<Error><Code>ExpiredToken</Code></Error>"]
+        if kind == "slow":
+            time.sleep(1.0)
+        body = self.application(environ, start)
+        if kind == "late" and method == "PUT":
+            time.sleep(2.0)
+        if kind == "flip" and method == "GET":
+            data = bytearray(b"".join(body))
+            if data:
+                data[len(data) // 2] ^= 1
+            return [bytes(data)]
+        return body
+
+
+def main() -> None:
+    from moto.server import DomainDispatcherApplication, create_backend_app
+    from werkzeug.serving import run_simple
+
+    application = Faulty(DomainDispatcherApplication(create_backend_app))
+    run_simple("127.0.0.1", int(sys.argv[1]), application, threaded=True)
+
+
+if __name__ == "__main__":
+    main()
