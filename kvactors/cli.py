@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -35,6 +36,7 @@ from kvactors.scenario.shipped import find_file
 from kvactors.scenario.spec import disappointments, requests_of
 from kvactors.scenario.trace import read_trace
 from kvactors.settings import check, read_toml
+from kvactors.settings.check import in_bytes
 from kvactors.settings_report import config as config_app
 from kvactors.settings_report import size
 from kvactors.signals import GONE, flush_stdout, run_terminable, sigterm_ends, usable_streams
@@ -274,26 +276,29 @@ def sweep_command(
 
 store = App(
     name="store",
-    help="The file stores under a directory: what they hold, whether it is whole, and which are "
-    "not needed any more.",
+    help="The file stores under a directory, or the stores of objects under a URL: what they hold, "
+    "whether it is whole, and which are not needed any more.",
 )
 app.command(store)
 
 
-StoreFolder = Annotated[Path, Parameter(help="As in storage.directory, or any folder below it.")]
+StoreFolder = Annotated[
+    str,
+    Parameter(help="As in storage.directory, or any folder below it, or a URL as in storage.url."),
+]
 FoundFile = Annotated[Output, Parameter(help="Where to write what was found.")]
 
 
 @store.command(name="list")
 def store_list(directory: StoreFolder, /, *, json: FoundFile | None = None) -> int:
-    """List the file stores under a directory. Nothing is changed."""
+    """List the stores under a directory or a URL. Nothing is changed."""
     return show_stores(directory, json, verify=False)
 
 
 @store.command(name="verify")
 def store_verify(directory: StoreFolder, /, *, json: FoundFile | None = None) -> int:
     """Read and check every object of the file stores under a directory. The exit status is 1 if any
-    object or table is bad."""
+    object or table is bad. Objects under a URL are checked when a cache reads them."""
     return show_stores(directory, json, verify=True)
 
 
@@ -304,18 +309,22 @@ def store_prune(
     *,
     keep: int = 1,
     namespace: str | None = None,
+    max_bytes: str | None = None,
     dry_run: Annotated[bool, Parameter(negative="")] = False,
     json: Output | None = None,
 ) -> int:
     """Remove file stores of other layouts, of other format versions, and damaged ones, or those of
-    a namespace. The exit status is 1 if one was refused.
+    a namespace. Under a URL, remove the oldest objects. The exit status is 1 if one was refused.
 
     Parameters
     ----------
     keep
         Number of stores kept for each model, namespace and rank: those opened last.
     namespace
-        Remove every store of this namespace, and no other.
+        Remove every store of this namespace, and no other. Under a URL, remove only its objects.
+    max_bytes
+        Remove the oldest objects under a URL until the others have at most these bytes ("2 TiB").
+        Needed with a URL, for which keep has no use.
     dry_run
         Print the stores that would be removed, and remove nothing.
     json
@@ -323,16 +332,33 @@ def store_prune(
     """
     from kvactors.storage.inspect import prune, prune_lines
 
-    done = prune(directory, keep=keep, namespace=namespace, dry_run=dry_run)
+    if ("://" in directory) != (max_bytes is not None):
+        raise ConfigError("--max-bytes is for a URL, and is needed with one: how much may stay")
+    if max_bytes is not None:
+        from kvactors.storage.inspect_objects import prune_objects
+
+        most = in_bytes(max_bytes, "--max-bytes")
+        done = asyncio.run(prune_objects(directory, most, namespace, dry_run=dry_run))
+    else:
+        done = prune(directory, keep=keep, namespace=namespace, dry_run=dry_run)
     show_lines(prune_lines(done, dry_run=dry_run), done, json)
     return 1 if any(one.refused for one in done) else 0
 
 
-def show_stores(directory: Path, json: Path | None, *, verify: bool) -> int:
+def show_stores(directory: str, json: Path | None, *, verify: bool) -> int:
     """Print the stores found. Returns exit status 1 if any of them is bad."""
     from kvactors.storage.inspect import inspect, inspection_lines
 
-    found = inspect(directory, verify=verify)
+    if "://" not in directory:
+        found = inspect(directory, verify=verify)
+    elif verify:
+        raise ConfigError(
+            f"{directory}: objects are verified when a cache reads them, and not here"
+        )
+    else:
+        from kvactors.storage.inspect_objects import inspect_objects
+
+        found = asyncio.run(inspect_objects(directory))
     show_lines(inspection_lines(found), found, json)
     return 1 if any(one.bad or (verify and one.state == "damaged") for one in found) else 0
 

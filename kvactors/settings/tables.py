@@ -11,8 +11,8 @@ place it takes, and the variables that fill it. A new one is a line here and an 
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -83,7 +83,7 @@ _SCALED = _of_layout("gqa", "mla")
 _BY_SLOTS = _of_store("none", "memory", "file", "object", "mooncake")
 _BOUNDED, _FILE = _of_store("memory", "file"), _of_store("file")
 _OBJECT, _DEEP = _of_store("object"), _of_store("file", "object")
-URL_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "abfs", "abfss", "file")
+URL = re.compile(r"(?:s3|gs|az|abfss?)://[^/:\s]+(?:/\S*)?|file:///.+")
 
 ROUNDING = 1e-5  # a share of blocks that differs from a whole number by less counts as that number
 
@@ -377,22 +377,14 @@ class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         """Why no object store can be at `url`, empty if one can, or if the back end is another."""
         if self.backend != "object":
             return ""
-        try:
-            parts = urlsplit(self.url)
-        except ValueError:  # half of an IPv6 address
-            parts = urlsplit("")
-        if parts.scheme not in URL_SCHEMES or not (parts.netloc or len(parts.path) > 1):
+        if not URL.fullmatch(self.url):
             return (
                 "storage.url must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX "
-                f"or file:///FOLDER with storage.backend = 'object', not {self.url!r}"
+                "or file:///FOLDER with storage.backend = 'object', and have no password, not "
+                f"{self.url.rpartition('@')[2]!r}"
             )
-        if parts.password is not None:
-            return "storage.url must have no password: give credentials by the environment"
-        if parts.scheme == "file" and (parts.netloc or self.endpoint or self.region):
-            return (
-                f"storage.url {self.url!r} is a folder of this machine: it takes three slashes, "
-                "and no storage.endpoint or storage.region"
-            )
+        if self.url.startswith("file:") and (self.endpoint or self.region):
+            return f"storage.endpoint and storage.region have no use with {self.url}"
         if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
             return f"storage.endpoint must be http(s)://HOST:PORT, not {self.endpoint!r}"
         return ""

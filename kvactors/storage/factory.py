@@ -56,9 +56,9 @@ def make_backend(
     if kind in SHARED and config.exclusive:
         raise ConfigError("storage.exclusive has no meaning for a store that other nodes share")
     if kind == "object":
-        from kvactors.storage.object import ObjectBackend
+        from kvactors.storage.object import ObjectBackend, prefix_of
 
-        return ObjectBackend(config, identity, block_bytes)
+        return ObjectBackend(config, prefix_of(identity), block_bytes)
     if kind == "mooncake":
         from kvactors.storage.mooncake import MooncakeBackend
 

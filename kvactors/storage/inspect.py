@@ -197,11 +197,11 @@ def inspection_lines(found: list[Inspection]) -> Iterator[str]:
             f"  identity {one.digest[:16]}, blocks of {one.block_bytes:,} bytes, generation "
             f"{one.generation}"
         )
-        yield (
-            f"  {one.objects:,} objects, {one.bytes:,} bytes; {one.slots - one.objects:,} of "
-            f"{one.slots:,} slots free; {one.torn} torn; "
+        slots = (
+            f"; {one.slots - one.objects:,} of {one.slots:,} slots free; {one.torn} torn; "
             f"{one.slab_bytes:,} bytes occupied"
         )
+        yield f"  {one.objects:,} objects, {one.bytes:,} bytes{slots if one.slots else ''}"
         if one.verified:
             whole = one.verified - len(one.bad) - one.left
             yield f"  {one.verified:,} checked: {whole:,} good, {len(one.bad):,} bad"

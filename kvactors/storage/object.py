@@ -1,11 +1,10 @@
 """Object stores (S3, Google Cloud Storage, Azure) and a folder that several nodes write, through
 the library `obstore`: every node can load the objects of every other node.
 
-An object has the name `kvactors/DIGEST/3 hex digits of the key/KEY`, so keys spread over 4,096
-folders and over the partitions of a bucket. Its bytes are those of an object in a Mooncake pool:
-payload and header. It is published whole by one request, or in a folder by a rename, and nobody
-locks anything. Beside the objects of an identity, `identity.json` says what it is, for people and
-for `kvactors store`."""
+An object has the name `kvactors/MODEL/NAMESPACE/rank-R-of-N/DIGEST/3 hex digits of the key/KEY`, so
+keys spread over 4,096 folders, and over the partitions of a bucket. Its bytes are a payload and the
+header that objects of a Mooncake pool have. One request publishes it whole, in a folder a rename,
+and nobody locks anything."""
 
 from __future__ import annotations
 
@@ -14,11 +13,10 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from typing import Any
+from urllib.parse import quote
 
 import anyio
-import msgspec
 
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import ConfigError, StoreError, StoreUnavailable
@@ -30,10 +28,7 @@ from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import HEADER, PoolHeaders
 from kvactors.threads import Workers
 
-T = TypeVar("T")
-
 ROOT = "kvactors"
-IDENTITY = "identity.json"
 PAGE_OBJECTS = 1000
 """Objects of one page of a listing, and of one request that deletes."""
 
@@ -42,26 +37,14 @@ THREADS = 2
 """Threads that copy blocks and compute checksums."""
 
 
-class StoreAbout(msgspec.Struct, frozen=True):
-    """The contents of `identity.json`."""
-
-    model: str
-    namespace: str
-    fingerprint: str
-    rank: int
-    ranks: int
-    block_bytes: int
-
-    @property
-    def identity(self) -> StoreIdentity:
-        fingerprint = bytes.fromhex(self.fingerprint)
-        return StoreIdentity(self.model, self.namespace, fingerprint, self.rank, self.ranks)
+def prefix_of(identity: StoreIdentity) -> str:
+    """What the names of all objects of an identity begin with. It ends with the digest."""
+    shown = identity._replace(namespace=quote(identity.namespace, safe=""))
+    return f"{shown.folder(ROOT).as_posix()}/{identity.digest.hex()}"
 
 
 def open_store(settings: StorageConfig) -> Any:
-    """The library's store. It opens no connection, and looks whether a folder is there.
-
-    A request may take half of the batch's time, so that one that hangs is tried again.
+    """The library's store, without a connection.
 
     Raises:
         ConfigError: the library does not take the settings.
@@ -70,27 +53,19 @@ def open_store(settings: StorageConfig) -> Any:
     try:
         from obstore.store import from_url
     except ImportError as error:
-        raise StoreError(
-            f"an object store needs its client: pip install 'kvactors[object]': {error}"
-        ) from error
-    url, half = settings.url, timedelta(seconds=settings.timeout_s / 2)
-    config = {"endpoint": settings.endpoint, "region": settings.region}
-    about: dict[str, Any] = {}
-    if urlsplit(url).scheme != "file":
-        about = {
-            "config": {name: value for name, value in config.items() if value},
-            # Plain HTTP is used only with an endpoint that says so.
-            "client_options": {"timeout": half, "connect_timeout": half, "allow_http": True},
-            "retry_config": {
-                "max_retries": 3,
-                "retry_timeout": half,
-                "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": half, "base": 2},
-            },
-        }
+        raise StoreError(f"a store of objects needs kvactors[object]: {error}") from error
+    half = timedelta(seconds=settings.timeout_s / 2)  # a request that hangs is tried once more
+    given = {"endpoint": settings.endpoint, "region": settings.region}
+    about: dict[str, Any] = {
+        "config": {name: value for name, value in given.items() if value},
+        # Plain HTTP is used only with an endpoint that says so.
+        "client_options": {"timeout": half, "allow_http": True},
+        "retry_config": {"max_retries": 3, "retry_timeout": half},
+    }
     try:
-        return from_url(url, **about)
+        return from_url(settings.url, **({} if settings.url.startswith("file:") else about))
     except Exception as error:
-        text = f"storage.url {url!r}: {reason(error)}"
+        text = f"storage.url {settings.url!r}: {reason(error)}"
         if "UnableToCanonicalize" in str(error):  # a mount that is missing must not be made
             raise StoreError(f"{text}. Mount the folder, or create it") from error
         raise ConfigError(text) from error
@@ -99,51 +74,46 @@ def open_store(settings: StorageConfig) -> Any:
 def reason(error: BaseException) -> str:
     """The first line of an error, without keys."""
     text = str(error).partition("\n")[0].partition(": <?xml")[0] or type(error).__name__
-    return re.sub(r"\S*[0-9a-f]{64}\S*", "of an object", text)[:300]
+    return re.sub(r" (?:for path|at location) \S+:?|/[0-9a-f]{64}\S*", "", text)[:300]
 
 
 class ObjectBackend(Backend):
     """A client of an object store. The bytes that the library reads or sends are its own copies, so
     a request that is given up touches no slot. `storage.io_depth` bounds reads and look-ups at
-    once, of all batches together, and `storage.io_write_depth` writes and deletions."""
+    once, of all batches together, and `storage.io_write_depth` writes and deletions.
 
-    def __init__(self, settings: StorageConfig, identity: StoreIdentity, block_bytes: int) -> None:
-        super().__init__(identity.digest, block_bytes)
+    Args:
+        prefix: see `prefix_of`.
+    """
+
+    def __init__(self, settings: StorageConfig, prefix: str, block_bytes: int) -> None:
+        super().__init__(bytes.fromhex(prefix[-64:]), block_bytes)
         self.store: Any = None
-        self.prefix = f"{ROOT}/{identity.digest.hex()}"
         self._settings = settings
-        fields = {**identity._asdict(), "fingerprint": identity.fingerprint.hex()}
-        self._about = StoreAbout(**fields, block_bytes=block_bytes)
-        self._headers = PoolHeaders(identity.digest, block_bytes, checksums=True)
+        self._prefix = prefix
+        self._headers = PoolHeaders(self.digest, block_bytes, checksums=True)
         self._workers = Workers(THREADS, "object-store")
         # A batch ends before it counts as a call that does not return (`GuardedBackend.overdue`).
         self._limit = 0.9 * settings.timeout_s
-        self._depth = settings.io_depth
-        self._write_depth = settings.io_write_depth or settings.io_depth
         self._puts: set[asyncio.Future[Any]] = set()
         self._trouble = ""
 
     async def open(self) -> None:
-        """Write `identity.json` unless it is there: a store that can neither be read nor written is
-        found at the start."""
-        self._readers = anyio.CapacityLimiter(self._depth)
-        self._writers = anyio.CapacityLimiter(self._write_depth)
-        settings, name = self._settings, f"{self.prefix}/{IDENTITY}"
+        """Ask for the first name of a listing: a look-up cannot tell a bucket that is missing from
+        an object that is."""
+        settings = self._settings
+        self._readers = anyio.CapacityLimiter(settings.io_depth)
+        self._writers = anyio.CapacityLimiter(settings.io_write_depth or settings.io_depth)
         try:
-            # A folder on a mount that hangs costs a thread, and not the loop.
-            opening = self._workers.submit(partial(open_store, settings))
-            self.store = await self._within(asyncio.wrap_future(opening))
-            try:
-                await self._within(self.store.head_async(name))
-            except FileNotFoundError:
-                text = msgspec.json.format(msgspec.json.encode(self._about))
-                await self._within(self.store.put_async(name, text, use_multipart=False))
+            with anyio.fail_after(self._limit):
+                # A folder on a mount that hangs costs a thread, and not the loop.
+                opening = self._workers.submit(partial(open_store, settings))
+                self.store = await asyncio.wrap_future(opening)
+                await anext(self.store.list(self._prefix, chunk_size=1), None)
         except (StoreError, ConfigError):
             raise
         except Exception as error:
-            raise StoreError(
-                f"the store at {settings.url} cannot be used: {reason(error)}"
-            ) from error
+            raise StoreError(f"{settings.url} cannot be used: {reason(error)}") from error
 
     async def close(self) -> None:
         """Requests in flight are given up."""
@@ -152,8 +122,7 @@ class ObjectBackend(Backend):
         self._workers.close()
 
     def name(self, key: bytes) -> str:
-        text = key.hex()
-        return f"{self.prefix}/{text[:3]}/{text}"
+        return f"{self._prefix}/{key.hex()[:3]}/{key.hex()}"
 
     def trouble(self) -> str:
         return self._trouble
@@ -165,11 +134,10 @@ class ObjectBackend(Backend):
         return None
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """A path that is not there costs one request, and another one as many as are made at
-        once."""
+        """A path that is not there costs one request."""
         run = 0
         while run < len(keys) and not expired():
-            some = keys[run : run + (self._depth if run else 1)]
+            some = keys[run : run + (self._settings.io_depth if run else 1)]
             found = await self.exists_many(some, expired)
             if False in found:
                 return run + found.index(False)
@@ -200,15 +168,6 @@ class ObjectBackend(Backend):
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
     ) -> ReadReport:
         """Corrupt objects are removed from the store."""
-        outcomes = await self.load(keys, views, expired)
-        results = zip(keys, outcomes, strict=True)
-        await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
-        return ReadReport(outcomes, [])
-
-    async def load(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> bytes:
-        """Read and verify objects. Returns one outcome a key."""
 
         async def get(i: int) -> Outcome:
             try:
@@ -218,9 +177,12 @@ class ObjectBackend(Backend):
                 data = await found.bytes_async()
             except FileNotFoundError:
                 return Outcome.MISS
-            return await self._in_thread(partial(self._unpack, keys[i], data, views[i]))
+            return Outcome(await self._in_thread(partial(self._unpack, keys[i], data, views[i])))
 
-        return bytes(await self._each(self._readers, len(keys), expired, get))
+        outcomes = await self._each(self._readers, len(keys), expired, get)
+        results = zip(keys, outcomes, strict=True)
+        await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
+        return ReadReport(bytes(outcomes), [])
 
     async def write(
         self,
@@ -237,23 +199,20 @@ class ObjectBackend(Backend):
             if await self._has(keys[i]):
                 return Outcome.EXISTS
             data = await self._in_thread(partial(self._pack, keys[i], views[i]))
-            await self._put(self.name(keys[i]), data)
+            sent = self.store.put_async(self.name(keys[i]), data, use_multipart=False)
+            # One that is given up here may still take effect: `clear` waits for it.
+            sending = asyncio.ensure_future(sent)
+            self._puts.add(sending)
+            sending.add_done_callback(self._put_ended)
+            await asyncio.shield(sending)
             return Outcome.OK
 
         return WriteReport(bytes(await self._each(self._writers, len(keys), expired, put)), [])
 
-    async def _put(self, name: str, data: bytearray) -> None:
-        """A put that the caller does not wait for any more may still take effect: `clear` waits
-        for it."""
-        put = asyncio.ensure_future(self.store.put_async(name, data, use_multipart=False))
-        self._puts.add(put)
-        put.add_done_callback(self._put_ended)
-        await asyncio.shield(put)
-
     def _put_ended(self, put: asyncio.Future[Any]) -> None:
         self._puts.discard(put)
         if not put.cancelled():
-            put.exception()  # it counts as seen
+            put.exception()  # else it would be logged as unseen
 
     async def _each(
         self,
@@ -303,47 +262,50 @@ class ObjectBackend(Backend):
             view[:] = source[: self.block_bytes]
         return Outcome(outcome)
 
-    async def _in_thread(self, call: Callable[[], T]) -> T:
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
         return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(call)))
-
-    async def _within(self, call: Awaitable[T]) -> T:
-        with anyio.fail_after(self._limit):
-            return await call
 
     # -- removal
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        async def delete(i: int) -> Outcome:
-            await self.delete([self.name(keys[i])])
+        async def remove(i: int) -> Outcome:
+            await delete(self.store, [self.name(keys[i])])
             return Outcome.OK
 
-        await self._each(self._writers, len(keys), lambda: False, delete)
+        await self._each(self._writers, len(keys), lambda: False, remove)
 
     async def clear(self, generation: int = 0) -> None:
-        """Delete the objects of this identity, a page at a time. Objects that other nodes write
-        meanwhile stay."""
+        """Delete the objects of this identity, a page at a time. What other nodes write meanwhile
+        may stay."""
         if self._puts:
             await asyncio.wait(list(self._puts), timeout=self._limit)
-        if self._puts:
-            raise StoreError(f"writes to {self._settings.url} have not ended: the clear can fail")
         try:
-            pages = self.store.list(self.prefix, chunk_size=PAGE_OBJECTS)
-            while page := await self._within(anext(pages, None)):
-                names = [one["path"] for one in page if not one["path"].endswith(IDENTITY)]
-                await self._within(self.delete(names))
+            if self._puts:
+                raise TimeoutError("writes that were begun have not ended")
+            await delete_listed(self.store, self._prefix, self._limit)
         except Exception as error:
-            raise StoreError(
-                f"{self._settings.url} could not be cleared: {reason(error)}"
-            ) from error
+            raise StoreError(f"{self._settings.url} was not cleared: {reason(error)}") from error
         self.generation = max(self.generation + 1, generation)
 
-    async def delete(self, names: Sequence[str]) -> None:
-        """Delete objects by one request, if the store has one. Some stores refuse a list with an
-        object that another node has deleted."""
-        try:
-            if names:
-                await self.store.delete_async(names)
-        except FileNotFoundError:
-            if len(names) > 1:
-                for name in names:
-                    await self.delete([name])
+
+async def delete_listed(
+    store: Any, prefix: str, limit: float, chosen: Callable[[Any], bool] = lambda _: True
+) -> None:
+    """Delete the chosen ones of the objects under a prefix. limit: seconds for a page of them."""
+    pages = store.list(prefix, chunk_size=PAGE_OBJECTS)
+    page: Any = ()
+    while page is not None:
+        with anyio.fail_after(limit):
+            await delete(store, [one["path"] for one in page if chosen(one)])
+            page = await anext(pages, None)
+
+
+async def delete(store: Any, names: Sequence[str]) -> None:
+    """Delete objects by one request, if the store has one. Some stores refuse a list with an object
+    that another node has deleted."""
+    try:
+        if names:
+            await store.delete_async(names)
+    except FileNotFoundError:
+        for name in names if len(names) > 1 else ():
+            await delete(store, [name])

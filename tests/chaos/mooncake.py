@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import anyio
 from anyio.to_thread import run_sync
 
@@ -26,14 +28,14 @@ async def run(setting: Setting, tally: Tally) -> None:
     master = FaultyMaster()
     try:
         await run_sync(master.start)
-        await under_load(master, setting, tally)
+        await under_load(master, pool_of(master), setting, tally)
     finally:
         with anyio.CancelScope(shield=True):
             await run_sync(master.kill)
 
 
-async def under_load(master: FaultyMaster, setting: Setting, tally: Tally) -> None:
-    """The faults, in a random order."""
+def pool_of(master: FaultyMaster) -> dict[str, Any]:
+    """The settings of its store."""
     pool = {
         "master_server_address": master.address,
         "local_hostname": "127.0.0.1",
@@ -41,8 +43,15 @@ async def under_load(master: FaultyMaster, setting: Setting, tally: Tally) -> No
         "local_buffer_size": "16MB",
         "timeout_s": 1.0,
     }
+    return {"backend": "mooncake", "mooncake": pool}
+
+
+async def under_load(
+    server: FaultyMaster, storage: dict[str, Any], setting: Setting, tally: Tally
+) -> None:
+    """The faults, in a random order."""
     mapping = settings(setting.folder)
-    mapping["storage"] = {"backend": "mooncake", "write_policy": "write_through", "mooncake": pool}
+    mapping["storage"] = {**storage, "write_policy": "write_through"}
     kinds: list[Kind] = ["store_down", "store_hang"]
     kinds *= setting.times(1, 2)
     setting.rng.shuffle(kinds)
@@ -51,8 +60,8 @@ async def under_load(master: FaultyMaster, setting: Setting, tally: Tally) -> No
         for kind in kinds:
             await setting.moment(0.3, 2.0)
             tally.faults += 1
-            await carry_out(master, Fault(kind, duration=setting.seconds(0.2, 2.0)))
+            await carry_out(server, Fault(kind, duration=setting.seconds(0.2, 2.0)))
         await setting.moment(0.3, 2.0)
         said = await life.rest()
         if not said.tally.storage:
-            tally.complain("the round proves nothing: no block came back from the pool")
+            tally.complain("the round proves nothing: no block came back from the store")

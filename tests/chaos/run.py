@@ -27,6 +27,8 @@ MODULES = (
     "full_disk",
     "readers",
     "mooncake",
+    "shared_folder",
+    "bucket",
     "damage",
     "read_only",
     "ranks",

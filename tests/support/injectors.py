@@ -9,6 +9,7 @@ from anyio.to_thread import run_sync
 from kvactors.testing.faults import Fault
 from tests.support.child import Child
 from tests.support.masters import Master
+from tests.support.s3 import S3Server
 
 
 class ProcessFaults:
@@ -48,3 +49,7 @@ class FaultyMaster(Master):
             await run_sync(self.start)
         else:
             self.signal(SIGCONT)
+
+
+class FaultyS3(S3Server, FaultyMaster):
+    """The same of an S3 server."""

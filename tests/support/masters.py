@@ -69,7 +69,7 @@ class Master:
             time.sleep(0.05)
         self.kill()
         raise StoreError(
-            "mooncake_master does not listen (Debian: it needs libibverbs1 and libnuma1)"
+            f"{command[0]} does not listen (Mooncake's needs Debian's libibverbs1 and libnuma1)"
         )
 
     def signal(self, number: Signals) -> None:

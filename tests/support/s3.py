@@ -7,9 +7,6 @@ late (answers that an object was written come two seconds after it was)."""
 
 from __future__ import annotations
 
-import signal
-import socket
-import subprocess
 import sys
 import time
 import urllib.request
@@ -17,52 +14,34 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.support.masters import free_port
+from tests.support.masters import Master
 
 BUCKET = "blocks"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 
-class S3Server:
+class S3Server(Master):
     """The process. Its objects end with it, and `start` makes the bucket again."""
 
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.endpoint = f"http://127.0.0.1:{self.port}"
-        self.process: subprocess.Popen[bytes] | None = None
+    @property
+    def endpoint(self) -> str:
+        return f"http://{self.address}"
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, "-m", "tests.support.s3", str(self.port)]
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "tests.support.s3", str(self.port)]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        for _ in range(1200):
-            assert self.process.poll() is None, "the server has ended"
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                break
-            except OSError:
-                time.sleep(0.05)
+        super().start()
         self.request(BUCKET, "PUT")
 
-    def request(self, path: str, method: str = "GET") -> bytes:
+    def request(self, path: str, method: str = "GET") -> None:
         request = urllib.request.Request(f"{self.endpoint}/{path}", method=method)
         with urllib.request.urlopen(request, timeout=60) as answer:
-            found: bytes = answer.read()
-            return found
+            answer.read()
 
     def fault(self, kind: str) -> None:
         self.request(f"fault/{kind}")
-
-    def send(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
 
     def storage(self, prefix: str = "p", **more: Any) -> dict[str, Any]:
         """The table `storage` of a cache."""
@@ -119,7 +98,7 @@ class Faulty:
 
 
 def main() -> None:
-    from moto.server import DomainDispatcherApplication, create_backend_app
+    from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import run_simple
 
     application = Faulty(DomainDispatcherApplication(create_backend_app))

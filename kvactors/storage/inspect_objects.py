@@ -1,0 +1,126 @@
+"""The stores of objects under a URL: what they hold, and removal of the oldest objects. Other nodes
+may use them meanwhile: what is removed is a miss."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
+
+from kvactors.errors import ConfigError, KVActorsError, StoreError
+from kvactors.settings.tables import StorageConfig
+from kvactors.storage.inspect import Inspection, Pruned
+from kvactors.storage.mooncake import HEADER, VERSION
+from kvactors.storage.object import PAGE_OBJECTS, ROOT, delete_listed, open_store, reason
+
+STORE = re.compile(f"{ROOT}/([^/]+)/([^/]+)/rank-([0-9]+)-of-([0-9]+)/([0-9a-f]{{64}})(?=/)")
+PAGE_LIMIT_S = 60.0
+LEFT_OVER_S = 3600.0
+"""Age of a temporary file whose process must have been killed."""
+
+
+class Objects(NamedTuple):
+    """Objects that are counted together. minute: of their last writing, since 1970."""
+
+    store: str
+    size: int
+    minute: int
+
+
+def objects_of(listed: Any) -> Objects | None:
+    """What an object of a listing counts to, None if it is another program's."""
+    name = STORE.match(listed["path"])
+    minute = int(listed["last_modified"].timestamp() // 60)
+    return None if name is None else Objects(name[0], listed["size"], minute)
+
+
+def store_at(url: str) -> Any:
+    """The library's store. ConfigError, StoreError."""
+    settings = StorageConfig(backend="object", url=url, timeout_s=PAGE_LIMIT_S)
+    if fault := settings.url_fault():
+        raise ConfigError(fault)
+    return open_store(settings)
+
+
+async def inspect_objects(url: str) -> list[Inspection]:
+    """Every store under a URL. The time of the last write stands for that of the last opening.
+    ConfigError, StoreError."""
+    stores: dict[str, Counter[Objects]] = {}
+    for one, count in (await count_objects(url)).items():
+        stores.setdefault(one.store, Counter())[one] = count
+    return [described(path, found) for path, found in sorted(stores.items())]
+
+
+async def count_objects(url: str) -> Counter[Objects]:
+    """The objects under a URL, of which there must be some."""
+    found = Counter[Objects]()
+    try:
+        async for page in store_at(url).list(ROOT, chunk_size=PAGE_OBJECTS):
+            found.update(one for one in map(objects_of, page) if one is not None)
+    except KVActorsError:
+        raise
+    except Exception as error:
+        raise StoreError(f"{url} cannot be listed: {reason(error)}") from error
+    if not found:
+        raise StoreError(f"{url}: no objects of kvactors here")
+    return found
+
+
+def described(path: str, found: Counter[Objects]) -> Inspection:
+    """A store."""
+    _, model, namespace, rank, digest = path.split("/")
+    number, ranks = map(int, rank.split("-")[1::2])
+    names = (model, unquote(namespace), number, ranks, digest)
+    nbytes = sum(one.size * count for one, count in found.items())
+    return Inspection(
+        path,
+        "ok",
+        VERSION,
+        *names,
+        block_bytes=max(one.size for one in found) - HEADER.size,
+        objects=found.total(),
+        bytes=nbytes,
+        slab_bytes=nbytes,
+        opened_at=60.0 * max(one.minute for one in found),
+    )
+
+
+async def prune_objects(
+    url: str, max_bytes: int, namespace: str | None = None, *, dry_run: bool = False
+) -> list[Pruned]:
+    """Remove the oldest objects under a URL, those of one minute together, until the others have at
+    most `max_bytes` bytes. namespace: only its objects are counted and removed. ConfigError,
+    StoreError."""
+    found = {
+        one: one.size * count
+        for one, count in (await count_objects(url)).items()
+        if namespace in (None, unquote(one.store.split("/")[2]))
+    }
+    left, gone = sum(found.values()), Counter[str]()
+    last = -1
+    for one in sorted(found, key=lambda one: one.minute):
+        if left <= max_bytes and one.minute > last:
+            break
+        last, left = one.minute, left - found[one]
+        gone[one.store] += found[one]
+
+    def is_old(listed: Any) -> bool:
+        one = objects_of(listed)
+        return one is not None and one.store in gone and one.minute <= last
+
+    if not dry_run:
+        await delete_listed(store_at(url), ROOT, PAGE_LIMIT_S, is_old)
+        remove_left_over(url)
+    why = f"the oldest beyond {max_bytes:,} bytes"
+    return [Pruned(path, why, nbytes, True) for path, nbytes in sorted(gone.items())]
+
+
+def remove_left_over(url: str) -> None:
+    """Remove the temporary files that processes that were killed have left in a folder."""
+    root = Path(unquote(urlsplit(url).path), ROOT)
+    for path in root.rglob("*#*") if url.startswith("file:") else ():
+        if path.lstat().st_mtime < time.time() - LEFT_OVER_S:
+            path.unlink(missing_ok=True)
