@@ -83,7 +83,7 @@ _SCALED = _of_layout("gqa", "mla")
 _BY_SLOTS = _of_store("none", "memory", "file", "object", "mooncake")
 _BOUNDED, _FILE = _of_store("memory", "file"), _of_store("file")
 _OBJECT, _DEEP = _of_store("object"), _of_store("file", "object")
-URL = re.compile(r"(?:s3|gs|az|abfss?)://[^/:\s]+(?:/\S*)?|file:///.+")
+URL = re.compile(r"(?:s3|gs|az|abfss?)://[\w.@-]+(?:/\S*)?|file:///.+")
 
 ROUNDING = 1e-5  # a share of blocks that differs from a whole number by less counts as that number
 

@@ -6,20 +6,29 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import os
 import signal
+import time
 from typing import Self
 
+import anyio
+import msgspec
 import pytest
+from obstore.exceptions import GenericError
 
+import kvactors
+from kvactors.cli import main
 from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.settings import Config, StorageConfig
+from kvactors.storage import attempts
 from kvactors.storage.factory import make_backend
 from kvactors.storage.messages import Outcome
 from kvactors.storage.object import ObjectBackend, prefix_of
 from kvactors.testing.store_contract import Bench, StoreContract, key, never
 from kvactors.tier_cache.settings import checked_config
+from tests.support import cache as support
 from tests.support.s3 import CREDENTIALS, s3_server
 
 pytestmark = pytest.mark.full
@@ -372,8 +381,8 @@ async def test_a_setting_that_the_store_does_not_have_is_named():
         ({"url": "s3://"}, "storage.url must be s3://"),
         ({"url": "s3://["}, "storage.url must be s3://"),
         ({"url": "s3://key:secret@bucket/p"}, "no password"),
-        ({"url": "file://mnt/shared"}, "three slashes"),
-        ({"url": "file:///mnt", "region": "x"}, "no storage.endpoint or storage.region"),
+        ({"url": "file://mnt/shared"}, "storage.url must be s3://"),
+        ({"url": "file:///mnt", "region": "x"}, "storage.region have no use with file:///mnt"),
         ({"url": "s3://b", "endpoint": "minio:9000"}, "storage.endpoint must be http"),
         ({"url": "s3://b", "capacity_bytes": "1GB"}, "capacity_bytes has no use"),
         ({"url": "s3://b", "directory": "/x"}, "storage.directory has no use"),
@@ -392,3 +401,189 @@ def test_a_block_does_not_leave_a_shared_store_when_it_is_read():
     storage = StorageConfig(backend="object", url="file:///mnt", exclusive=True)
     with pytest.raises(ConfigError, match="exclusive"):
         make_backend(storage, "m", bytes(32), SIZE)
+
+
+async def test_a_full_folder_is_no_space(tmp_path):
+    async with Node(in_folder(tmp_path)) as one:
+
+        class Full:
+            def __getattr__(self, name):
+                return getattr(client, name)
+
+            async def put_async(self, *arguments, **more):
+                raise GenericError("Unable to copy data to file: No space left (os error 28)")
+
+        client, one.store.store = one.store.store, Full()
+        assert await one.put(1) == [Outcome.NO_SPACE]
+
+
+# -- whole caches
+
+
+def config(storage, **more):
+    return Config.from_mapping(
+        {
+            "cache": {"model": "m", "block_size": 16},
+            "device": {"num_blocks": 32},
+            "host": {"slots": 16},
+            "layout": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
+            "storage": {"write_policy": "write_through", "timeout_s": 20.0, **storage, **more},
+            "flush": {"sinks": [{"kind": "memory", "tiers": ["device", "host", "storage"]}]},
+        }
+    )
+
+
+async def request(cache, seed: int) -> int:
+    return (await support.serve(cache, f"r{seed}", [seed] * 129)).hits.storage
+
+
+async def test_two_caches_share_a_store_and_a_third_finds_it_later(shared):
+    async with kvactors.open(config(shared)) as one, kvactors.open(config(shared)) as other:
+        for seed in range(6):
+            assert await request(one, seed) == 0
+        await one.wait_idle()
+        assert [await request(other, seed) for seed in range(6)] == [8] * 6
+        await other.wait_flushed()
+        for cache in (one, other):
+            assert cache.count_divergent_blocks() == 0
+            assert cache.check() == []
+    async with kvactors.open(config(shared)) as third:
+        assert [await request(third, seed) for seed in range(6)] == [8] * 6
+        assert third.statistics().store.corrupt == 0
+        await third.clear(storage=True)
+        assert await request(third, 1) == 0
+
+
+async def test_a_server_that_is_gone_shows_in_health_and_comes_back_alone(monkeypatch):
+    monkeypatch.setattr(attempts, "PAUSE_S", 0.2)
+    with s3_server() as server:
+        async with kvactors.open(config(server.storage(), timeout_s=2.0)) as cache:
+            assert await request(cache, 0) == 0
+            await cache.wait_idle()
+            assert cache.health().status == "ok"
+            server.kill()
+            for seed in range(1, 30):
+                assert await request(cache, seed) == 0
+                await cache.wait_idle()
+                if cache.health().status != "ok":
+                    break
+            assert "error sending request" in str(cache.health().reasons)
+            server.start()
+            with anyio.fail_after(60):
+                for seed in itertools.count(100):
+                    await request(cache, seed)
+                    await cache.wait_idle()
+                    if (
+                        cache.health().status == "ok"
+                        and cache.statistics().store.breaker == "closed"
+                    ):
+                        break
+            await cache.clear()
+            assert await request(cache, seed) == 8
+
+
+def test_objects_cannot_be_counted_to_a_tenant():
+    with pytest.raises(ConfigError, match=r"quota.storage needs a store whose space this process"):
+        Config.from_mapping(
+            {
+                "cache": {"model": "m"},
+                "storage": {"backend": "object", "url": "s3://b"},
+                "quota": {"storage": 5},
+            }
+        )
+
+
+# -- the command
+
+
+def run(*arguments) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["store", *(str(one) for one in arguments)])
+    return int(ended.value.code or 0)
+
+
+def point_to(server, monkeypatch) -> None:
+    """The library's own variables, as the command needs them."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+
+
+async def filled(shared, identity, *numbers):
+    async with Node(shared, identity) as one:
+        await one.put(*numbers)
+
+
+def kept(url, tmp_path, *arguments) -> list[tuple[str, int]]:
+    """Namespaces and objects after a prune."""
+    assert run("prune", url, *arguments) == 0
+    out = tmp_path / "found.json"
+    if run("list", url, "--json", out):
+        return []
+    return [(one["namespace"], one["objects"]) for one in msgspec.json.decode(out.read_bytes())]
+
+
+def test_the_stores_of_a_url_are_listed_and_the_oldest_objects_removed(
+    shared, server, monkeypatch, tmp_path, capsys
+):
+    point_to(server, monkeypatch)
+    other = IDENTITY._replace(namespace="b", rank=1, ranks=2)
+    asyncio.run(filled(shared, IDENTITY, 1, 2, 3))
+    asyncio.run(filled(shared, other, 1))
+    url, whole = shared["url"], SIZE + 96
+    assert run("list", url) == 0
+    said = capsys.readouterr().out
+    assert "namespace 'weights 2%', rank 0 of 1" in said
+    assert f"identity {IDENTITY.digest.hex()[:16]}, blocks of {SIZE:,} bytes" in said
+    assert f"3 objects, {3 * whole:,} bytes\n" in said
+    assert "namespace 'b', rank 1 of 2" in said
+    everything = [("b", 1), ("weights 2%", 3)]
+    assert sorted(kept(url, tmp_path, "--max-bytes", 4 * whole)) == everything
+    nothing = ("--max-bytes", 0, "--dry-run")
+    assert sorted(kept(url, tmp_path, *nothing)) == everything
+    assert f"{4 * whole:,} bytes would be freed" in capsys.readouterr().out
+    assert kept(url, tmp_path, "--max-bytes", 0, "--namespace", "b") == [("weights 2%", 3)]
+    assert kept(url, tmp_path, "--max-bytes", whole) == []
+
+
+def test_the_oldest_objects_of_a_folder_go_first(tmp_path):
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    asyncio.run(filled(in_folder(folder), IDENTITY, 1, 2, 3))
+    ages = {1: 500, 2: 9000, 3: 200}
+    root = folder / prefix_of(IDENTITY)
+    for number, minutes in ages.items():
+        then = time.time() - 60 * minutes
+        os.utime(root / key(number).hex()[:3] / key(number).hex(), (then, then))
+    young, old, others = root / "000" / "young#1", root / "000" / "old#2", folder / "x#1"
+    for file in (young, old, others):
+        file.touch()
+    os.utime(old, (then, then))
+    whole = SIZE + 96
+    assert kept(f"file://{folder}", tmp_path, "--max-bytes", 2 * whole) == [("weights 2%", 2)]
+    assert (young.exists(), old.exists(), others.exists()) == (True, False, True)
+
+    async def left():
+        async with Node(in_folder(folder)) as one:
+            return await one.get(1, 2, 3)
+
+    assert asyncio.run(left()) == [Outcome.OK, Outcome.MISS, Outcome.OK]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("list", "file:///nonexistent-folder"), "Mount the folder"),
+        (("list", "ftp://x"), "storage.url must be"),
+        (("verify", "s3://b/p"), "verified when a cache reads them"),
+        (("prune", "s3://b/p"), "--max-bytes is for a URL, and is needed"),
+        (("prune", "/some/directory", "--max-bytes", "1GB"), "--max-bytes is for a URL"),
+    ],
+)
+def test_what_a_command_cannot_do_is_said(arguments, complaint, capsys):
+    assert run(*arguments) != 0
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_url_without_objects_is_an_error(tmp_path, capsys):
+    assert run("list", f"file://{tmp_path}") != 0
+    assert "no objects of kvactors here" in capsys.readouterr().err
