@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -26,9 +27,10 @@ from kvactors.scenario.spec import FaultSpec, Scenario
 from kvactors.scenario.workload import Script, chat
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.sinks import AttentionStoreConfig, MemorySinkConfig
+from kvactors.settings.tables import SHARED
 from kvactors.signals import run_terminable
 from kvactors.storage.backend import Backend
-from kvactors.storage.factory import SHARED, make_backend
+from kvactors.storage.factory import make_backend
 from kvactors.testing.faults import FaultyBackend, FaultySink, StoreFaults
 
 # -- one run on an open cache, with its faults
@@ -212,12 +214,25 @@ def check_virtual(scenario: Scenario) -> None:
 async def run_session(
     scenario: Scenario, seed: int, progress: Progress, *, virtual: bool, observe: Observe
 ) -> Report:
-    """Run the scenario, after its `process.restarts` earlier runs."""
+    """Run the scenario, after its `process.restarts` earlier runs. Wrong blocks and errors of all
+    `process.engines` count."""
     for _ in range(scenario.process.restarts):
         async with session(scenario, virtual=virtual) as one:
             await one.run(seed, progress)
-    async with session(scenario, virtual=virtual, observe=observe) as one:
-        return await one.run(seed, progress)
+    async with AsyncExitStack() as stack:
+        engines = list[Session]()
+        for number in range(scenario.process.engines, 0, -1):
+            watched = {} if number > 1 else {"observe": observe}
+            one = await stack.enter_async_context(session(scenario, virtual=virtual, **watched))
+            if number > 1:
+                await one.run(seed, progress)
+            engines.append(one)
+        reports = await asyncio.gather(*(one.run(seed, progress) for one in engines))
+    *others, report = reports
+    for other in others:
+        report.corrupt_blocks_served += other.corrupt_blocks_served
+        report.errors += other.errors
+    return report
 
 
 def with_temporary(data: dict[str, Any], folder: str) -> dict[str, Any]:

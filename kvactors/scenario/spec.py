@@ -12,6 +12,7 @@ from kvactors.scenario.report import Report
 from kvactors.settings import Config
 from kvactors.settings.check import Count, Number, SecondsOrZero
 from kvactors.settings.sinks import AttentionStoreSinkConfig, MemorySinkConfig
+from kvactors.settings.tables import SHARED
 from kvactors.testing.faults import Fault, Kind
 
 
@@ -146,9 +147,12 @@ STORAGE_FAULTS: dict[str, Kind] = {
 
 class ProcessSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """restarts: number of times that the workload is run, and the cache closed and opened again,
-    before the run that counts."""
+    before the run that counts. engines: caches at once over one shared store. Each further one
+    opens when the one before has run the workload, and the last one's run, beside another run of
+    the others, counts."""
 
     restarts: Number = 0
+    engines: Count = 1
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -222,7 +226,10 @@ def about_parts(scenario: Scenario) -> Complaints:
     found: Complaints = {
         "device.num_blocks must be at least 1: a scenario sets it nowhere else": (
             not scenario.device.num_blocks
-        )
+        ),
+        "process.engines above 1 needs a store that several nodes share": (
+            scenario.process.engines > 1 and scenario.storage.backend not in SHARED
+        ),
     }
     for number, fault in enumerate(scenario.fault, 1):
         for complaint, applies in about_fault(fault, scenario).items():

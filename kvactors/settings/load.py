@@ -48,6 +48,7 @@ from kvactors.settings.sinks import (
 from kvactors.settings.tables import (
     BACKENDS,
     LAYOUTS,
+    SHARED,
     ActorsConfig,
     CacheConfig,
     DeviceConfig,
@@ -268,7 +269,7 @@ def quota_faults(quota: QuotaConfig, storage: StorageConfig, ranks: int) -> Iter
     """Quotas that no tier can keep."""
     of_storage = [quota.storage, *(one.storage for one in quota.salts.values())]
     if of_storage.count(None) < len(of_storage):
-        if storage.backend in ("object", "mooncake", "attention_store"):
+        if storage.backend in (*SHARED, "attention_store"):
             yield (
                 "quota.storage needs a store whose space this process manages: "
                 f"{storage.backend} evicts its objects itself, for all its nodes together. Use "

@@ -44,8 +44,11 @@ from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.settings.sinks import AnySinkConfig
 
 LAYOUTS = ("gqa", "mla", "dsa", "state")
-BACKENDS = ("none", "memory", "file", "object", "mooncake", "attention_store")
+BACKENDS = ("none", "memory", "file", "mooncake", "object", "attention_store")
 """Kinds of `[layout]` and `[storage]`. One of another package may use every setting."""
+
+SHARED = ("mooncake", "object")
+"""Stores that several nodes share, which list no keys and evict by themselves."""
 
 
 def _of_device(kind: str) -> UsedIf:
@@ -80,7 +83,7 @@ _EXTRA = UsedIf(
 )
 _HEADS, _LATENT, _INDEXED = _of_layout("gqa"), _of_layout("mla", "dsa"), _of_layout("dsa")
 _SCALED = _of_layout("gqa", "mla")
-_BY_SLOTS = _of_store("none", "memory", "file", "object", "mooncake")
+_BY_SLOTS = _of_store("none", "memory", "file", *SHARED)
 _BOUNDED, _FILE = _of_store("memory", "file"), _of_store("file")
 _OBJECT, _DEEP = _of_store("object"), _of_store("file", "object")
 URL = re.compile(r"(?:s3|gs|az|abfss?)://[\w.@-]+(?:/\S*)?|file:///.+")
@@ -334,7 +337,7 @@ class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     """Settings of a store, below a cache or below the host slots of an engine.
 
     Attributes:
-        backend: none, memory, file, object, mooncake, attention_store, or package.module:Class.
+        backend: none, memory, file, mooncake, object, attention_store, or package.module:Class.
         directory: of the file store.
         url: of the object store: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or
             file:///FOLDER, which must be there. Credentials are those of the environment.

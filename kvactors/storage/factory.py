@@ -5,7 +5,7 @@ from kvactors.errors import ConfigError
 from kvactors.identity import StoreIdentity
 from kvactors.settings.check import class_at, in_bytes
 from kvactors.settings.load import Config
-from kvactors.settings.tables import StorageConfig
+from kvactors.settings.tables import SHARED, StorageConfig
 from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.file.store import FileBackend, object_stride
@@ -13,9 +13,7 @@ from kvactors.storage.memory import MemoryBackend
 from kvactors.storage.mooncake import HEADER
 
 DIRECT = "attention_store"
-KINDS = ("none", "memory", "file", "object", "mooncake", DIRECT)
-SHARED = ("object", "mooncake")
-"""Stores whose objects other nodes write and remove."""
+KINDS = ("none", "memory", "file", *SHARED, DIRECT)
 
 
 def make_backend(
@@ -54,15 +52,15 @@ def make_backend(
             block_size=block_size if config.keep_tokens else 0,
         )
     if kind in SHARED and config.exclusive:
-        raise ConfigError("storage.exclusive has no meaning for a store that other nodes share")
-    if kind == "object":
-        from kvactors.storage.object import ObjectBackend, prefix_of
-
-        return ObjectBackend(config, prefix_of(identity), block_bytes)
+        raise ConfigError("storage.exclusive has no meaning for a pool that other nodes share")
     if kind == "mooncake":
         from kvactors.storage.mooncake import MooncakeBackend
 
         return MooncakeBackend(config.mooncake, identity, block_bytes)
+    if kind == "object":
+        from kvactors.storage.object import ObjectBackend, prefix_of
+
+        return ObjectBackend(config, prefix_of(identity), block_bytes)
     made: Backend = class_at(kind, Backend, "storage.backend", KINDS, ConfigError)(
         config, identity.digest, block_bytes
     )

@@ -25,12 +25,14 @@ STORE_COMMON = {"backend", "write_policy", "min_hits", "fetch", "timeout_s", "ex
 BY_SLOTS = {"min_fetch_blocks", "readers", "writers", "on_full", "on_full_wait_s"}
 BY_SLOTS |= {"namespace", "rank", "ranks"}
 CAPACITY = {"capacity_blocks", "capacity_bytes"}
+PLACE = {"url", "endpoint", "region"}
 ALL = set(StorageConfig.__struct_fields__)
 STORES = {
     "none": BY_SLOTS,
     "memory": BY_SLOTS | CAPACITY,
-    "file": ALL - {"mooncake"},
+    "file": ALL - {"mooncake"} - PLACE,
     "mooncake": BY_SLOTS | {"mooncake"},
+    "object": BY_SLOTS | PLACE | {"io_depth", "io_write_depth"},
     "attention_store": set(),
 }
 USELESS = [
@@ -73,7 +75,9 @@ def test_a_setting_that_a_layout_or_a_store_does_not_have_is_an_error(table, by,
     [*(("layout", "kind", kind) for kind in LAYOUTS), *(("storage", "backend", k) for k in STORES)],
 )
 def test_every_other_setting_of_a_layout_or_a_store_has_a_use(table, by, kind):
-    found = {one for one in unused(Config.from_mapping({table: {by: kind}})) if table in one}
+    more = {"url": "s3://bucket"} if kind == "object" else {}
+    config = Config.from_mapping({table: {by: kind, **more}})
+    found = {one for one in unused(config) if table in one}
     without = {"layout.scale_dtype", "layout.extra_block_ratio"}  # have other conditions too
     useless = {f"{where}.{name}" for where, _, of, name in USELESS if (where, of) == (table, kind)}
     assert found - without == useless - without

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import msgspec
@@ -19,6 +19,7 @@ from tests.support import attentionstore_sdk
 from tests.support.announced import announceable
 from tests.support.child import child
 from tests.support.mirror import compare
+from tests.support.s3 import CREDENTIALS, s3_server
 
 CHAT = {
     "scenario": {"name": "chat", "seed": 5},
@@ -192,10 +193,25 @@ async def mirrored(cache):
         assert said["replayed"] >= 1
 
 
+@contextmanager
+def bucket_of(path, monkeypatch):
+    """The S3 server that a scenario needs."""
+    if path.stem != "s3_outage":
+        yield
+        return
+    with s3_server() as server:
+        server.request("kvactors-scenario", "PUT")
+        place = {"AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "us-east-1"}
+        for name, value in {**place, **CREDENTIALS}.items():
+            monkeypatch.setenv(name, value)
+        yield
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
-def test_shipped_scenarios_hold(path):
-    scenario, report = run_scenario(read_toml(path), observe=mirrored)
+def test_shipped_scenarios_hold(path, monkeypatch):
+    with bucket_of(path, monkeypatch):
+        scenario, report = run_scenario(read_toml(path), observe=mirrored)
     assert scenario.expect
     assert disappointments(scenario.expect, report) == []
     assert report.errors == []

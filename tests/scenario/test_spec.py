@@ -95,6 +95,7 @@ def report(**changes):
             "bit_rot needs",
         ),
         ({"process": {"restarts": -1}}, "process.restarts"),
+        ({"process": {"engines": 2}}, "process.engines above 1 needs a store that several nodes"),
         ({"fault": [{"sink": "memory", "kind": "explode"}], **MEMORY}, "explode"),
     ],
 )

@@ -21,9 +21,10 @@ from kvactors.identity import Lineage
 from kvactors.layout.base import Layout
 from kvactors.lifecycle import Opening
 from kvactors.settings import Config, StorageConfig
+from kvactors.settings.tables import SHARED
 from kvactors.storage.backend import Backend, Expired, ReadReport, SlotViews, WriteReport
 from kvactors.storage.device_store import DeviceStore
-from kvactors.storage.factory import SHARED, has_device_store
+from kvactors.storage.factory import has_device_store
 from kvactors.storage.messages import Outcome
 from kvactors.tables import SHARDS
 from kvactors.types import join_hashes, split_hashes
