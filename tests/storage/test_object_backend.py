@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import time
+from types import SimpleNamespace
 from typing import Self
 
 import anyio
@@ -23,6 +24,7 @@ from kvactors.errors import ConfigError, StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.settings import Config, StorageConfig
 from kvactors.storage import attempts
+from kvactors.storage import object as object_module
 from kvactors.storage.factory import make_backend
 from kvactors.storage.messages import Outcome
 from kvactors.storage.object import ObjectBackend, prefix_of
@@ -135,7 +137,7 @@ async def test_blocks_written_by_one_node_are_loaded_by_the_other(shared):
 
 
 async def test_a_clear_leaves_the_objects_of_other_identities(shared):
-    async with Node(shared) as one, Node(shared, IDENTITY._replace(ranks=2)) as other:
+    async with Node(shared) as one, Node(shared, IDENTITY._replace(fingerprint=bytes(32))) as other:
         await one.put(1)
         assert await other.get(1) == [Outcome.MISS]
         await other.put(1)
@@ -173,6 +175,38 @@ async def test_an_object_of_another_size_is_not_found_and_is_written_again(share
         assert await one.found(1) == 0
         assert await one.put(1) == [Outcome.OK]
         assert await one.get(1) == [Outcome.OK]
+
+
+async def test_an_object_of_another_size_is_not_fetched(shared):
+    async with Node(shared) as one:
+        await one.set_raw(1, bytes(3 * SIZE))
+        client = one.store.store
+
+        class Unread:
+            async def get_async(self, name):
+                found = await client.get_async(name)
+                return SimpleNamespace(meta=found.meta)
+
+            def __getattr__(self, name):
+                return getattr(client, name)
+
+        one.store.store = Unread()
+        assert await one.get(1) == [Outcome.CORRUPT]
+
+
+async def test_a_clear_deletes_every_page(shared, monkeypatch):
+    monkeypatch.setattr(object_module, "PAGE_OBJECTS", 5)
+    async with Node(shared) as one:
+        await one.put(*range(18))
+        await one.store.clear()
+        assert await one.get(*range(18)) == [Outcome.MISS] * 18
+
+
+async def test_two_clears_at_once_leave_nothing(tmp_path):
+    async with Node(in_folder(tmp_path)) as one, Node(in_folder(tmp_path)) as other:
+        await one.put(*range(60))
+        await asyncio.gather(one.store.clear(), other.store.clear())
+        assert await one.get(*range(60)) == [Outcome.MISS] * 60
 
 
 class Counting:
@@ -343,7 +377,7 @@ async def test_a_bucket_that_goes_is_missed_by_reads_and_named_by_writes(server)
         ({"url": "s3://no-such-bucket/p"}, "no-such-bucket"),
         ({"endpoint": "http://127.0.0.1:1"}, "127.0.0.1:1"),
     ],
-    ids=["missing bucket", "no server"],
+    ids=["missing-bucket", "no-server"],
 )
 async def test_a_store_that_cannot_be_used_is_found_at_the_start(server, change, complaint):
     with pytest.raises(StoreError, match=complaint):

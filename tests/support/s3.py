@@ -3,7 +3,7 @@
 `python -m tests.support.s3 PORT` serves it. A request for `/fault/KIND` sets what happens to every
 further one: none, 503 (refused), once (the next one is refused), 403 (credentials that are not
 valid any more), slow (answers a second late), flip (a bit of every object that is read differs),
-late (answers that an object was written come two seconds after it was)."""
+late (an object is written two seconds after the request came)."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ class Faulty:
             return [b"<Error><Code>ExpiredToken</Code></Error>"]
         if kind == "slow":
             time.sleep(1.0)
-        body = self.application(environ, start)
         if kind == "late" and method == "PUT":
             time.sleep(2.0)
+        body = self.application(environ, start)
         if kind == "flip" and method == "GET":
             data = bytearray(b"".join(body))
             if data:
