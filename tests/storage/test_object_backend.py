@@ -316,7 +316,7 @@ async def test_a_slow_server_costs_its_deadline_and_no_more(server, failing):
 
 
 async def test_a_clear_waits_for_a_write_that_was_given_up(server, failing):
-    async with Node(failing, timeout_s=3.0) as one:
+    async with Node(failing, timeout_s=20.0) as one:
         server.fault("late")
         writing = asyncio.create_task(one.put(1))
         await asyncio.sleep(0.5)
