@@ -353,7 +353,7 @@ class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         free_space_floor: bytes of the file system that the file store leaves free.
         durability: an object of the file store counts as stored when the system has it (written)
             or the device has it (synced).
-        io_depth: reads at once of a file or an object store.
+        io_depth: reads at once of a file store, or of a batch of an object store.
         min_hits: uses of a block from which on write_through_selective writes it.
         timeout_s: seconds one batch may take.
     """
@@ -397,7 +397,7 @@ class StorageConfig(StoreSettings, frozen=True):
     """The storage tier. Sizes may be written "4GB".
 
     Attributes:
-        io_write_depth: writes at once of a file or an object store, as many as reads if unset.
+        io_write_depth: likewise writes, as many as reads if unset.
         keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are
             announced to the sinks after a restart (not those under a salt).
         exclusive: a block loaded from storage leaves it.

@@ -3,8 +3,8 @@ the library `obstore`: every node can load the objects of every other node.
 
 An object has the name `kvactors/MODEL/NAMESPACE/rank-R-of-N/DIGEST/3 hex digits of the key/KEY`, so
 keys spread over 4,096 folders, and over the partitions of a bucket. Its bytes are a payload and the
-header that objects of a Mooncake pool have. One request publishes it whole, in a folder a rename,
-and nobody locks anything."""
+header that objects of a Mooncake pool have. One request publishes it whole, in a folder a rename.
+No lock is taken."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def reason(error: BaseException) -> str:
 
 class ObjectBackend(Backend):
     """A client of an object store. The bytes that the library reads or sends are its own copies, so
-    a request that is given up touches no slot. `storage.io_depth` bounds reads and look-ups at
-    once, of all batches together, and `storage.io_write_depth` writes and deletions.
+    a request that is given up touches no slot. `storage.io_depth` is the number of reads and
+    look-ups at once of a batch, and `storage.io_write_depth` that of writes and deletions.
 
     Args:
         prefix: see `prefix_of`.
@@ -95,6 +95,8 @@ class ObjectBackend(Backend):
         self._workers = Workers(THREADS, "object-store")
         # A batch ends before it counts as a call that does not return (`GuardedBackend.overdue`).
         self._limit = 0.9 * settings.timeout_s
+        self._depth = settings.io_depth
+        self._write_depth = settings.io_write_depth or settings.io_depth
         self._puts: set[asyncio.Future[Any]] = set()
         self._trouble = ""
 
@@ -102,8 +104,6 @@ class ObjectBackend(Backend):
         """Ask for the first name of a listing: a look-up cannot tell a bucket that is missing from
         an object that is."""
         settings = self._settings
-        self._readers = anyio.CapacityLimiter(settings.io_depth)
-        self._writers = anyio.CapacityLimiter(settings.io_write_depth or settings.io_depth)
         try:
             with anyio.fail_after(self._limit):
                 # A folder on a mount that hangs costs a thread, and not the loop.
@@ -137,7 +137,7 @@ class ObjectBackend(Backend):
         """A path that is not there costs one request."""
         run = 0
         while run < len(keys) and not expired():
-            some = keys[run : run + (self._settings.io_depth if run else 1)]
+            some = keys[run : run + (self._depth if run else 1)]
             found = await self.exists_many(some, expired)
             if False in found:
                 return run + found.index(False)
@@ -148,7 +148,7 @@ class ObjectBackend(Backend):
         async def look(i: int) -> Outcome:
             return Outcome.OK if await self._has(keys[i]) else Outcome.MISS
 
-        found = await self._each(self._readers, len(keys), expired, look)
+        found = await self._each(self._depth, len(keys), expired, look)
         self.counters.outcomes[Outcome.UNAVAILABLE] += found.count(Outcome.UNAVAILABLE)
         if Outcome.UNAVAILABLE in found and not {Outcome.OK, Outcome.MISS} & set(found):
             raise StoreUnavailable(self._trouble)
@@ -179,7 +179,7 @@ class ObjectBackend(Backend):
                 return Outcome.MISS
             return Outcome(await self._in_thread(partial(self._unpack, keys[i], data, views[i])))
 
-        outcomes = await self._each(self._readers, len(keys), expired, get)
+        outcomes = await self._each(self._depth, len(keys), expired, get)
         results = zip(keys, outcomes, strict=True)
         await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
         return ReadReport(bytes(outcomes), [])
@@ -207,7 +207,7 @@ class ObjectBackend(Backend):
             await asyncio.shield(sending)
             return Outcome.OK
 
-        return WriteReport(bytes(await self._each(self._writers, len(keys), expired, put)), [])
+        return WriteReport(bytes(await self._each(self._write_depth, len(keys), expired, put)), [])
 
     def _put_ended(self, put: asyncio.Future[Any]) -> None:
         self._puts.discard(put)
@@ -215,18 +215,14 @@ class ObjectBackend(Backend):
             put.exception()  # else it would be logged as unseen
 
     async def _each(
-        self,
-        limiter: anyio.CapacityLimiter,
-        count: int,
-        expired: Expired,
-        move: Callable[[int], Awaitable[Outcome]],
+        self, depth: int, count: int, expired: Expired, move: Callable[[int], Awaitable[Outcome]]
     ) -> bytearray:
-        """Move objects, as many at once as the limiter allows. Returns their outcomes: LATE for
-        those that were not begun in time, UNAVAILABLE for those that failed or did not end."""
-        outcomes = bytearray([Outcome.LATE]) * count
+        """Move objects, `depth` at once. Returns their outcomes: LATE for those that were not begun
+        in time, UNAVAILABLE for those that failed or did not end."""
+        outcomes, numbers = bytearray([Outcome.LATE]) * count, iter(range(count))
 
-        async def one(i: int) -> None:
-            async with limiter:
+        async def work() -> None:
+            for i in numbers:
                 if expired():
                     return
                 outcomes[i] = Outcome.UNAVAILABLE
@@ -239,8 +235,8 @@ class ObjectBackend(Backend):
 
         with anyio.move_on_after(self._limit) as scope:
             async with anyio.create_task_group() as tasks:
-                for i in range(count):
-                    tasks.start_soon(one, i)
+                for _ in range(min(depth, count)):
+                    tasks.start_soon(work)
         if scope.cancelled_caught:
             self._trouble = f"no answer within {self._limit:.1f} s"
         return outcomes
@@ -272,7 +268,7 @@ class ObjectBackend(Backend):
             await delete(self.store, [self.name(keys[i])])
             return Outcome.OK
 
-        await self._each(self._writers, len(keys), lambda: False, remove)
+        await self._each(self._write_depth, len(keys), lambda: False, remove)
 
     async def clear(self, generation: int = 0) -> None:
         """Delete the objects of this identity, a page at a time. What other nodes write meanwhile
