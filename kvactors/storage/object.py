@@ -73,7 +73,9 @@ def open_store(settings: StorageConfig) -> Any:
 
 def reason(error: BaseException) -> str:
     """The first line of an error, without keys."""
-    text = str(error).partition("\n")[0].partition(": <?xml")[0] or type(error).__name__
+    text = str(error).partition("\n")[0].partition(": <?xml")[0]
+    if not text:
+        text = "no answer in time" if isinstance(error, TimeoutError) else type(error).__name__
     return re.sub(r" (?:for path|at location) \S+:?|/[0-9a-f]{64}\S*", "", text)[:300]
 
 

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import kvactors
-from kvactors.settings import LayoutConfig
+from kvactors.settings import LayoutConfig, StorageConfig
 from kvactors.settings.ranks import RanksConfig
 from tests.gpu_swapper.rank_processes import (
     BLOCK,
@@ -59,8 +59,10 @@ async def test_over_tcp(tmp_path, unused_tcp_port_factory):
         assert engine.wrong == 0
 
 
-async def test_the_store_outlives_leader_and_ranks(tmp_path):
-    config = settings(tmp_path)
+@pytest.mark.parametrize("kind", ["file", pytest.param("object", marks=pytest.mark.full)])
+async def test_the_store_outlives_leader_and_ranks(tmp_path, kind):
+    shared = StorageConfig(backend="object", url=f"file://{tmp_path}", timeout_s=HANG)
+    config = settings(tmp_path, **({} if kind == "file" else {"storage": shared}))
     prompts = [[f * 1000 + i for i in range(6 * BLOCK)] for f in range(16)]
     for life in range(2):
         async with led(config) as (cache, workers):
