@@ -36,6 +36,9 @@ NO_SPACE = ("os error 28", "os error 122")  # ENOSPC and EDQUOT, of a folder
 THREADS = 2
 """Threads that copy blocks and compute checksums."""
 
+INLINE_BYTES = 64 << 10
+"""Bytes of a block up to which the loop does so: a thread takes longer to wake up."""
+
 
 def prefix_of(identity: StoreIdentity) -> str:
     """What the names of all objects of an identity begin with. It ends with the digest."""
@@ -243,12 +246,10 @@ class ObjectBackend(Backend):
             self._trouble = f"no answer within {self._limit:.1f} s"
         return outcomes
 
-    def _pack(self, key: bytes, view: memoryview) -> bytearray:
-        data = bytearray(self.block_bytes + HEADER.size)
-        target = memoryview(data)
-        target[: self.block_bytes] = view
-        self._headers.make(key, [addresses([target])])
-        return data
+    def _pack(self, key: bytes, view: memoryview) -> bytes:
+        header = bytearray(HEADER.size)
+        self._headers.make(key, [addresses([view, memoryview(header)])])
+        return b"".join((view, header))
 
     def _unpack(self, key: bytes, data: Any, view: memoryview) -> Outcome:
         """Compare an object with its header, and copy it if they fit."""
@@ -261,6 +262,8 @@ class ObjectBackend(Backend):
         return Outcome(outcome)
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        if self.block_bytes <= INLINE_BYTES:
+            return call()
         return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(call)))
 
     # -- removal
