@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import os
 import signal
+import sys
 import time
 from types import SimpleNamespace
 from typing import Self
@@ -27,7 +28,7 @@ from kvactors.storage import attempts
 from kvactors.storage import object as object_module
 from kvactors.storage.factory import make_backend
 from kvactors.storage.messages import Outcome
-from kvactors.storage.object import ObjectBackend, prefix_of
+from kvactors.storage.object import ObjectBackend, open_store, prefix_of
 from kvactors.testing.store_contract import Bench, StoreContract, key, never
 from kvactors.tier_cache.settings import checked_config
 from tests.support import cache as support
@@ -387,11 +388,35 @@ async def test_credentials_that_are_missing_are_found_at_the_start(server, monke
             pass
 
 
+async def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    with pytest.raises(StoreError, match=r"needs kvactors\[object\]"):
+        async with Node(in_folder(tmp_path)):
+            pass
+
+
 async def test_a_folder_that_is_missing_is_not_made(tmp_path):
     with pytest.raises(StoreError, match="Mount the folder, or create it"):
         async with Node(in_folder(tmp_path / "mount")):
             pass
     assert not (tmp_path / "mount").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"),
+    [
+        ("s3://b/p", "S3Store"),
+        ("gs://b/p", "GCSStore"),
+        ("az://c/p", "AzureStore"),
+        ("abfss://c@account.dfs.core.windows.net/p", "AzureStore"),
+    ],
+)
+def test_each_provider_takes_the_settings(url, kind, monkeypatch):
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    store = open_store(StorageConfig(backend="object", url=url, timeout_s=3.0))
+    assert (type(store).__name__, store.prefix) == (kind, "p")
+    assert store.client_options["timeout"] == "1s 500ms"
+    assert store.retry_config["max_retries"] == 3
 
 
 async def test_a_setting_that_the_store_does_not_have_is_named():
