@@ -21,7 +21,7 @@ from obstore.exceptions import GenericError
 import kvactors
 from kvactors.cli import main
 from kvactors.device.arena import Arena
-from kvactors.errors import ConfigError, StoreError, StoreUnavailable
+from kvactors.errors import ConfigError, StoreError, StoreUnavailable, StoreUnsupported
 from kvactors.identity import StoreIdentity
 from kvactors.settings import Config, StorageConfig
 from kvactors.storage import attempts
@@ -135,6 +135,16 @@ async def test_blocks_written_by_one_node_are_loaded_by_the_other(shared):
         assert await other.get(*numbers) == [Outcome.MISS] * 40
         assert one.store.keys() == []
         assert not one.store.is_complete
+
+
+async def test_a_deletion_by_one_node_is_a_hit_or_a_miss_for_the_other(shared):
+    async with Node(shared, io_depth=4) as one, Node(shared, io_depth=4) as other:
+        numbers = range(60)
+        await one.put(*numbers)
+        reading = asyncio.create_task(other.get(*numbers))
+        await one.store.remove([key(n) for n in numbers])
+        assert set(await reading) <= {Outcome.OK, Outcome.MISS}
+        assert await other.get(*numbers) == [Outcome.MISS] * 60
 
 
 async def test_a_clear_leaves_the_objects_of_other_identities(shared):
@@ -503,6 +513,8 @@ async def test_two_caches_share_a_store_and_a_third_finds_it_later(shared):
     async with kvactors.open(config(shared)) as third:
         assert [await request(third, seed) for seed in range(6)] == [8] * 6
         assert third.statistics().store.corrupt == 0
+        with pytest.raises(StoreUnsupported, match="nothing was cleared"):
+            await third.clear(salt="tenant", storage=True)
         await third.clear(storage=True)
         assert await request(third, 1) == 0
 
