@@ -20,7 +20,7 @@ async def run(setting: Setting, tally: Tally) -> None:
     except ImportError as error:
         tally.unavailable(f"there is no S3 server ({error}): pip install 'moto[server]'")
         return
-    server = FaultyS3()
+    server, before = FaultyS3(), dict(os.environ)
     os.environ.update(CREDENTIALS)
     try:
         await run_sync(server.start)
@@ -28,3 +28,5 @@ async def run(setting: Setting, tally: Tally) -> None:
     finally:
         with anyio.CancelScope(shield=True):
             await run_sync(server.kill)
+        os.environ.clear()
+        os.environ.update(before)
