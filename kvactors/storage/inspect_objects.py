@@ -14,10 +14,16 @@ from kvactors.errors import ConfigError, KVActorsError, StoreError
 from kvactors.settings.tables import StorageConfig
 from kvactors.storage.inspect import Inspection, Pruned
 from kvactors.storage.mooncake import HEADER, VERSION
-from kvactors.storage.object import PAGE_OBJECTS, ROOT, delete_listed, open_store, reason
+from kvactors.storage.object import (
+    PAGE_LIMIT_S,
+    PAGE_OBJECTS,
+    ROOT,
+    delete_listed,
+    open_store,
+    reason,
+)
 
 STORE = re.compile(f"{ROOT}/([^/]+)/([^/]+)/rank-([0-9]+)-of-([0-9]+)/([0-9a-f]{{64}})(?=/)")
-PAGE_LIMIT_S = 60.0
 LEFT_OVER_S = 3600.0
 """Age of a temporary file whose process must have been killed."""
 
@@ -112,7 +118,7 @@ async def prune_objects(
         return one is not None and one.store in gone and one.minute <= last
 
     if not dry_run:
-        await delete_listed(store_at(url), ROOT, PAGE_LIMIT_S, is_old)
+        await delete_listed(store_at(url), ROOT, is_old)
         remove_left_over(url)
     why = f"the oldest beyond {max_bytes:,} bytes"
     return [Pruned(path, why, nbytes, True) for path, nbytes in sorted(gone.items())]

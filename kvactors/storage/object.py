@@ -32,6 +32,9 @@ ROOT = "kvactors"
 PAGE_OBJECTS = 1000
 """Objects of one page of a listing, and of one request that deletes."""
 
+PAGE_LIMIT_S = 60.0
+"""Seconds in which such a page must be listed and deleted."""
+
 NO_SPACE = ("os error 28", "os error 122")  # ENOSPC and EDQUOT, of a folder
 THREADS = 2
 """Threads that copy blocks and compute checksums."""
@@ -283,20 +286,20 @@ class ObjectBackend(Backend):
         try:
             if self._puts:
                 raise TimeoutError("writes that were begun have not ended")
-            await delete_listed(self.store, self._prefix, self._limit)
+            await delete_listed(self.store, self._prefix)
         except Exception as error:
             raise StoreError(f"{self._settings.url} was not cleared: {reason(error)}") from error
         self.generation = max(self.generation + 1, generation)
 
 
 async def delete_listed(
-    store: Any, prefix: str, limit: float, chosen: Callable[[Any], bool] = lambda _: True
+    store: Any, prefix: str, chosen: Callable[[Any], bool] = lambda _: True
 ) -> None:
-    """Delete the chosen ones of the objects under a prefix. limit: seconds for a page of them."""
+    """Delete the chosen ones of the objects under a prefix."""
     pages = store.list(prefix, chunk_size=PAGE_OBJECTS)
     page: Any = ()
     while page is not None:
-        with anyio.fail_after(limit):
+        with anyio.fail_after(PAGE_LIMIT_S):
             await delete(store, [one["path"] for one in page if chosen(one)])
             page = await anext(pages, None)
 
