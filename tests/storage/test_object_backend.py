@@ -480,6 +480,19 @@ async def test_a_full_folder_is_no_space(tmp_path):
         assert await one.put(1) == [Outcome.NO_SPACE]
 
 
+async def test_a_file_that_hangs_costs_its_time_out_and_the_others_nothing(tmp_path):
+    """A FIFO without a writer stands for a file on a mount that does not answer."""
+    async with Node(in_folder(tmp_path, timeout_s=2.0)) as one:
+        await one.put(1, 2)
+        path = tmp_path / one.name(1)
+        path.unlink()
+        os.mkfifo(path)
+        assert await one.get(1, 2) == [Outcome.UNAVAILABLE, Outcome.OK]
+        assert "no answer within 1.8 s" in one.store.trouble()
+        with path.open("wb"):  # ends the call of the library
+            pass
+
+
 # -- whole caches
 
 
