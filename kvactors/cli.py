@@ -37,6 +37,7 @@ from kvactors.scenario.spec import disappointments, requests_of
 from kvactors.scenario.trace import read_trace
 from kvactors.settings import check, read_toml
 from kvactors.settings.check import in_bytes
+from kvactors.settings.valkey import SCHEMES
 from kvactors.settings_report import config as config_app
 from kvactors.settings_report import size
 from kvactors.signals import GONE, flush_stdout, run_terminable, sigterm_ends, usable_streams
@@ -282,9 +283,21 @@ store = App(
 app.command(store)
 
 
+def is_no_server(_: Any, place: str) -> None:
+    """Validator: the URL of a server is refused."""
+    if place.partition(":")[0] in (*SCHEMES, "unix"):
+        raise ValueError(
+            "use `valkey-cli --scan --pattern 'kvactors/*'`, cache.clear(storage=True) and "
+            "storage.valkey.ttl_s for the objects of a Valkey server (docs/how-to/valkey.md)"
+        )
+
+
 StoreFolder = Annotated[
     str,
-    Parameter(help="As in storage.directory, or any folder below it, or a URL as in storage.url."),
+    Parameter(
+        help="As in storage.directory, or any folder below it, or a URL as in storage.url.",
+        validator=is_no_server,
+    ),
 ]
 FoundFile = Annotated[Output, Parameter(help="Where to write what was found.")]
 

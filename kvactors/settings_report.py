@@ -43,7 +43,7 @@ from kvactors.storage.factory import capacity_of
 
 HIDDEN = "<set>"  # shown in place of a secret
 
-SECRETS = ("ranks.secret",)
+SECRETS = ("ranks.secret", "storage.valkey.url")
 
 
 class FileReport(msgspec.Struct):

@@ -59,6 +59,7 @@ from kvactors.settings.tables import (
     QuotaConfig,
     StorageConfig,
 )
+from kvactors.settings.valkey import ValkeyConfig, with_variables
 
 C = TypeVar("C", bound="Config")
 M = TypeVar("M")
@@ -111,9 +112,10 @@ class Config(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         KVACTORS_MODEL; FD_AS_ONLY_FLUSH (0 or 1), AS_NAMESPACE, AS_POD_NAME, AS_MODEL_VERSION,
         AS_WRITE_TOTAL_TIMEOUT, AS_WRITE_SLICE_BLOCK_NUM, AS_WRITE_SLICE_TIMEOUT, ENABLE_EP_DP_IN_FD
         (0 or 1). The file back end adds FILE_BACKEND_STORAGE_DIR. The mooncake back end adds
-        MOONCAKE_CONFIG_PATH and MOONCAKE_*. Ranks add KVACTORS_RANKS_SECRET. Unset or empty
-        variables change nothing. A variable that differs from the value in the base is logged and
-        not used, as is a name that resembles one of this list (docs/how-to/fastdeploy.md).
+        MOONCAKE_CONFIG_PATH and MOONCAKE_*, the valkey back end KVACTORS_VALKEY_*. Ranks add
+        KVACTORS_RANKS_SECRET. Unset or empty variables change nothing. A variable that differs from
+        the value in the base is logged and not used, as is a name that resembles one of this list
+        (docs/how-to/fastdeploy.md).
 
         Args:
             environ: the variables, the process's environment if None.
@@ -310,6 +312,8 @@ def _table_of(name: str) -> type[msgspec.Struct]:
 OURS = ("KVACTORS_", "FD_", "AS_")
 """Prefixes of names that may be misspelt names of variables that are honoured."""
 
+POOLS = {"storage.mooncake": MooncakeConfig, "storage.valkey": ValkeyConfig}
+
 SIMILAR = 0.8
 """Similarity of a name to that of a variable from which on it is taken for a misspelt one."""
 
@@ -321,7 +325,7 @@ def variables_of(setting: str) -> tuple[str, ...]:
     path, _, name = setting.rpartition(".")
     if path in ("flush.sinks", "cache.groups"):
         return ()
-    struct = MooncakeConfig if path == "storage.mooncake" else _table_of(path)
+    struct = POOLS.get(path) or _table_of(path)
     found = [mark.name for mark in _marks(settings_of(struct)[name], Variable)]
     found += ["AS_NAMESPACE", "AS_MODEL_VERSION"] if setting == "cache.model" else []
     found += ["MOONCAKE_CONFIG_PATH"] if struct is MooncakeConfig else []
@@ -331,7 +335,7 @@ def variables_of(setting: str) -> tuple[str, ...]:
 @lru_cache
 def honoured() -> frozenset[str]:
     """The variables that set something, beside Mooncake's."""
-    names = [f"{table}.{name}" for table, name, _ in _all_settings()]
+    names = [f"{table}.{name}" for table, name, _ in _all_settings()] + ["storage.valkey.url"]
     return frozenset(variable for name in names for variable in variables_of(name))
 
 
@@ -342,6 +346,9 @@ def _filled(config: C, environ: Mapping[str, str]) -> C:
         config = _with_variables(config, "storage", environ)
     if config.storage.backend == "mooncake":
         config = _with_mooncake(config, environ)
+    if config.storage.backend == "valkey":
+        server = with_variables(config.storage.valkey, environ)
+        config = replace(config, storage=replace(config.storage, valkey=server))
     config = replace(config, flush=replace(config.flush, sinks=_sinks(config)))
     config = _with_model(_with_variables(config, "cache", environ))
     return replace(config, ranks=config.ranks.with_secret(environ))

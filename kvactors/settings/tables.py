@@ -42,12 +42,13 @@ from kvactors.settings.check import (
 )
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.settings.sinks import AnySinkConfig
+from kvactors.settings.valkey import ValkeyConfig
 
 LAYOUTS = ("gqa", "mla", "dsa", "state")
-BACKENDS = ("none", "memory", "file", "mooncake", "object", "attention_store")
+BACKENDS = ("none", "memory", "file", "mooncake", "object", "valkey", "attention_store")
 """Kinds of `[layout]` and `[storage]`. One of another package may use every setting."""
 
-SHARED = ("mooncake", "object")
+SHARED = ("mooncake", "object", "valkey")
 """Stores that several nodes share, which list no keys and evict by themselves."""
 
 
@@ -337,7 +338,8 @@ class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
     """Settings of a store, below a cache or below the host slots of an engine.
 
     Attributes:
-        backend: none, memory, file, mooncake, object, attention_store, or package.module:Class.
+        backend: none, memory, file, mooncake, object, valkey, attention_store, or
+            package.module:Class.
         directory: of the file store.
         url: of the object store: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or
             file:///FOLDER, which must be there. Credentials are those of the environment.
@@ -414,6 +416,7 @@ class StorageConfig(StoreSettings, frozen=True):
         on_full_wait_s: seconds that an eviction waits for slots, and the request that needs its
             device blocks with it. The blocks of a finished request wait up to timeout_s.
         mooncake: settings of that back end.
+        valkey: settings of that back end.
     """
 
     io_write_depth: Annotated[Depth | None, _DEEP] = None
@@ -425,6 +428,7 @@ class StorageConfig(StoreSettings, frozen=True):
     readers: Annotated[Threads, _BY_SLOTS] = 2
     writers: Annotated[Threads, _BY_SLOTS] = 2
     mooncake: Annotated[MooncakeConfig, _of_store("mooncake")] = MooncakeConfig()
+    valkey: Annotated[ValkeyConfig, _of_store("valkey")] = ValkeyConfig()
 
     @property
     def saves(self) -> WritePolicy:

@@ -61,6 +61,10 @@ def make_backend(
         from kvactors.storage.object import ObjectBackend, prefix_of
 
         return ObjectBackend(config, prefix_of(identity), block_bytes)
+    if kind == "valkey":
+        from kvactors.storage.valkey import ValkeyBackend
+
+        return ValkeyBackend(config.valkey, identity, block_bytes)
     made: Backend = class_at(kind, Backend, "storage.backend", KINDS, ConfigError)(
         config, identity.digest, block_bytes
     )
@@ -106,7 +110,7 @@ def object_bytes(config: StorageConfig, block_bytes: int) -> int:
 def slot_trailer_bytes(config: StorageConfig) -> int:
     """Bytes behind each slot of the arena that the store needs. ConfigError for an unknown
     class."""
-    if config.backend == "mooncake":
+    if config.backend in ("mooncake", "valkey"):
         return HEADER.size
     if ":" not in config.backend:
         return 0

@@ -40,7 +40,7 @@ class TierStorage(StoreSettings, frozen=True):
     Attributes:
         write_policy: none, write_through (once stored on the host), write_through_selective (once
             touched `min_hits` times), write_back (ahead of eviction from the host).
-        mooncake: settings of that back end (`storage.mooncake` of a cache).
+        mooncake, valkey: settings of these back ends (`storage.mooncake` of a cache).
         on_full: what happens while saves in flight use the host slots: wait (a block to be saved
             keeps its slot until it is saved, and blocks of the device wait for slots), or shed
             (blocks are evicted unsaved, and those that find no slot are not stored).
@@ -53,6 +53,7 @@ class TierStorage(StoreSettings, frozen=True):
 
     write_policy: WritePolicy = "write_through"
     mooncake: Mapping[str, Any] = {}
+    valkey: Mapping[str, Any] = {}
     slot_timeout_s: SecondsOrZero = 1.0
     open_timeout_s: Seconds = 60.0
     close_timeout_s: Seconds = 5.0
@@ -219,8 +220,9 @@ def _check_storage(storage: TierStorage) -> None:
         raise ConfigError("storage.directory is needed with storage.backend = 'file'")
     if fault := storage.url_fault():
         raise ConfigError(fault)
-    if storage.mooncake and storage.backend != "mooncake":
-        raise ConfigError("storage.mooncake is for storage.backend = 'mooncake'")
+    for name in ("mooncake", "valkey"):
+        if getattr(storage, name) and storage.backend != name:
+            raise ConfigError(f"storage.{name} is for storage.backend = {name!r}")
     if storage.capacity_blocks == 0:
         raise ConfigError("storage.capacity_blocks must be at least 1, not 0")
     if not 0 <= storage.rank < storage.ranks:

@@ -424,11 +424,17 @@ def make_storage(
         config.model, storage.namespace, config.fingerprint, storage.rank, storage.ranks
     )
     pool: dict[str, Any] = {}
+    environ = os.environ if environ is None else environ
     if storage.backend == "mooncake":  # a wrong setting is found here, not in the store's thread
         from kvactors.settings.mooncake import MooncakeConfig, resolve
 
         given = convert(storage.mooncake, MooncakeConfig, "storage.mooncake")
-        pool = {"mooncake": resolve(given, os.environ if environ is None else environ)}
+        pool = {"mooncake": resolve(given, environ)}
+    if storage.backend == "valkey":
+        from kvactors.settings.valkey import ValkeyConfig, with_variables
+
+        server = convert(storage.valkey, ValkeyConfig, "storage.valkey")
+        pool = {"valkey": with_variables(server, environ)}
 
     def make() -> Backend:
         from kvactors.settings.tables import StorageConfig, StoreSettings

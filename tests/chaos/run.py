@@ -29,6 +29,7 @@ MODULES = (
     "mooncake",
     "shared_folder",
     "bucket",
+    "valkey",
     "damage",
     "read_only",
     "ranks",

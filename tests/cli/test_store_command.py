@@ -134,6 +134,13 @@ def test_a_directory_without_a_store_is_an_error(tmp_path, capsys):
         assert "no file store here" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("url", ["valkey://h:1", "rediss://h:1", "unix:///tmp/s"])
+def test_the_objects_of_a_server_are_refused_with_a_remedy(url, capsys):
+    for command in ("list", "verify", "prune"):
+        assert run(command, url) == 2
+        assert "valkey-cli --scan" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("page", [b"", b"notes of a user\n", bytes(4096), b"\n" * 4096])
 def test_files_of_others_named_table_are_no_stores_and_stay(directory, tmp_path_factory, page):
     alone = tmp_path_factory.mktemp("others")

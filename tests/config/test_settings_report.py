@@ -150,12 +150,15 @@ def test_shown_settings_can_be_read_again(data):
 
 def test_a_secret_is_not_shown():
     data = {
+        "cache": {"model": "m"},
         "layout": {"tensor_parallel": 2},
         "ranks": {"count": 2, "endpoint": "tcp://127.0.0.1:5", "secret": "x" * 20},
+        "storage": {"backend": "valkey", "valkey": {"url": f"valkey://u:{'x' * 20}@h"}},
     }
     text = as_toml(effective(data, {}))
     assert "x" * 20 not in text
     assert 'secret = "<set>"  # file' in text
+    assert 'url = "<set>"  # file' in text
 
 
 def test_the_schema_has_every_setting_with_its_description_and_range():

@@ -30,9 +30,10 @@ ALL = set(StorageConfig.__struct_fields__)
 STORES = {
     "none": BY_SLOTS,
     "memory": BY_SLOTS | CAPACITY,
-    "file": ALL - {"mooncake"} - PLACE,
+    "file": ALL - {"mooncake", "valkey"} - PLACE,
     "mooncake": BY_SLOTS | {"mooncake"},
     "object": BY_SLOTS | PLACE | {"io_depth", "io_write_depth"},
+    "valkey": BY_SLOTS | {"valkey"},
     "attention_store": set(),
 }
 USELESS = [
@@ -53,7 +54,15 @@ USELESS = [
 def other_value(table: type[msgspec.Struct], name: str) -> Any:
     """A value that is allowed and is not the default."""
     setting = settings_of(table)[name]
-    for value in (*choices(setting.hint), 9, 2.0, "1MB", not setting.default, {"protocol": "rdma"}):
+    for value in (
+        *choices(setting.hint),
+        9,
+        2.0,
+        "1MB",
+        not setting.default,
+        {"protocol": "rdma"},
+        {"ttl_s": 1},
+    ):
         with suppress(ConfigError):
             convert({name: value}, table)
             if value != setting.default:

@@ -8,6 +8,7 @@ import asyncio
 import pytest
 
 import kvactors
+from kvactors.data_plane.ranks.plane import make_ranks_plane
 from kvactors.errors import StoreUnsupported
 from kvactors.layout import make_layout
 from kvactors.settings import (
@@ -20,6 +21,7 @@ from kvactors.settings import (
 )
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.settings.ranks import RanksConfig
+from kvactors.settings.tables import SHARED
 from kvactors.storage.backend import ReadReport
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
@@ -142,3 +144,11 @@ def test_objects_without_checksums_are_counted_by_the_leader():
         assert seen == [BLOCKS, BLOCKS], "a rank tells of each miss once"
 
     simulate(main)
+
+
+@pytest.mark.parametrize("backend", SHARED)
+def test_ranks_of_a_shared_store_list_no_keys(backend):
+    storage = StorageConfig(backend=backend)
+    plane = make_ranks_plane(CONFIG, storage, make_layout(CONFIG.layout, BLOCK))
+    assert plane.store is not None
+    assert plane.store.inner.shared

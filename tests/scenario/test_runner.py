@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -14,12 +14,14 @@ from kvactors.flush_notifier.sinks.kv_wire import MEDIA
 from kvactors.scenario.runner import run_scenario, with_temporary
 from kvactors.scenario.spec import disappointments
 from kvactors.settings import read_toml
+from kvactors.settings.valkey import VARIABLES
 from tests.flush_notifier.helpers import path_tokens
 from tests.support import attentionstore_sdk
 from tests.support.announced import announceable
 from tests.support.child import child
 from tests.support.mirror import compare
 from tests.support.s3 import CREDENTIALS, s3_server
+from tests.support.valkey import MISSING, PROGRAM, valkey_server
 
 CHAT = {
     "scenario": {"name": "chat", "seed": 5},
@@ -193,25 +195,32 @@ async def mirrored(cache):
         assert said["replayed"] >= 1
 
 
-@contextmanager
-def bucket_of(path, monkeypatch):
-    """The S3 server that a scenario needs."""
-    if path.stem != "s3_outage":
-        yield
-        return
-    with s3_server() as server:
-        server.request("kvactors-scenario", "PUT")
-        place = {"AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "us-east-1"}
-        for name, value in {**place, **CREDENTIALS}.items():
-            monkeypatch.setenv(name, value)
+@pytest.fixture
+def _server(path, monkeypatch):
+    """The server that a scenario needs."""
+    if path.stem == "s3_outage":
+        with s3_server() as server:
+            server.request("kvactors-scenario", "PUT")
+            place = {"AWS_ENDPOINT_URL": server.endpoint, "AWS_REGION": "us-east-1"}
+            for name, value in {**place, **CREDENTIALS}.items():
+                monkeypatch.setenv(name, value)
+            yield
+    elif path.stem == "valkey_evicts":
+        if PROGRAM is None:
+            pytest.skip(MISSING)
+        memory = ("--maxmemory", "20mb", "--maxmemory-policy", "allkeys-lru")
+        with valkey_server(*memory, "--notify-keyspace-events", "Eex") as server:
+            monkeypatch.setenv(VARIABLES[0], server.url)
+            yield
+    else:
         yield
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("_server")
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
-def test_shipped_scenarios_hold(path, monkeypatch):
-    with bucket_of(path, monkeypatch):
-        scenario, report = run_scenario(read_toml(path), observe=mirrored)
+def test_shipped_scenarios_hold(path):
+    scenario, report = run_scenario(read_toml(path), observe=mirrored)
     assert scenario.expect
     assert disappointments(scenario.expect, report) == []
     assert report.errors == []

@@ -10,6 +10,7 @@ from kvactors.testing.faults import Fault
 from tests.support.child import Child
 from tests.support.masters import Master
 from tests.support.s3 import S3Server
+from tests.support.valkey import ValkeyServer
 
 
 class ProcessFaults:
@@ -53,3 +54,7 @@ class FaultyMaster(Master):
 
 class FaultyS3(S3Server, FaultyMaster):
     """The same of an S3 server."""
+
+
+class FaultyValkey(ValkeyServer, FaultyMaster):
+    """The same of a Valkey server."""

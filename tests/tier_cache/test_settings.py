@@ -8,7 +8,7 @@ import pytest
 
 from kvactors import ConfigError, open_tiers
 from kvactors.settings.check import settings_of
-from kvactors.settings.tables import HostConfig, StorageConfig
+from kvactors.settings.tables import SHARED, HostConfig, StorageConfig
 from kvactors.tier_cache.settings import TierConfig, TierStorage, checked_config
 
 NEEDED = {"model": "m", "block_bytes": 96, "num_slots": 4}
@@ -16,7 +16,7 @@ NEEDED = {"model": "m", "block_bytes": 96, "num_slots": 4}
 
 def test_settings_of_the_same_name_have_the_same_range():
     of_tier, of_cache = settings_of(TierStorage), settings_of(StorageConfig)
-    shared = (of_tier.keys() & of_cache.keys()) - {"mooncake", "write_policy"}
+    shared = (of_tier.keys() & of_cache.keys()) - {*SHARED, "write_policy"}
     assert len(shared) > 10
     different = {name for name in shared if of_tier[name].hint != of_cache[name].hint}
     assert different == set()
