@@ -281,12 +281,12 @@ def read_settings(
         if backend == "attention_store" and ranks > 1 and name in options.attention_store:
             raise ConfigError(f"options: attention_store.{name} follows from the ranks: remove it")
     model_path = Path(str(model.model))
-    resolved = _resolved(backend, model_path, role, replica, options, environ)
+    resolved = _resolved(backend, model_path, role, replica, options, environ, v1=v1)
     resolved = replace(resolved, layout=replace(resolved.layout, tensor_parallel=ranks))
     longest = model.max_model_len
     settings = ManagerSettings(
         cache=cache,
-        storage=_storage(resolved, backend, options, (replica, max(replicas, replica + 1))),
+        storage=_storage(resolved, options, (replica, max(replicas, replica + 1))),
         ranks=ranks,
         draft_layers=0 if drafts.method is None else drafts.num_extra_cache_layer,
         most_blocks=None if longest is None else -(-longest // cache.block_size),
@@ -301,11 +301,10 @@ def read_settings(
 def check_uses(settings: ManagerSettings, *, v1: bool) -> None:
     """Refuse options that differ from their default and have no use with the configured tiers."""
     cache = settings.cache
-    if v1 and settings.backend in ("file", "attention_store") and not settings.index_only:
+    if v1 and settings.direct:
         raise ConfigError(
-            f"kvcache_storage_backend {settings.backend!r} with ENABLE_V1_KVCACHE_MANAGER=1: "
-            "the scheduler and every worker open the store of v1, which must be mooncake. "
-            "AttentionStore works as an index (FD_AS_ONLY_FLUSH=1)"
+            "kvcache_storage_backend 'attention_store' with ENABLE_V1_KVCACHE_MANAGER=1: v1 has it "
+            "as an index only (FD_AS_ONLY_FLUSH=1)"
         )
     if v1 and cache.swap_space and not cache.num_cpu_blocks:
         raise ConfigError("swap_space without num_cpu_blocks: v1 needs the number of host blocks")
@@ -326,7 +325,8 @@ def check_uses(settings: ManagerSettings, *, v1: bool) -> None:
         of_others = {name.removeprefix("storage.") for name in unused(config)} | {"min_hits"}
         of_host = {"on_full", "on_full_wait_s", "slot_timeout_s"}
         used |= set(config.storage.__struct_fields__) - of_others | of_host
-        used -= of_host if v1 else set()
+        used -= of_host | {"url"} if v1 else set()
+        used |= {"directory"} if settings.backend == "file" else set()
     elif settings.direct:
         used |= {"timeout_s"}
     elif not config.flush.sinks:
@@ -357,6 +357,8 @@ def _resolved(
     replica: int,
     options: FastDeployOptions,
     environ: Mapping[str, str],
+    *,
+    v1: bool,
 ) -> Config:
     """The settings that kvactors has too, with the variables that it honours."""
     storage = options.storage
@@ -391,20 +393,25 @@ def _resolved(
             "kvcache_storage_backend 'file' needs FILE_BACKEND_STORAGE_DIR, or storage.directory "
             "in the options: there is no default folder"
         )
+    if backend == "file" and v1:  # several processes write there
+        url = Path(found.storage.directory).absolute().as_uri()
+        stored = replace(found.storage, backend="object", url=url, directory="")
+        found = replace(found, storage=stored)
     return found
 
 
-def _storage(
-    config: Config, backend: str, options: FastDeployOptions, replica: tuple[int, int]
-) -> TierStorage:
+def _storage(config: Config, options: FastDeployOptions, replica: tuple[int, int]) -> TierStorage:
     """The store below host memory. Finished requests are written in their own way."""
-    none = backend in ("none", "attention_store") or config.flush.flush_only
+    storage, backend = config.storage, config.storage.backend
+    if backend in ("none", "attention_store") or config.flush.flush_only:
+        return replace(options.storage, backend="none", directory="", write_policy="none")
     rank, ranks = replica if backend == "file" else (0, 1)  # one process's
     return replace(
         options.storage,
-        backend="none" if none else backend,
-        directory="" if none else config.storage.directory,
-        mooncake=msgspec.to_builtins(config.storage.mooncake) if backend == "mooncake" else {},
+        backend=backend,
+        directory=storage.directory,
+        url=storage.url,
+        mooncake=msgspec.to_builtins(storage.mooncake) if backend == "mooncake" else {},
         write_policy="none",
         rank=rank,
         ranks=ranks,

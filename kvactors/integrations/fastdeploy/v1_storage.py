@@ -26,7 +26,7 @@ def open_rank_storage(
     """The store of one rank's parts of blocks. StoreError if it cannot be used. `gives`: whether
     this process gives memory to the pool."""
     storage = replace(settings.storage, rank=rank, ranks=settings.ranks)
-    if not gives:
+    if storage.mooncake and not gives:
         storage = replace(storage, mooncake=dict(storage.mooncake) | {"global_segment_size": 0})
     num_slots = settings.cache.num_cpu_blocks
     config = tier_config(settings, layout, layout.block_bytes, num_slots, storage)

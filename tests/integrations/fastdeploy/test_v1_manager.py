@@ -369,7 +369,7 @@ def test_statistics_have_fastdeploys_keys(engine):
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("kvcache_storage_backend", "file", "kvcache_storage_backend 'file' with ENABLE_V1"),
+        ("kvcache_storage_backend", "file", "num_cpu_blocks is needed"),
         ("kvcache_storage_backend", "attention_store", "with ENABLE_V1_KVCACHE_MANAGER=1"),
         ("write_policy", "write_around", "write_policy"),
         ("write_through_threshold", 0, "write_through_threshold must be at least 1"),

@@ -156,6 +156,24 @@ def test_host_blocks_without_a_prefetch_are_no_error(engine):
     assert one.manager.num_free_host_blocks == 4
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_folder_is_written_by_every_worker(tmp_path, ranks):
+    """FastDeploy's back end `file` is a folder of objects, which the scheduler's process reads."""
+    for variable in (True, False):
+        environ = {"FILE_BACKEND_STORAGE_DIR": str(tmp_path)} if variable else {}
+        options = OPTIONS | {"storage": {"timeout_s": 5.0}}
+        options["storage"] |= {} if variable else {"directory": str(tmp_path)}
+        given = {"backend": "file", "environ": environ, "options": options, "ranks": ranks}
+        one = Engine(3, 4, **given)
+        try:
+            assert one.serve("a", [*A, 9]) == (0, 0 if variable else 2)
+            one.serve("b", B[:3])
+            one.serve("c", B[:2])
+        finally:
+            one.close()
+    assert len([*tmp_path.rglob("*-of-*/*/*/*")]) == 2 * ranks
+
+
 # -- a worker's host blocks are used by copies and by storage
 
 
@@ -279,6 +297,7 @@ def test_tensors_of_another_layout_are_refused(pool):
         (4, {}, "v1 needs layout for storage and indexes"),
         (4, OPTIONS | {"staging_slots": 2}, "staging_slots has no use"),
         (4, OPTIONS | {"storage": {"on_full": "shed"}}, "storage.on_full has no use"),
+        (4, OPTIONS | {"storage": {"url": "file:///mnt"}}, "storage.url has no use"),
     ],
 )
 def test_settings_that_do_not_fit_are_named(pool, cpu, options, text):
