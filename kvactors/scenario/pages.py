@@ -230,6 +230,8 @@ def svg_of(chart: Chart) -> str:
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label, ylim=(0, chart.top))
         if chart.log_x:
             axes.set_xscale("log")
+            axes.minorticks_off()
+            axes.xaxis.set_major_formatter("{x:g}")  # the default sets each label as a formula
         if len(chart.lines) > 1:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
         figure.savefig(found, format="svg", metadata={"Date": None})

@@ -471,9 +471,9 @@ async def test_strict_readers_over_the_messages_of_a_cache(tmp_path, host, max_b
 
 async def test_any_number_of_readers_at_once_and_readers_that_take_nothing(tmp_path):
     """24 readers ask for everything while twice as many as can be served take nothing."""
-    async with opened(tmp_path, replay_window=2_000) as sink, AsyncExitStack() as stack:
+    async with opened(tmp_path, replay_window=400) as sink, AsyncExitStack() as stack:
         await sink.begin_epoch(7)
-        for i in range(3_000):
+        for i in range(600):
             await sink.deliver([task(i % 8, 8 - i % 8), gone(i % 8, 8 - i % 8)])
         idle = zmq.asyncio.Context.instance()
         for _ in range(2 * kv_events.READERS):
