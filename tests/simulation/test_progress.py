@@ -69,4 +69,5 @@ def commit_alone(index, message, envelope):
 )
 def test_a_breach_is_caught(what, method, broken, monkeypatch):
     monkeypatch.setattr(*method, broken)
-    assert any(what in text for seed in range(4 * SEEDS) for text in crowd(seed).violations)
+    seeds = (27, *range(4 * SEEDS))  # 27 is the first one that shows the rarest breach
+    assert any(what in text for seed in seeds for text in crowd(seed).violations)
