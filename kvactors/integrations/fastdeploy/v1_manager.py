@@ -138,8 +138,8 @@ class CacheManager(BlockManager):
         environ: variables, the process's environment if None.
 
     Raises:
-        ConfigError: a role other than mixed, a store that one process opens, or another setting
-            that cannot be honoured.
+        ConfigError: a role other than mixed, AttentionStore as storage, or another setting that
+            cannot be honoured.
         StoreError: storage cannot be used.
     """
 
@@ -413,7 +413,7 @@ class CacheManager(BlockManager):
             return False
         stop = start + next((i for i, ok in enumerate(found) if not ok), len(found))
         with self._turn():
-            if record.tree.retired or start == stop:  # the weights are others
+            if self._closed or record.tree.retired or start == stop:  # retired: other weights
                 return False
             slots.enter()
             parents = [path.root, *keys][start:stop]
@@ -446,7 +446,7 @@ class CacheManager(BlockManager):
 
     def _end_reads(self, blocks: Sequence[int], *, success: bool) -> None:
         with self._turn():
-            if self._slots is not None:
+            if self._slots is not None and not self._closed:
                 self._slots.end_reads(blocks, success=success)
                 self._cache.report_moves()
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from kvactors.errors import CacheClosed, DeadlineExceeded, StoreError
-from kvactors.integrations.fastdeploy.lower_tiers import MARGIN, tier_config
+from kvactors.integrations.fastdeploy.lower_tiers import MARGIN, log, tier_config
 from kvactors.integrations.fastdeploy.settings import ManagerSettings
 from kvactors.layout.base import Layout
 from kvactors.tier_cache import SlotMemory, StorageResult, StorageTier
@@ -105,6 +105,7 @@ class StorageTask:
             self.fail(f"{ok.count(False)} of {len(ok)} blocks are not there")
 
     def fail(self, why: str) -> None:
+        log.warning("host blocks not moved", blocks=len(self.blocks), reason=why)
         self._end.set_exception(StoreError(why))
 
 
@@ -164,8 +165,7 @@ class WorkerStorage:
                 task.fail("the host blocks were given to others meanwhile")
 
     def write(self, task: StorageTask) -> None:
-        """Write host blocks whose copies have ended, as far as storage is not known to have
-        them."""
+        """Write host blocks whose copies have ended."""
         self._begin(self.tier.submit_store, task)
 
     def _begin(self, submit: Callable[..., Future[StorageResult]], task: StorageTask) -> None:
