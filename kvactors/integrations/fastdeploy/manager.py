@@ -61,8 +61,8 @@ class BlockManager(ABC):
     """Device blocks, prefix index and sinks of one FastDeploy engine.
 
     Every call is synchronous, and any thread may make it, with or without the engine's lock. Calls
-    take turns: one that comes during another waits for it, or raises DeadlineExceeded after more
-    seconds than any call may take.
+    take turns in the order in which they come. One that waits for more seconds than any call may
+    take raises DeadlineExceeded.
 
     Args:
         gauges: FastDeploy's `main_process_metrics`.
@@ -80,8 +80,7 @@ class BlockManager(ABC):
         storage = settings.storage
         services_s = storage.open_timeout_s + storage.close_timeout_s
         self._turn_s = settings.options.fetch_wait_s + 2 * storage.timeout_s + services_s
-        self._next_turn: SimpleQueue[None] = SimpleQueue()
-        self._next_turn.put(None)
+        self._line: list[SimpleQueue[None]] = []  # of the calls, the first one has the turn
         self._gauges = gauges
         self._cache = DeviceCache(self.num_gpu_blocks, settings.block_size)
         self._layout: Layout | None = None  # None: no block leaves the process
@@ -92,18 +91,23 @@ class BlockManager(ABC):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """A call, which takes the turn and hands it over at its end."""
+        """A call, which stands in line for the turn. Lists change in one step of the interpreter."""
+        turn: SimpleQueue[None] = SimpleQueue()
+        self._line.append(turn)
         try:
-            self._next_turn.get(timeout=self._turn_s)
-        except Empty:
-            raise DeadlineExceeded(
-                f"another call of the manager has not ended after {self._turn_s:g} s"
-            ) from None
-        try:
+            try:
+                if self._line[0] is not turn:
+                    turn.get(timeout=self._turn_s)
+            except Empty:
+                raise DeadlineExceeded(
+                    f"the calls before this one have not ended after {self._turn_s:g} s"
+                ) from None
             yield
             self._changed()
         finally:
-            self._next_turn.put(None)
+            self._line.remove(turn)
+            for first in self._line[:1]:  # it may have seen that it is the first one, or left
+                first.put(None)
 
     def _changed(self) -> None:
         if self._gauges is not None:
