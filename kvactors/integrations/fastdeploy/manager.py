@@ -91,7 +91,7 @@ class BlockManager(ABC):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """A call, which stands in line for the turn. Lists change in one step of the interpreter."""
+        """A call, in line for the turn. Lists change in one step of the interpreter."""
         turn: SimpleQueue[None] = SimpleQueue()
         self._line.append(turn)
         try:
