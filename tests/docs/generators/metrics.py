@@ -31,7 +31,7 @@ to read them.
 
 `kvactors.observe.prometheus.CacheMetrics` (extra `metrics`) exposes these for Prometheus. Names follow vLLM's
 where vLLM has one. Counters go on when an actor restarts, and start at zero when the cache is
-opened. Hits are counted in blocks and in tokens. Bytes are those of one rank.
+opened. Bytes are those of one rank. Labels are in braces.
 """
 
 FASTDEPLOY_HEAD = """\
@@ -49,8 +49,8 @@ TIERS_HEAD = """\
 STATISTICS_HEAD = """\
 ## Statistics
 
-The records of `cache.statistics()`. Its `as_dict()` has the same names. Fields marked with c are
-counters, which go on when an actor restarts.
+The records of `cache.statistics()`. Its `as_dict()` has the same names. Fields without a type
+are integers. Those marked with c are counters, which go on when an actor restarts.
 """
 
 
@@ -88,13 +88,13 @@ def exposed_name(prefix: str, family: Family) -> str:
 
 def table(prefix: str, families: Iterable[Family]) -> Iterator[str]:
     """A table of metrics."""
-    yield "| metric | kind | labels | meaning |"
-    yield "|---|---|---|---|"
+    yield "| metric | kind | meaning |"
+    yield "|---|---|---|"
     if prefix == PREFIX:
-        yield f"| `{PREFIX}up` | gauge | | 1 while the cache serves requests. |"
+        yield f"| `{PREFIX}up` | gauge | 1 while the cache serves requests. |"
     for one in families:
-        labels = ", ".join(f"`{label}`" for label in one.labels)
-        yield f"| `{exposed_name(prefix, one)}` | {one.kind} | {labels} | {one.text} |"
+        labels = f"{{{','.join(one.labels)}}}" if one.labels else ""
+        yield f"| `{exposed_name(prefix, one)}{labels}` | {one.kind} | {one.text} |"
 
 
 def statistics(record: type[Any]) -> Iterator[str]:
@@ -108,15 +108,16 @@ def statistics(record: type[Any]) -> Iterator[str]:
         seen.append(record)
         yield f"### {record.__name__}"
         yield ""
-        yield "| field | type |  | meaning |"
-        yield "|---|---|---|---|"
+        yield "| field | meaning |"
+        yield "|---|---|"
         meanings, counted = entries_of(record), counters_of(record)
         hints = typing.get_type_hints(record, localns={"CudaStatistics": CudaStatistics})
         for name, hint in hints.items():
             inner = records_in(hint)
             waiting += inner
-            mark = "c" if name in counted else ""
-            yield f"| `{name}` | {written(hint)} | {mark} | {meanings[name]} |"
+            kind = "" if hint is int else f": {written(hint)}"
+            mark = " c" if name in counted else ""
+            yield f"| `{name}{kind}`{mark} | {meanings[name]} |"
         yield ""
 
 
