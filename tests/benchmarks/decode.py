@@ -30,7 +30,7 @@ VARIABLES = {
         "OMP_NUM_THREADS": "1",
     },
 }
-PEERS = {"vllm": "vLLM's allocate_slots, same run", "sglang": "SGLang's alloc_decode, same run"}
+PEERS = {"vllm": "vLLM's allocate_slots", "sglang": "SGLang's alloc_decode"}
 
 
 async def step_all(cache: kvactors.KVCache, leases: list[Lease], row: list[int]) -> None:

@@ -23,8 +23,8 @@ PAUSE = 0.3
 PLACES = {"new": "that is new", "host": "from host", "storage": "from storage"}
 """Where the tokens of a prompt come from."""
 
-VLLM = "vLLM's host tier and its fs tier, same run"
-NONE = "vLLM without tiers, which computes the prompt, same run"
+VLLM = "vLLM's tiers"
+NONE = "vLLM without tiers"
 
 Rounds = dict[str, list[dict[str, Any]]]
 """The figures of the rounds of every kind of engine."""

@@ -263,7 +263,7 @@ async def rows(*, quick: bool, vllm_python: str) -> tuple[list[Row], dict[str, A
                 case = f"{load.events} events of 1 x 16 tokens a batch to another process"
             result.append(rate_row(case, ours, bare, "batches/s", "bare socket, ready-made bytes"))
             if peer:
-                beside, limit = f"{case}, vLLM beside it", "vLLM's publisher in this run"
+                beside, limit = f"{case}, vLLM beside it", "vLLM's publisher"
                 result.append(rate_row(beside, ours, peer, "batches/s", limit))
     return result, {"changes": len(took), "batches": count, "rounds": rounds, "quick": quick}
 

@@ -34,8 +34,8 @@ LOOK_UPS = 5
 neighbour on the same processor slows some of them as a whole."""
 LONG = 131_072
 """Tokens of a long prompt."""
-PEER = "SGLang's Rust tree, same run"
-HASHED = "SGLang's Rust tree with KV events, same run"
+PEER = "SGLang's Rust tree"
+HASHED = "SGLang's Rust tree with KV events"
 PUBLISHED = "SGLang's Rust tree on the same workload, no hashes (published)"
 PUBLISHED_RATE = 233.0
 UNIT = "M tokens/s"
@@ -234,7 +234,7 @@ def run(*, quick: bool = False, sglang_python: str = "") -> Report:
             bench.filled(size, PROMPTS, filled)
             longer = bench.empty(f"block {size}, {long:,}-token prompts", size, GROUP_SIZE, long)
             case = f"block {size}, {long:,}-token prompts beside shorter ones"
-            limit = f"{LENGTH:,}-token prompts, same run"
+            limit = f"{LENGTH:,}-token prompts"
             bench.rows.append(rate_row(case, longer, plain, UNIT, limit))
     settings = {
         "prompts": PROMPTS,

@@ -33,7 +33,7 @@ DEPTH, TRANSIT = StorageConfig().io_depth, HostConfig().transit_slots
 DEADLINE_S = 60.0
 RING = 4096
 """Blocks of the memory of plain transfers, more than a processor's cache holds."""
-DISK = f"{TIMES} times plain O_DIRECT transfers of these bytes, {DEPTH} at once"
+DISK = f"{TIMES} times plain transfers"
 BESIDE = (1, 32)
 """Requests at once where peers do the same work."""
 PEERS = {"vllm": "vLLM's CPU and fs tiers", "lmcache": "LMCache's L1 and fs_native L2"}

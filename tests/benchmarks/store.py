@@ -54,8 +54,8 @@ LEAST, MOST = 16, 256
 PLAIN = {f"{depth} threads": depth for depth in (4, 8, 16, 32)}
 """Plain threads by the name of the variant."""
 
-DISK = f"plain O_DIRECT threads, best of {len(PLAIN)}:"
-VLLM = "vLLM's fs tier, nothing verified"
+DISK = f"plain threads, best of {len(PLAIN)}:"
+VLLM = "vLLM's fs tier"
 
 ORDERS = 1
 """Seed of the order in which the runners of a round take turns."""

@@ -19,8 +19,8 @@ from kvactors.tier_cache import CopyWorker, Lookup, SlotMemory, TierCache, open_
 from tests.benchmarks.frame import Report, Row, time_row
 
 KIB = 1024
-DICT = "a dict's get of the same keys, same run"
-MEMCPY = "memcpy of the same bytes, same run"
+DICT = "a dict's get"
+MEMCPY = "memcpy"
 
 
 def run(*, quick: bool = False) -> Report:
@@ -152,7 +152,7 @@ def fetch_rows(count: int) -> list[Row]:
             cache.reset(storage=False)
             ours.append(timed(partial(fetch_all, cache, keys)))
         cache.shutdown()
-    name = "a read of a file of as many bytes from the page cache, same run"
+    name = "a read from the page cache"
     case = f"fetch of {count} blocks of 1 MiB, look-up to hit"
     return [time_row(case, median(ours) * 1e3, median(limit) * 1e3, "ms", name)]
 
