@@ -889,6 +889,7 @@ def group_config(config: Config, group: GroupConfig, storage: StorageConfig) -> 
             config.cache,
             model=f"{config.cache.model}/{group.name}" if config.cache.model else "",
             recompute_last_token=False,
+            prefill_tokens_per_s=0.0,
             groups=(),
         ),
         layout=group.layout,
@@ -900,7 +901,7 @@ def group_config(config: Config, group: GroupConfig, storage: StorageConfig) -> 
             capacity_bytes=None,
             transit_bytes=None,
         ),
-        storage=replace(storage, min_fetch_blocks=1),
+        storage=replace(storage, max_fetch_blocks=None),
         flush=replace(config.flush, sinks=(), mode="normal"),
         quota=QuotaConfig(),
     )

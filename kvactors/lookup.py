@@ -3,7 +3,8 @@ are. They take nothing and change nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, Self
 
@@ -112,7 +113,7 @@ async def count_stored(
     core, store = system.index_actor, system.store
     if store is not None and store.is_complete:
         root = path.root
-        hits: PromptHits = await in_slices(hits_of(system, path, scope.salt, media))
+        hits: PromptHits = await in_slices(hits_of(system, path, scope.salt, media, whole=True))
         return Stored(root, hits.blocks)
     await in_slices(_hash(path, core.settings.fetchable(path), _step(core.index)))
     return None
@@ -131,12 +132,27 @@ def _step(index: BlockIndex) -> int:
 
 
 def hits_of(
-    system: System, path: Path, salt: str | None, media: tuple[tuple[int, int], ...]
+    system: System,
+    path: Path,
+    salt: str | None,
+    media: tuple[tuple[int, int], ...],
+    *,
+    whole: bool = False,
 ) -> Sliced[PromptHits]:
-    """Count the hits of a path that holds nothing, in steps."""
-    core, least = system.index_actor, system.config.storage.min_fetch_blocks
-    hosted = hosted_blocks(system, salt)
-    return count_hits(core.index, core.settings, system.store, least, path, media, hosted)
+    """Count the hits of a path that holds nothing, in steps. whole: also stored blocks that a
+    request would not fetch."""
+    core, hosted = system.index_actor, hosted_blocks(system, salt)
+    fetched = None if whole else partial(_fetched, system)
+    return count_hits(core.index, core.settings, system.store, fetched, path, media, hosted)
+
+
+def _fetched(system: System, stored: int) -> int:
+    """How many of so many stored blocks a request would fetch."""
+    core, memory = system.index_actor, system.evictor_actor.memory
+    blocks = min(stored, memory.storage.max_fetch_blocks or stored)
+    seconds = core.prefill.seconds(blocks * core.index.block_size)
+    refused = memory.requests.cost.refusal(blocks, seconds, memory.unread, asked=True)
+    return 0 if refused else blocks
 
 
 def hosted_blocks(system: System, salt: str | None) -> Mapping[bytes, HostBlock]:
@@ -152,7 +168,7 @@ def count_hits(
     index: BlockIndex,
     settings: IndexSettings,
     store: GuardedBackend | None,
-    min_fetch_blocks: int,
+    fetched: Callable[[int], int] | None,
     path: Path,
     media: tuple[tuple[int, int], ...],
     hosted: Mapping[bytes, HostBlock] = MappingProxyType({}),
@@ -161,7 +177,7 @@ def count_hits(
     nothing. Blocks are hashed up to the first miss.
 
     `hosted` are the blocks in the slots of the host tier. Blocks fetched by a prefetch are not in
-    the index yet.
+    the index yet. fetched: how many of so many stored blocks a request would fetch, None for all.
     """
     limit = index.limit_of(path.num_tokens)
     run, states = index.tree.peek(path, limit)
@@ -180,8 +196,9 @@ def count_hits(
             break
         yield
         size = min(4 * size, _step(index))
-    if 0 < below.count(STORAGE) < min_fetch_blocks:  # not worth a read
-        del below[below.index(STORAGE) :]
+    if fetched is not None and STORAGE in below:
+        stored = [at for at, tier in enumerate(below) if tier == STORAGE]
+        del below[[*stored, len(below)][fetched(len(stored))] :]
     kept = index.before_media(run + len(below), media)
     device, below = min(run, kept), below[: max(0, kept - run)]
     joined = sum(bool(state & LOADING) for state in states[: len(below)])

@@ -233,6 +233,7 @@ class System:
         self.troubles: dict[tuple[str, str], float] = {}
         # Requests read it twice: not through a look-up of the running loop.
         self.clock = clock_of(asyncio.get_running_loop()) if clock is None else clock
+        self._of_the_past = clock is not None
         self.index_asleep = False  # an index that is made now admits no request
         self.epoch = time.time_ns() // 1_000_000
         model, namespace = config.cache.model, config.cache.namespace
@@ -429,6 +430,11 @@ class System:
             hashes=bool(self.sinks) or host_tier or stored,
         )
         free_low, free_high = config.device.free_blocks(blocks)
+        prefill = config.cache.prefill_tokens_per_s
+        if prefill is None and self._of_the_past:
+            prefill = 0.0  # nothing computes them
+        # With groups a hit needs the items of each, so no group refuses a fetch alone.
+        by_cost = storage.fetch and self.plane.backend is not None and not config.cache.groups
         settings = IndexSettings(
             exclusive=exclusive,
             host_tier=host_tier,
@@ -444,6 +450,7 @@ class System:
             keep_lineages=self.plane.store is not None and self.plane.store.keeps_lineages,
             asleep=self.index_asleep,
             pin_share=config.hints.pin_share,
+            prefill_tokens_per_s=prefill if by_cost else 0.0,
         )
         return PrefixIndex(
             ref,

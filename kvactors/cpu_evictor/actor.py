@@ -10,7 +10,7 @@ from kvactors.actor.clock import now
 from kvactors.actor.context import Effects
 from kvactors.actor.sliced import finish
 from kvactors.cpu_evictor.load import LoadJob
-from kvactors.cpu_evictor.memory import Completion, HostMemory, HostStatistics
+from kvactors.cpu_evictor.memory import WINDOW, Completion, HostMemory, HostStatistics
 from kvactors.cpu_evictor.messages import (
     Cancel,
     ClearHost,
@@ -253,5 +253,7 @@ class CpuEvictor(Actor):
             pinned=host.pinned,
             capacity=host.capacity,
             small_pages=self._arena.small_pages,
+            read_block_s=self.requests.cost.reads.at(1),
+            read_window_s=self.requests.cost.reads.at(WINDOW),
             **counts,
         )

@@ -44,6 +44,7 @@ class LoadJob(HostJob):
     _reached = 0  # layers that the index was sent
     _probing = False  # storage has not answered which blocks it has
     _late = False  # storage is not waited for any longer
+    _trial = False  # a fetch that seems too slow, to measure the store
     _over = False  # answered or cancelled: completions only give back slots
 
     def __init__(self, memory: HostMemory, message: Load, *, layerwise: bool) -> None:
@@ -58,6 +59,7 @@ class LoadJob(HostJob):
         self._copies: dict[int, Placed] = {}  # `moving` has the reads
         self._arrived: set[int] = set()  # positions whose bytes are on the device
         self._layers: dict[int, int] = {}  # arrived layers of each copy
+        self._until = message.deadline  # of the wait for storage
 
     def begin(self) -> None:
         """Pin the blocks on the host, look the rest up in storage, and start to copy."""
@@ -70,11 +72,12 @@ class LoadJob(HostJob):
         found = list(enumerate(host.readable_run(self._wanted)))
         self._stop = len(found)
         missing = [one for one in self._wanted[self._stop :] if host.readable(one) is None]
-        if missing and message.fetch and (seconds := message.deadline - requests.clock()) > 0:
+        if missing and message.fetch and message.deadline > requests.clock():
             if requests.may_read:
-                self._probing = True
-                self.start_timer(seconds)
-                requests.probe(missing, message.deadline, self._on_probed)
+                if not self._computes(len(missing), asked=False):
+                    self._probing = True
+                    self._wait_for(len(missing))
+                    requests.probe(missing, self._until, self._on_probed)
             elif requests.peers.device_store is not None:
                 self._probing = True
                 self._fetch_from_device_store()
@@ -83,6 +86,8 @@ class LoadJob(HostJob):
 
     def set_targets(self, device_blocks: tuple[int, ...]) -> None:
         self._device_blocks = device_blocks
+        if self.requests.may_read and self._is_fetching():
+            self._wait_for(len(self._stored) or len(self._wanted))
         staged, self._staged = self._staged, []
         found = [*self._sources.items(), *staged]
         self._copy([one for one in found if one[0] < self._stop])
@@ -133,10 +138,14 @@ class LoadJob(HostJob):
         self._probing = False
         if self._late or self._over:
             return
-        memory = self.memory
-        if found < memory.storage.min_fetch_blocks:
-            memory.counts["not_fetched_few"] += found
-            found = 0  # not worth a read
+        counts, most = self.memory.counts, self.memory.storage.max_fetch_blocks
+        if most is not None and found > most:
+            counts["not_fetched_many"] += found - most
+            found = most
+        if found and self._computes(found, asked=True):
+            found = 0
+        if found:
+            self._wait_for(found)
         on_host = Placed()
         for position in range(self._stop, len(self._wanted)):
             block = self.host.readable(self._wanted[position])
@@ -152,6 +161,29 @@ class LoadJob(HostJob):
         self._bring(on_host)
         self._stream()
         self._answer_if_complete()
+
+    def _computes(self, blocks: int, *, asked: bool) -> bool:
+        """Whether stored blocks are computed because that takes less time. Counts them."""
+        memory, cost, seconds = self.memory, self.requests.cost, blocks * self.message.block_s
+        if self._trial or not seconds:
+            return False
+        why = cost.refusal(blocks, seconds, memory.unread, asked=asked)
+        if why == "slow" and cost.is_trial():
+            self._trial, why = True, ""
+        if why:
+            memory.counts[f"not_fetched_{why}"] += blocks
+        return bool(why)
+
+    def _wait_for(self, blocks: int) -> None:
+        """Wait for storage until the deadline. A request that has its device blocks waits no
+        longer than computing these blocks takes: the prediction may be wrong."""
+        now, until = self.requests.clock(), self.message.deadline
+        if self._device_blocks is not None and (seconds := blocks * self.message.block_s):
+            until = min(until, now + seconds)
+        if self.timer is None or until != self._until:
+            self.stop_timer()
+            self.start_timer(max(0.0, until - now))
+            self._until = until
 
     def _stream(self) -> None:
         """Take windows of slots, and wait for more once there are device blocks to copy into."""
@@ -193,7 +225,7 @@ class LoadJob(HostJob):
             host.touch(reversed(self.hashes))
         if reads:
             blocks = [block for _, block in reads]
-            self.requests.read(blocks, message.deadline, self.window(reads, self._on_read))
+            self.requests.read(blocks, self._until, self.window(reads, self._on_read))
         self._bring(found)
         self._answer_if_complete()
 
@@ -229,7 +261,8 @@ class LoadJob(HostJob):
 
     def _cut(self, position: int, reason: str) -> None:
         if position < self._stop:
-            self._stop, self._reason = position, reason
+            is_slow = reason == "late" and self._until < self.message.deadline
+            self._stop, self._reason = position, "slow" if is_slow else reason
         self.waiting = [one for one in self.waiting if one < position]
         if not self.waiting:
             self.memory.movements.leave(self)

@@ -51,6 +51,8 @@ class HostStatistics(NamedTuple):
         capacity: resident blocks at most.
         small_pages: why the slots are in pages of 4 KiB, which makes direct I/O and the device's
             copies slower. Empty if they are in huge pages.
+        read_block_s: predicted seconds of a read of one block from storage, 0.0 before the first.
+        read_window_s: predicted seconds of reads of 64 blocks.
         evicted: blocks that left the tier for others.
         offloaded: blocks that arrived from the device.
         loaded: blocks that were copied to the device.
@@ -66,7 +68,10 @@ class HostStatistics(NamedTuple):
             come before its deadline.
         not_fetched_gone: such blocks that the store had evicted since, or that were damaged.
         not_fetched_failed: such blocks whose read or copy failed.
-        not_fetched_few: such blocks that were fewer than `storage.min_fetch_blocks`.
+        not_fetched_many: such blocks beyond `storage.max_fetch_blocks`.
+        not_fetched_slow: such blocks, or blocks that storage was not asked for, that are computed
+            because fetching them takes longer, or because it took as long already.
+        not_fetched_backlog: such blocks whose fetch takes longer because of the reads before it.
         not_fetched_cleared: such blocks of a cache that was cleared.
         not_fetched_no_slot: such blocks while every slot was in use and none about to come back.
         copy_failures: blocks whose copy between device and host failed.
@@ -82,6 +87,8 @@ class HostStatistics(NamedTuple):
     pinned: int
     capacity: int
     small_pages: str
+    read_block_s: float
+    read_window_s: float
     evicted: Count = 0
     offloaded: Count = 0
     loaded: Count = 0
@@ -97,7 +104,9 @@ class HostStatistics(NamedTuple):
     not_fetched_late: Count = 0
     not_fetched_gone: Count = 0
     not_fetched_failed: Count = 0
-    not_fetched_few: Count = 0
+    not_fetched_many: Count = 0
+    not_fetched_slow: Count = 0
+    not_fetched_backlog: Count = 0
     not_fetched_cleared: Count = 0
     not_fetched_no_slot: Count = 0
     quota_evictions: Count = 0
@@ -349,6 +358,11 @@ class HostMemory:
         self.write_back = storage.saves == "write_back" and bool(requests.peers.writers)
         self.clears = 0
         self._held: list[HostBlock] = []  # evicted, and pinned, while no write may begin
+
+    @property
+    def unread(self) -> int:
+        """Blocks of loads whose reads are due and have not begun."""
+        return sum(len(load.waiting) for load in self.loads.values())
 
     def slots_come_back(self) -> bool:
         """Whether an event is to come that returns slots: requests to the swapper and to storage

@@ -42,6 +42,7 @@ class Load(Message, frozen=True, eq=False):
         deadline: absolute loop time after which storage is not waited for.
         fetch: whether blocks that the host tier lacks may come from storage.
         tokens: token ids of the path (little-endian uint32), for a store addressed by tokens.
+        block_s: seconds that the engine needs to compute a block, 0.0 if not known.
     """
 
     op: int
@@ -55,6 +56,7 @@ class Load(Message, frozen=True, eq=False):
     memory_generation: int = 0
     lineages: Lineages | None = None
     salt: int = 0
+    block_s: float = 0.0
 
 
 class LayersLoaded(Control, frozen=True, eq=False):

@@ -15,6 +15,7 @@ from kvactors.actor.message import Control, Message
 from kvactors.cpu_evictor.messages import HostReply
 from kvactors.cpu_evictor.slots import HostBlock
 from kvactors.data_plane.base import Direction
+from kvactors.fetch_cost import FetchCost
 from kvactors.flush_notifier.messages import Report
 from kvactors.gpu_swapper.messages import Copied, Copy
 from kvactors.settings import StorageConfig
@@ -116,6 +117,7 @@ class RequestTable:
 
     Attributes:
         holding: requests in flight that hold writes back, and a probe whose reads begin now.
+        cost: times of reads and of the probes before them.
     """
 
     def __init__(
@@ -128,7 +130,7 @@ class RequestTable:
     ) -> None:
         self.peers, self.storage, self.clock, self.out = peers, storage, clock, out
         self.generation = generation  # of the memory
-        self.holding = 0
+        self.holding, self.cost = 0, FetchCost(clock)
         self._ops = count(1)
         self._table: dict[int, Request] = {}
         # Blocks in flight of each storage actor, and one more for each request.
@@ -175,6 +177,8 @@ class RequestTable:
     ) -> int:
         """Ask how many leading blocks storage has. Returns the number of the request."""
         reader = self._least_loaded(self.peers.readers)
+        if kind is READ_PROBE:
+            then = self.cost.ask(then)
         op = self._enter(Request(kind, reader, len(hashes), then))
         self.out.send(reader, ProbeStore(op, join_hashes(hashes), deadline))
         return op
@@ -184,7 +188,8 @@ class RequestTable:
     ) -> None:
         """Fill slots from storage. `then` gets one `Outcome` for each."""
         reader = self._least_loaded(self.peers.readers)
-        op = self._enter(Request(READ, reader, len(blocks), then))
+        size = len(blocks)
+        op = self._enter(Request(READ, reader, size, self.cost.read(size, then)))
         hashes = join_hashes(block.hash for block in blocks)
         slots = tuple([block.slot for block in blocks])
         exclusive = self.storage.exclusive

@@ -159,7 +159,7 @@ class PrefetchJob(HostJob):
     def _on_probed(self, found: int) -> None:
         memory = self.memory
         lacking = self._lacking(self._first, self._first + found)
-        if found < memory.storage.min_fetch_blocks or not lacking:
+        if not lacking:
             return
         stays = len(lacking) - memory.over_quota(self.message.salt, len(lacking))
         self.waiting = lacking[: min(stays, self.host.capacity)][::-1]

@@ -36,6 +36,7 @@ from kvactors.errors import (
     TokensCommitted,
     ensure,
 )
+from kvactors.fetch_cost import PrefillRate
 from kvactors.flush_notifier.messages import (
     BlocksAdded,
     BlocksRemoved,
@@ -130,6 +131,7 @@ class PrefixIndex(Actor):
         self._ops = ops = count(1)
         self.index, self.roots, self.settings = index, roots, settings
         self.out = out = IndexEffects(self.context, evictor, swapper, notifier)
+        self.prefill = PrefillRate(settings.prefill_tokens_per_s)
         # Each of these depends only on those made before it.
         self.clears = TreeClears(out, ops)
         self.announcements = Announcements(index, out, roots, settings)
@@ -745,6 +747,9 @@ class PrefixIndex(Actor):
             index.pool.give(unused)
         for path, start, stop, adopted in commits:
             self._entered(path, start, stop, adopted)
+        if self.leases.prefilling:
+            for lease in tuple(self.leases.prefilling.values()):
+                self.leases.measure(lease)
         self.out.reply(envelope, StepResult(committed, grown))
         queue.look_again()
 
@@ -757,6 +762,8 @@ class PrefixIndex(Actor):
             return
         error = self._commit(lease, message.computed_tokens)
         if error is None:
+            if message.lease in self.leases.prefilling:
+                self.leases.measure(lease)
             self.out.reply(envelope, Ack(lease.path.num_committed))
         else:
             self.out.refuse(envelope, error)
@@ -1235,6 +1242,7 @@ class PrefixIndex(Actor):
             pins_refused=self.pins.refused,
             pins_expired=self.pins.expired,
             quota_evictions=index.policy.quota_evictions + index.tree.quota_evictions,
+            prefill_tokens_per_s=self.prefill.tokens_per_s,
         )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvactors.actor import Envelope
+from kvactors.actor.clock import now
 from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, NotReady, ensure
 from kvactors.hints import Hints
 from kvactors.native import BlockTree, Path
@@ -56,6 +57,8 @@ class LeaseState(msgspec.Struct, eq=False):
     fault: LeaseFault | None = None  # why it can no longer be used
     changed: bool = False  # its table has new blocks in place of blocks that were not loaded
     prompt_tokens: int = 0  # tokens that it was acquired with
+    ready_at: float = 0.0  # of measurements of the engine, as the next one
+    measured: int = 0  # blocks of its prompt that were cached, or have been measured
     output_tokens: int | None = None  # of the model, if its holder has given their number
     pin_prompt: bool = True  # a pin is of the blocks of its prompt only
 
@@ -117,6 +120,10 @@ class LeaseTable:
 
     A granted lease is pending while loads of it are in flight. It can fail, which every later call
     raises, and it ends when it is removed. `get` finds it by its number, None once it has ended.
+
+    Attributes:
+        prefilling: ready leases that lack whole blocks of their prompts, by number. Empty unless
+            the engine is measured: a decode step looks at no lease for it.
     """
 
     def __init__(self, core: PrefixIndex) -> None:
@@ -125,8 +132,9 @@ class LeaseTable:
         self.device_hits = self.host_hits = self.storage_hits = 0
         self._salts = core.index.policy.quotas.counts.rows  # empty without salts
         self._index, self._out = core.index, core.out
-        self._evictions = core.evictions
+        self._evictions, self._prefill = core.evictions, core.prefill
         self._restarted = core.incarnation > 0
+        self.prefilling: dict[int, LeaseState] = {}
         self._leases: dict[int, LeaseState] = {}
         self.get = self._leases.get  # bound: every call of a lease begins with it
         self._preempted: dict[str, None] = {}  # request ids
@@ -176,6 +184,7 @@ class LeaseTable:
     def remove(self, lease: LeaseState) -> None:
         """End a lease, granted or not, without its blocks: it waits for no load any more."""
         self._leases.pop(lease.id, None)
+        self.prefilling.pop(lease.id, None)
         if lease.loads:
             for load in lease.loads:
                 if load.owner is lease:
@@ -199,6 +208,17 @@ class LeaseTable:
         for lease in self._leases.values():
             lease.fail(kind, reason)
             self.answer_layers(lease)
+
+    def measure(self, lease: LeaseState) -> None:
+        """Measure the engine by the blocks that a prefilling lease has committed."""
+        size = self._index.block_size
+        blocks = lease.prompt_tokens // size
+        done = min(lease.path.num_committed, blocks)
+        if done > lease.measured:
+            self._prefill.computed((done - lease.measured) * size, lease.ready_at, now())
+            lease.measured = done
+            if done == blocks:
+                del self.prefilling[lease.id]
 
     # -- waiting for loads
 
@@ -261,10 +281,14 @@ class LeaseTable:
         the share of hits is at most 1 at any time."""
         if lease.media:
             self._keep_media_whole(lease)
+        blocks, cached = lease.prompt_tokens // self._index.block_size, lease.path.num_committed
+        if cached < blocks and self._prefill.measures:
+            self.prefilling[lease.id] = lease
+            lease.ready_at, lease.measured = now(), cached
         if lease.counted:
             salted = self._salts.get(lease.path.salt) if self._salts else None
             for row in (self,) if salted is None else (self, salted):
-                row.looked_up += lease.prompt_tokens // self._index.block_size
+                row.looked_up += blocks
                 row.device_hits += lease.device_hits
                 row.host_hits += lease.host_hits
                 row.storage_hits += lease.storage_hits

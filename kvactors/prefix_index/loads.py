@@ -35,6 +35,7 @@ class LoadTable:
         self._index, self._out, self._ops = core.index, core.out, ops
         self._leases, self._evictions = core.leases, core.evictions
         self._announcements, self._settings = core.announcements, core.settings
+        self._prefill = core.prefill
         self._loads: dict[int, LoadState] = {}
 
     def __len__(self) -> int:
@@ -107,6 +108,7 @@ class LoadTable:
                 self._index.memory_generation,
                 self._announcements.lineages_of_path(path, 0, stop) if fetch else None,
                 path.salt,
+                self._prefill.seconds(self._index.block_size) if fetch else 0.0,
             )
         )
 

@@ -194,6 +194,8 @@ class IndexStatistics(NamedTuple):
         pins_refused: pins beyond the share of pinned blocks.
         pins_expired: pins that ended with their time to live.
         quota_evictions: evicted blocks that were chosen because their salt was above its quota.
+        prefill_tokens_per_s: tokens of prompts that the engine computes in a second, as set or
+            measured. 0.0 if not known, or not used.
     """
 
     requests: Count
@@ -227,6 +229,7 @@ class IndexStatistics(NamedTuple):
     pins_refused: Count = 0
     pins_expired: Count = 0
     quota_evictions: Count = 0
+    prefill_tokens_per_s: float = 0.0
 
     @property
     def blocks_used(self) -> int:

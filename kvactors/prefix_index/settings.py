@@ -35,6 +35,7 @@ class IndexSettings(NamedTuple):
     keep_lineages: bool = False
     asleep: bool = False
     pin_share: float = 0.25  # of the device blocks
+    prefill_tokens_per_s: float | None = 0.0  # of the engine, see `PrefillRate`
 
     @property
     def offload(self) -> bool:

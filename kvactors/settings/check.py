@@ -53,6 +53,7 @@ Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 
 SecondsOrZero = Annotated[float, Meta(ge=0, le=1e9)]
 Share = Annotated[float, Meta(ge=0, le=1)]
+Rate = Annotated[float, Meta(ge=0, le=1e9)]  # a second
 Multiple = Annotated[float, Meta(ge=1, le=1 << 10)]
 
 SIZE_PATTERN = r"^\s*(\d+(?:\.\d+)?)\s*([kKmMgGtT]?)[iI]?[bB]?\s*$"

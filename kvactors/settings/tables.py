@@ -31,6 +31,7 @@ from kvactors.settings.check import (
     Number,
     ObjectCount,
     RankCount,
+    Rate,
     Seconds,
     Share,
     SmallCount,
@@ -85,6 +86,7 @@ _EXTRA = UsedIf(
 _HEADS, _LATENT, _INDEXED = _of_layout("gqa"), _of_layout("mla", "dsa"), _of_layout("dsa")
 _SCALED = _of_layout("gqa", "mla")
 _BY_SLOTS = _of_store("none", "memory", "file", *SHARED)
+_ONE_GROUP = UsedIf(lambda c: not c.cache.groups, "with cache.groups")
 _BOUNDED, _FILE = _of_store("memory", "file"), _of_store("file")
 _OBJECT, _DEEP = _of_store("object"), _of_store("file", "object")
 URL = re.compile(r"(?:s3|gs|az|abfss?)://[\w.@-]+(?:/\S*)?|file:///.+")
@@ -223,6 +225,9 @@ class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         split_media: whether a media item may be cached in part. Without it `cached_tokens` ends
             before an item that would be split.
         default_deadline_s: seconds an operation may take unless its caller gives a deadline.
+        prefill_tokens_per_s: tokens of prompts that the engine computes in a second. A fetch from
+            storage that takes longer than computing its tokens is not begun. None: measured from
+            commits. 0: every fetch is begun.
         groups: layers with a sliding window or a state, one table for each group of them.
     """
 
@@ -232,6 +237,7 @@ class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     recompute_last_token: bool = True
     split_media: bool = False
     default_deadline_s: Seconds = 30.0
+    prefill_tokens_per_s: Annotated[Rate | None, _BY_SLOTS, _ONE_GROUP] = None
     groups: tuple[GroupConfig, ...] = ()
 
 
@@ -407,7 +413,7 @@ class StorageConfig(StoreSettings, frozen=True):
             blocks used at least `min_hits` times), write_back (when the host tier evicts). If it is
             left out, write_through for attention_store and write_back for the others.
         fetch: whether acquire looks in storage beyond the blocks in the index.
-        min_fetch_blocks: blocks at least that a fetch must find. Fewer are not fetched.
+        max_fetch_blocks: stored blocks at most that a request fetches. It computes the others.
         readers: actors that read, each with one batch at a time.
         writers: actors that write, each with one batch at a time.
         on_full: whether blocks that are to be written wait while writes in flight use all transit
@@ -424,7 +430,7 @@ class StorageConfig(StoreSettings, frozen=True):
     exclusive: bool = False  # another error than that of a setting without use: has_device_store
     write_policy: WritePolicy | None = None
     fetch: bool = True
-    min_fetch_blocks: Annotated[Count, _BY_SLOTS] = 1
+    max_fetch_blocks: Annotated[Count | None, _BY_SLOTS] = None
     readers: Annotated[Threads, _BY_SLOTS] = 2
     writers: Annotated[Threads, _BY_SLOTS] = 2
     mooncake: Annotated[MooncakeConfig, _of_store("mooncake")] = MooncakeConfig()

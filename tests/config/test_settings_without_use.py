@@ -22,7 +22,7 @@ LAYOUTS = {
     "dsa": {"kv_lora_rank", "qk_rope_head_dim", "index_head_dim"},
 }
 STORE_COMMON = {"backend", "write_policy", "min_hits", "fetch", "timeout_s", "exclusive"}
-BY_SLOTS = {"min_fetch_blocks", "readers", "writers", "on_full", "on_full_wait_s"}
+BY_SLOTS = {"max_fetch_blocks", "readers", "writers", "on_full", "on_full_wait_s"}
 BY_SLOTS |= {"namespace", "rank", "ranks"}
 CAPACITY = {"capacity_blocks", "capacity_bytes"}
 PLACE = {"url", "endpoint", "region"}
@@ -36,6 +36,7 @@ STORES = {
     "valkey": BY_SLOTS | {"valkey"},
     "attention_store": set(),
 }
+WINDOW = {"name": "w", "kind": "window", "window": 64, "layout": {}, "num_blocks": 4}
 USELESS = [
     *(
         ("layout", "kind", kind, name)
@@ -90,6 +91,20 @@ def test_every_other_setting_of_a_layout_or_a_store_has_a_use(table, by, kind):
     without = {"layout.scale_dtype", "layout.extra_block_ratio"}  # have other conditions too
     useless = {f"{where}.{name}" for where, _, of, name in USELESS if (where, of) == (table, kind)}
     assert found - without == useless - without
+
+
+@pytest.mark.parametrize(
+    ("tables", "why"),
+    [
+        ({"storage": {"backend": "attention_store"}}, "storage.backend 'attention_store'"),
+        ({"cache": {"groups": [WINDOW]}}, "cache.groups"),
+    ],
+)
+def test_the_speed_of_the_engine_has_no_use_where_every_fetch_is_begun(tables, why):
+    assert "cache.prefill_tokens_per_s" in unused(Config.from_mapping(tables))
+    given = {**tables, "cache": {**tables.get("cache", {}), "prefill_tokens_per_s": 9.0}}
+    with pytest.raises(ConfigError, match=f"cache.prefill_tokens_per_s has no use with {why}"):
+        Config.from_mapping(given)
 
 
 async def test_a_config_that_was_constructed_is_checked_when_a_cache_is_opened():

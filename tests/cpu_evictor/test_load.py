@@ -19,6 +19,7 @@ from kvactors.cpu_evictor.messages import (
 from kvactors.cpu_evictor.offload import OffloadJob
 from kvactors.cpu_evictor.save import PrefetchJob
 from kvactors.data_plane.base import Direction
+from kvactors.fetch_cost import TRIAL
 from kvactors.flush_notifier.messages import BlocksAdded
 from kvactors.gpu_swapper.messages import Copied, Copy, CopyProgress
 from kvactors.storage.messages import (
@@ -133,12 +134,110 @@ def test_a_read_that_fails_ends_the_run_there():
     host.idle()
 
 
-def test_fewer_blocks_than_are_worth_a_read_are_not_read():
-    host = Host(min_fetch_blocks=3)
-    (probe,) = sent(host.run(host.load(path(4)).begin))
-    actions = host.end(Probed(probe.op, 2))
-    assert names(actions) == ["Loaded"]
+def test_a_request_fetches_no_more_blocks_than_is_set():
+    host, keys = Host(max_fetch_blocks=2), path(4)
+    host.fill(keys[1:2])
+    (probe,) = sent(host.run(host.load(keys).begin))
+    (read,) = sent(host.end(Probed(probe.op, 3)), Read)
+    assert read.keys == keys[0] + keys[2]
+    assert host.memory.counts["not_fetched_many"] == 1
+
+
+# -- a fetch takes longer than computing
+
+
+def measured(seconds: float, blocks: int = 2, host: Host | None = None) -> Host:
+    """A host tier whose store has taken so long for a read of some blocks."""
+    host = host or Host(slots=8, transit=8, mode="inclusive")
+    job = host.load(path(blocks, family=10 + blocks), deadline=99.0)
+    (probe,) = sent(host.run(job.begin))
+    (read,) = sent(host.end(Probed(probe.op, blocks)))
+    host.now += seconds
+    (copy,) = sent(host.end(ReadDone(read.op, bytes(blocks))), Copy)
+    host.end(Copied(copy.op, ()))
+    assert not host.memory.loads
+    return host
+
+
+@pytest.mark.parametrize(("block_s", "begun"), [(0.0, True), (0.4, False), (0.6, True)])
+def test_a_fetch_is_begun_if_it_takes_less_than_computing_its_blocks(block_s, begun):
+    host = measured(1.0)
+    actions = host.run(host.load(path(2), deadline=99.0, block_s=block_s).begin)
+    assert names(actions) == (["Started", "ProbeStore"] if begun else ["Loaded"])
+    assert host.memory.counts["not_fetched_slow"] == (0 if begun else 2)
+
+
+def test_blocks_that_the_store_turns_out_to_have_are_too_few():
+    """A look-up of many blocks is worth it, a read of those found is not."""
+    host = measured(1.0, blocks=1)
+    (probe,) = sent(host.run(host.load(path(8), deadline=99.0, block_s=0.2).begin))
+    (loaded,) = sent(host.end(Probed(probe.op, 1)))
+    assert loaded.num_loaded == 0
+    assert host.memory.counts["not_fetched_slow"] == 1
     host.idle()
+
+
+def test_reads_that_wait_make_a_fetch_slow():
+    host = measured(0.5, blocks=1)
+    measured(1.0, host=host)
+    (probe,) = sent(host.run(host.load(path(4), deadline=99.0, block_s=0.6).begin))
+    host.end(Probed(probe.op, 4))
+    other = host.load(path(2, family=1), deadline=99.0, block_s=0.6)
+    assert names(host.run(other.begin)) == ["Loaded"]
+    assert host.memory.counts["not_fetched_backlog"] == 2
+
+
+def test_a_request_waits_for_storage_no_longer_than_it_would_compute():
+    host = Host(mode="inclusive")
+    (timer, probe) = host.run(host.load(path(4), deadline=99.0, block_s=0.5).begin)
+    assert (timer.delay, probe.deadline) == (2.0, 2.0)
+    host.now = 0.5
+    timer, read = host.end(Probed(probe.op, 2))
+    assert (timer.delay, read.deadline) == (1.0, 1.5)
+    host.now = 1.5
+    (loaded,) = sent(host.run(host.memory.timed[timer.message.number].on_deadline))
+    assert loaded.num_loaded == 0
+    assert host.memory.counts["not_fetched_slow"] == 2
+    assert host.memory.counts["not_fetched_late"] == 0
+    host.end(ReadDone(read.op, bytes([Outcome.LATE] * 2)))
+    host.idle()
+
+
+def test_a_request_without_device_blocks_fetches_until_its_deadline():
+    """Only when it has them it could compute."""
+    host = Host(mode="inclusive")
+    job = host.load(path(2), blocks=(), deadline=99.0, block_s=0.5)
+    timer, probe = host.run(job.begin)
+    assert (timer.delay, probe.deadline) == (99.0, 99.0)
+    host.end(Probed(probe.op, 2))
+    host.now = 50.0
+    (timer,) = host.run(job.set_targets, (100, 101))
+    assert timer.delay == 1.0
+    (loaded,) = sent(host.run(host.memory.timed[timer.message.number].on_deadline))
+    assert loaded.num_loaded == 0
+
+
+def test_one_of_some_slow_fetches_measures_the_store_again():
+    host, refused = measured(1.0), 0
+    while names(host.run(host.load(path(2), deadline=99.0, block_s=0.4).begin)) == ["Loaded"]:
+        refused += 1
+    assert refused == TRIAL - 1
+    assert host.memory.counts["not_fetched_slow"] == 2 * refused
+
+
+def test_a_trial_reads_what_is_found():
+    host = measured(1.0)
+    for _ in range(TRIAL):
+        actions = host.run(host.load(path(2), deadline=99.0, block_s=0.4).begin)
+    (probe,) = sent(actions)
+    assert names(host.end(Probed(probe.op, 2))) == ["Read"]
+
+
+def test_a_prefetch_is_always_begun():
+    host = measured(1.0)
+    message = PrefetchToHost(ROOT, join_hashes(path(2)), 0, 99.0)
+    (probe,) = sent(host.run(PrefetchJob(host.memory, message).begin))
+    assert names(host.end(Probed(probe.op, 2))) == ["Read"]
 
 
 @pytest.mark.parametrize("fields", [{"fetch": False}, {"deadline": -1.0}, {"deadline": 0.0}])

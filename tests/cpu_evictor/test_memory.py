@@ -233,9 +233,3 @@ def test_a_prefetch_that_is_late_or_has_nothing_to_bring_asks_nothing():
     host.fill(keys)
     assert prefetched(host, keys) == []
     assert prefetched(host, path(3), start=3) == []
-
-
-def test_a_few_blocks_are_not_worth_a_prefetch():
-    host = Host(min_fetch_blocks=3)
-    (probe,) = sent(prefetched(host, path(4)))
-    assert host.end(Probed(probe.op, 2)) == []

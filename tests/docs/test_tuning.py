@@ -37,7 +37,8 @@ async def test_every_name_exists():
     async with opened(host=HOST, storage=STORE) as cache:
         statistics = cache.statistics().as_dict()
     settings = msgspec.to_builtins(Config())
-    for table, keys in (("storage", ("capacity_bytes",)), ("host", ("mode", "slots"))):
+    used = {"storage": ["capacity_bytes"], "host": ["mode"], "cache": ["prefill_tokens_per_s"]}
+    for table, keys in used.items():
         fields = {field.name for field in msgspec.structs.fields(type(getattr(Config(), table)))}
         assert fields.issuperset(keys)
         settings[table] = dict.fromkeys(fields)

@@ -153,7 +153,14 @@ def draw(
     groups = random.Random(f"groups {seed}")
     if kind != "attention_store" and "attention_store" not in names and groups.random() < 0.3:
         _with_groups(groups, made)
+    elif kind != "attention_store" and (rate := _prefill(seed)) is not None:
+        tables["cache"]["prefill_tokens_per_s"] = rate
     return made
+
+
+def _prefill(seed: int) -> float | None:
+    """The speed that the engine is said to have. Stores of some of them are slow beside it."""
+    return random.Random(f"prefill {seed}").choice((None, 0.0, 1e3, 1e4, 1e6))
 
 
 def _with_groups(rng: random.Random, made: Draw) -> None:
@@ -257,7 +264,7 @@ def _storage(rng: random.Random, kind: str, folder: str) -> dict[str, Any]:
     found |= {
         "capacity_blocks": rng.choice((limit(rng), 4096)),
         "exclusive": rng.random() < 0.3,
-        "min_fetch_blocks": rng.choice((1, 1, 2, 5)),
+        "max_fetch_blocks": rng.choice((4096, 4096, 2, 5)),
         "readers": rng.randint(1, 3),
         "writers": rng.randint(1, 3),
         "timeout_s": 10.0,

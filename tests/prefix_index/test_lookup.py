@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ class Store:
         return next((i for i, key in enumerate(keys) if key not in self.held), len(keys))
 
 
-def modelled(case: Case, tokens: int, recompute: bool, fetch: bool, least: int, media: Any) -> Hits:
+def modelled(case: Case, tokens: int, recompute: bool, fetch: bool, most: int, media: Any) -> Hits:
     """The hits, found block by block."""
     limit = tokens // BLOCK
     if recompute and limit * BLOCK == tokens:
@@ -74,7 +75,7 @@ def modelled(case: Case, tokens: int, recompute: bool, fetch: bool, least: int, 
     device = min(case.device, limit)
     missing = [p for p in range(device, limit) if p not in hosted] if fetch else []
     found = next((n for n, p in enumerate(missing) if p not in case.stored), len(missing))
-    stored = set(missing[:found] if found >= least else [])
+    stored = set(missing[: min(found, most)])
     tiers = ["device"] * device
     while len(tiers) < limit and len(tiers) in hosted | stored:
         tiers.append("host" if len(tiers) in hosted else "storage")
@@ -90,11 +91,11 @@ def modelled(case: Case, tokens: int, recompute: bool, fetch: bool, least: int, 
     tokens=st.integers(1, LENGTH * BLOCK),
     recompute=st.booleans(),
     fetch=st.booleans(),
-    least=st.integers(1, 2),
+    most=st.sampled_from([0, 1, 2, LENGTH]),
     media=st.sampled_from([(), ((1, 4),), ((1, 2), (3, 5)), ((0, 7),)]),
 )
 def test_a_lookup_equals_a_walk_block_by_block(
-    case: Case, tokens: int, recompute: bool, fetch: bool, least: int, media: Any
+    case: Case, tokens: int, recompute: bool, fetch: bool, most: int, media: Any
 ) -> None:
     index = build(case, recompute=recompute)
     prompt = Path(BLOCK, bytes(32))
@@ -102,8 +103,8 @@ def test_a_lookup_equals_a_walk_block_by_block(
     chosen = IndexSettings(exclusive=True, host_tier=True, fetch=fetch)
     before = (index.tree.statistics(), index.pool.free)
     store: Any = Store(path(LENGTH), case.stored)
-    found = finish(count_hits(index, chosen, store, least, prompt, media))
-    assert found == modelled(case, tokens, recompute, fetch, least, media)
+    found = finish(count_hits(index, chosen, store, partial(min, most), prompt, media))
+    assert found == modelled(case, tokens, recompute, fetch, most, media)
     assert found.new_blocks == -(-tokens // BLOCK) - found.device
     assert (index.tree.statistics(), index.pool.free) == before
     match = index.match(prompt, fetch=chosen.fetchable(prompt), media=media)
@@ -120,7 +121,7 @@ def test_nothing_below_a_leaving_block_is_a_hit() -> None:
     prompt = path(4)
     chosen = IndexSettings(exclusive=True, host_tier=True, fetch=True)
     store: Any = Store(prompt, {1, 2, 3})
-    assert finish(count_hits(index, chosen, store, 1, prompt, ())) == Hits(0, 1, 0)
+    assert finish(count_hits(index, chosen, store, None, prompt, ())) == Hits(0, 1, 0)
     assert index.match(prompt, fetch=chosen.fetchable(prompt)).expected_blocks == 1
 
 
@@ -130,11 +131,11 @@ def test_a_stored_prompt_is_hashed_in_bounded_steps_up_to_the_first_miss() -> No
     prompt = path(blocks)
     chosen = IndexSettings(exclusive=True, host_tier=True, fetch=True)
     store: Any = Store(path(blocks), set(range(held)))
-    steps = count_hits(index, chosen, store, 1, prompt, ())
+    steps = count_hits(index, chosen, store, None, prompt, ())
     hashed = [0, *(prompt.num_hashed for _ in steps)]
     assert max(after - before for before, after in pairwise(hashed)) <= index.turn_blocks // 4
     assert held < prompt.num_hashed <= held + index.turn_blocks // 4
-    assert finish(count_hits(index, chosen, store, 1, prompt, ())) == Hits(0, 0, held)
+    assert finish(count_hits(index, chosen, store, None, prompt, ())) == Hits(0, 0, held)
 
 
 def test_the_hits_of_a_prompt_equal_those_of_its_lease() -> None:

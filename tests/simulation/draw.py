@@ -78,7 +78,10 @@ def draw_run(seed: int) -> Draw:
     )  # too few would leave most plans without crashes
     config = Config(
         cache=CacheConfig(
-            block_size=BLOCK, recompute_last_token=rng.random() < 0.7, default_deadline_s=5.0
+            block_size=BLOCK,
+            recompute_last_token=rng.random() < 0.7,
+            default_deadline_s=5.0,
+            prefill_tokens_per_s=None if direct else _prefill(seed),
         ),
         device=replace(_device(rng, blocks), policy=_policy(seed, "device")),
         layout=LayoutConfig(
@@ -167,6 +170,11 @@ def _limited(plan: FaultPlan, most: int) -> FaultPlan:
     return FaultPlan(tuple(fault for fault in plan.fault if fault not in crashes))
 
 
+def _prefill(seed: int) -> float | None:
+    """The speed that the engine is said to have, near that of the store."""
+    return random.Random(f"prefill {seed}").choice((None, 0.0, 1e3, 3e3, 1e4))
+
+
 def _policy(seed: int, tier: str) -> Any:
     # Apart from the other choices, so that those of a seed stay the same.
     return random.Random(f"policy of {tier}, {seed}").choice(("lru", "retain"))
@@ -202,7 +210,7 @@ def _storage(rng: random.Random, *, direct: bool) -> StorageConfig:
     if direct and policy == "write_back":
         policy = "write_through"
     exclusive, fetch = rng.random() < 0.4, rng.random() < 0.9
-    least, readers, writers = rng.choice((1, 1, 2)), rng.choice((1, 2)), rng.choice((1, 2))
+    most, readers, writers = rng.choice((None, None, 2)), rng.choice((1, 2)), rng.choice((1, 2))
     timeout = rng.choice((0.1, 1.0))
     if direct:  # it has no use for the others
         return StorageConfig(
@@ -213,7 +221,7 @@ def _storage(rng: random.Random, *, direct: bool) -> StorageConfig:
         exclusive=exclusive,
         write_policy=policy,
         fetch=fetch,
-        min_fetch_blocks=least,
+        max_fetch_blocks=most,
         readers=readers,
         writers=writers,
         timeout_s=timeout,

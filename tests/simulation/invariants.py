@@ -29,9 +29,9 @@ from tests.support.announced import announceable
 from tests.support.attentionstore_sdk import services
 from tests.support.rank_process import keys_on_rank
 
-GOOD_REASONS = ("not_fetched_gone", "not_fetched_few")
+GOOD_REASONS = tuple(f"not_fetched_{why}" for why in ("gone", "many", "slow", "backlog"))
 """Reasons for which a healthy cache does not fetch a stored block: the store evicted it, or it is
-damaged, or too few were found."""
+damaged, too many were found, or computing them takes less time."""
 
 REST = 60.0
 """Virtual seconds in which a healthy system must have come to rest."""
