@@ -150,6 +150,8 @@ def test_commits_of_prompts_measure_the_engine_and_decoded_tokens_do_not(by_step
         storage = {"backend": "memory"}
         async with opened(inline=True, device=32, storage=storage) as cache:
             leases = [await cache.acquire(f"r{i}", prompt(i, 8)) for i in range(2)]
+            async with await cache.acquire("left", prompt(2, 8)):
+                assert len(cache.system.index_actor.leases.prefilling) == 3
             for done in (2, 4, 6, 8):
                 await asyncio.sleep(0.5)
                 if by_step:
@@ -163,6 +165,7 @@ def test_commits_of_prompts_measure_the_engine_and_decoded_tokens_do_not(by_step
                 steps = [Step(lease, (1,), lease.num_tokens + 1) for lease in leases]
                 assert all(one.error is None for one in await cache.step(steps))
             assert cache.statistics().prefix.prefill_tokens_per_s == rate
+            assert not cache.system.index_actor.leases.prefilling
             for lease in leases:
                 await lease.finish()
             return rate
