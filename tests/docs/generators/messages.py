@@ -36,6 +36,10 @@ OUTSIDE: dict[type[Message], str] = {
 """Senders of messages that no actor sends."""
 
 
+ITSELF = "To itself:"
+"""Begins the docstrings of messages that stay inside of an actor. They are not on the page."""
+
+
 def render() -> str:
     """The page."""
     lines = [
@@ -48,7 +52,11 @@ def render() -> str:
     for actor in ACTORS:
         lines += ["", f"## {actor.__name__} (`{actor.ROLE}`)", "", first_line(actor), ""]
         lines += ["| message | lane | from | meaning |", "|---|---|---|---|"]
-        lines += [row(actor, message) for message in actor.HANDLERS]
+        lines += [
+            row(actor, message)
+            for message in actor.HANDLERS
+            if not first_line(message).startswith(ITSELF)
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -70,8 +78,6 @@ def senders(actor: type[Actor], message: type[Message]) -> Iterator[str]:
         yield "supervisor"
     elif issubclass(message, Ask):
         yield "the public API"
-    elif first_line(message).startswith("To itself:"):
-        yield "itself"
     else:
         yield OUTSIDE[message]
 
