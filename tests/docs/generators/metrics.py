@@ -137,6 +137,8 @@ def written(hint: Any) -> str:
     if typing.get_origin(hint) is tuple:
         first, *_ = typing.get_args(hint)
         return f"list of {written(first)}"
+    if typing.get_origin(hint) is dict:
+        return f"{written(typing.get_args(hint)[1])} by name"
     if arguments := typing.get_args(hint):
         return " or ".join(written(part) for part in arguments)
     return "None" if hint is type(None) else str(getattr(hint, "__name__", hint))
