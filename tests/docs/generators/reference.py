@@ -48,7 +48,7 @@ def settings_page() -> str:
         "unset.",
         "",
         'A size is bytes, or a text such as "8 GiB". k, M, G and T are powers of 1024, with or without',
-        "an i or a B.",
+        "an i or a B. Bounds from a thousand million on are left out.",
     ]
     for table, entry in settings_of(Config).items():
         (hint,) = structs_of(entry.hint)
@@ -90,11 +90,18 @@ def _rows(title: str, struct: type[msgspec.Struct]) -> Iterator[str]:
             continue
         cells = (
             f"`{field.name}`",
-            describe(settings[field.name].hint).replace(SIZE, "a size"),
+            _values(settings[field.name].hint),
             _default(field),
             docs[field.name] + _variables(f"{prefix}.{field.name}"),
         )
         yield _row(cells)
+
+
+def _values(hint: Any) -> str:
+    """The values of a setting, without bounds that only a mistake meets."""
+    text = describe(hint).replace(SIZE, "a size")
+    text = re.sub(r", (\d+) to \d{9,}", r" from \1", text)
+    return re.sub(r", above 0, at most \d{9,}", " above 0", text)
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
