@@ -135,6 +135,14 @@ class KVCache:
         self._split_media = system.config.cache.split_media
         self._stated_to = 0  # the incarnation of the notifier that has had the whole state
 
+    def __repr__(self) -> str:
+        config, leases = self.config, len(self.system.index_actor.leases)
+        state = health(self.system).status if self.system.is_open else "closed"
+        return (
+            f"<{type(self).__name__} of {config.cache.model!r}: {config.device.num_blocks} device "
+            f"blocks of {self.block_size} tokens, {leases} open leases, {state}>"
+        )
+
     @property
     def config(self) -> Config:
         """The settings."""
@@ -199,8 +207,8 @@ class KVCache:
         in the background (`Lease.wait_ready`). The namespace at the time of admission applies.
 
         Args:
-            request_id: for messages and statistics. A preempted request that comes again with its
-                id is counted once.
+            request_id: a label for messages, traces and statistics. Open leases may share one, as
+                forks do. A preempted request that comes again with its id is counted once.
             tokens: token ids of the prompt, at least one, each in [0, 2**32): a list or tuple of
                 integers, or a one-dimensional buffer (numpy array, array.array, memoryview) of any
                 integer type. They are copied.

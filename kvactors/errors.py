@@ -109,6 +109,18 @@ class CacheClosed(KVActorsError):
     """The cache is not open (any more)."""
 
 
+class NotOpened(CacheClosed, AttributeError):
+    """What `kvactors.open` returns was used as a cache, without `async with`."""
+
+    def __init__(
+        self,
+        text: str = "the cache is not open: write `async with kvactors.open(...) as cache:`, or "
+        "`cache = await stack.enter_async_context(kvactors.open(...))` with a "
+        "contextlib.AsyncExitStack",
+    ) -> None:
+        super().__init__(text)
+
+
 class CacheFailed(KVActorsError):
     """The cache has failed permanently: close it and open another. `component` is the actor that
     failed too often, `__cause__` its last error."""

@@ -665,7 +665,7 @@ class GroupedCache(KVCache):
         """What the tiers hold of a prompt, and how many leading blocks every group can serve."""
         media = () if self._split_media else media
         hits: PromptHits = finish(hits_of(self.system, path, scope.salt, media))
-        blocks, index = hits.blocks, self.system.index_actor.index
+        blocks, index = hits.total, self.system.index_actor.index
         before = -1
         while blocks != before:
             before = blocks
@@ -681,7 +681,7 @@ class GroupedCache(KVCache):
         message = self._acquire_message(request_id, tokens, names=names, **options)
         for left in reversed(range(ACQUIRE_TRIES)):
             known, most = self._longest(message.path, message.scope, message.media)
-            made = await self._grant_all(replace(message, most=most if left else 0), known.blocks)
+            made = await self._grant_all(replace(message, most=most if left else 0), known.total)
             if made._is_whole() or not left:
                 break
             made.abandon()

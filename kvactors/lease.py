@@ -63,6 +63,11 @@ class Hits(NamedTuple):
     host: int
     storage: int
 
+    @property
+    def total(self) -> int:
+        """The sum over the tiers."""
+        return self.device + self.host + self.storage
+
 
 class LeaseHandle(msgspec.Struct, eq=False):
     """The number of a lease at the index, and whether the lease can still be used. Calls in
@@ -236,6 +241,11 @@ class Lease:
         self._handle = LeaseHandle(context, lease, request_id, loads_end)
         self._path = path
         self._media = media  # (offset, length) of the media items
+
+    def __repr__(self) -> str:
+        state = "ended" if self._handle.ended else "pending" if self.pending else "ready"
+        counts = f"{self.cached_tokens} of {self.num_tokens} tokens cached"
+        return f"<{type(self).__name__} of {self.request_id!r}: {counts}, {state}>"
 
     @property
     def hits(self) -> Hits:

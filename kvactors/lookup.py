@@ -66,14 +66,9 @@ class PromptHits(Hits):
         return made
 
     @property
-    def blocks(self) -> int:
-        """Blocks in all tiers."""
-        return sum(self)
-
-    @property
     def cached_tokens(self) -> int:
         """Leading tokens that need not be computed."""
-        return self.blocks * self.block_size
+        return self.total * self.block_size
 
     @property
     def tokens(self) -> Hits:
@@ -114,7 +109,7 @@ async def count_stored(
     if store is not None and store.is_complete:
         root = path.root
         hits: PromptHits = await in_slices(hits_of(system, path, scope.salt, media, whole=True))
-        return Stored(root, hits.blocks)
+        return Stored(root, hits.total)
     await in_slices(_hash(path, core.settings.fetchable(path), _step(core.index)))
     return None
 

@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from numbers import Real
 from os import PathLike
 from pathlib import Path as File
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from kvactors.cache import KVCache
 from kvactors.call_context import CallContext
 from kvactors.checks import check_flag, kind
 from kvactors.device.base import Device
-from kvactors.errors import ConfigError, WrongLoop
+from kvactors.errors import ConfigError, NotOpened, WrongLoop
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.groups import GroupedCache, open_group
 from kvactors.settings import Config
@@ -37,12 +37,13 @@ def open_cache(
     inline_copies: bool = False,
     clock: Callable[[], float] | None = None,
     group_devices: Mapping[str, Device] | None = None,
-) -> AbstractAsyncContextManager[KVCache]:
+) -> UnopenedCache:
     """Open a cache: `async with kvactors.open(config) as cache`.
 
     Args:
         config: the settings, as a `Config`, a mapping or the path of a TOML file. None: the
-            defaults. Environment variables fill unset values (see `Config.from_env`).
+            defaults. Environment variables fill unset values (see `Config.from_env`). They are read
+            and checked in this call.
         device: the device blocks of the engine. None: a device is made from the config.
         sinks: sinks supplied by the caller, beside those of the config.
         backend: a store supplied by the caller, in place of the config's (not used in flush-only
@@ -55,13 +56,14 @@ def open_cache(
             other groups' devices are made from the config.
 
     Returns:
-        A context manager. The cache is open inside its block.
+        A context manager for one block, in which the cache is open.
 
     Raises:
         TypeError: an argument has a wrong type.
         ValueError: the clock's first reading is not finite.
-        ConfigError: at entry, a setting is invalid.
-        OSError: at entry, the file of the settings cannot be read.
+        ConfigError: a setting is invalid, or, at entry, does not suit the other parts.
+        OSError: the file of the settings cannot be read.
+        NotOpened: the result was used without `async with`, or a second time.
         LayoutError: at entry, the device does not match the layout.
         DeviceError: at entry, the device cannot be used.
         StoreError: at entry, the store cannot be opened.
@@ -74,10 +76,7 @@ def open_cache(
     for name, value, wanted in (("device", device, Device), ("backend", backend, Backend)):
         if value is not None and not isinstance(value, wanted):
             raise TypeError(f"{name} must be a {wanted.__name__}, not {kind(value)}")
-    if config is not None and not isinstance(config, Config | Mapping | str | PathLike):
-        raise TypeError(
-            f"config must be a Config, a mapping or the path of a TOML file, not {kind(config)}"
-        )
+    settings = _read(config)
     if not isinstance(sinks, (list, tuple)):
         raise TypeError(f"sinks must be a list or tuple of Sink, not {kind(sinks)}")
     for position, sink in enumerate(sinks):
@@ -92,15 +91,65 @@ def open_cache(
     for name, one in devices.items():
         if not isinstance(one, Device):
             raise TypeError(f"group_devices[{name!r}] must be a Device, not {kind(one)}")
-    return _opened(config, device, tuple(sinks), backend, inline, given, devices)
+    if unknown := devices.keys() - {group.name for group in settings.cache.groups}:
+        raise ConfigError(f"group_devices has {min(unknown)!r}, and cache.groups has no such group")
+    if settings.cache.groups and backend is not None:
+        raise ConfigError("a store of the caller has blocks of one size: name it in [storage]")
+    return UnopenedCache(_opened(settings, device, tuple(sinks), backend, inline, given, devices))
 
 
 open = open_cache  # noqa: A001  (the public name is kvactors.open)
 
 
+def _read(config: Config | Mapping[str, Any] | str | PathLike[str] | None) -> Config:
+    """The settings, with environment variables for unset values."""
+    if config is not None and not isinstance(config, Config | Mapping | str | PathLike):
+        raise TypeError(
+            f"config must be a Config, a mapping or the path of a TOML file, not {kind(config)}"
+        )
+    if isinstance(config, str | PathLike):
+        config = Config.from_toml(File(config))
+    elif isinstance(config, Mapping):
+        config = Config.from_mapping(config)
+    return Config.from_env(base=config)
+
+
+class UnopenedCache(AbstractAsyncContextManager[KVCache]):
+    """The result of `open`: `async with` opens the cache, once."""
+
+    def __init__(self, opened: AbstractAsyncContextManager[KVCache]) -> None:
+        self._opened = opened
+        self._entered = False
+
+    async def __aenter__(self) -> KVCache:
+        if self._entered:
+            raise NotOpened("this cache was opened before: call kvactors.open(...) again")
+        self._entered = True
+        return await self._opened.__aenter__()
+
+    async def __aexit__(self, *error: object) -> bool | None:
+        return await self._opened.__aexit__(*error)
+
+    if not TYPE_CHECKING:  # type checkers reject the wrong uses themselves
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_") or name not in (*dir(KVCache), "block_size", "system"):
+                raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+            raise NotOpened
+
+        def __await__(self) -> NoReturn:
+            raise NotOpened
+
+        def __enter__(self) -> NoReturn:
+            raise NotOpened
+
+        def __exit__(self, *error: object) -> None:
+            """Never called. Without it `with` fails before it enters."""
+
+
 @asynccontextmanager
 async def _opened(
-    config: Config | Mapping[str, Any] | str | PathLike[str] | None,
+    config: Config,
     device: Device | None,
     sinks: Sequence[Sink],
     backend: Backend | None,
@@ -115,17 +164,7 @@ async def _opened(
             "a cache is opened on a running asyncio event loop, and there is none here (trio has "
             "its own): run the block with asyncio.run()"
         ) from None
-    if isinstance(config, str | PathLike):
-        config = Config.from_toml(File(config))
-    elif isinstance(config, Mapping):
-        config = Config.from_mapping(config)
-    config = Config.from_env(base=config)
     options: dict[str, Any] = {"inline_copies": inline_copies, "clock": clock}
-    groups = config.cache.groups
-    if unknown := devices.keys() - {group.name for group in groups}:
-        raise ConfigError(f"group_devices has {min(unknown)!r}, and cache.groups has no such group")
-    if groups and backend is not None:
-        raise ConfigError("a store of the caller has blocks of one size: name it in [storage]")
     system = System(config, device, sinks, backend, **options)
     del device  # a sleep releases it
     contexts: list[CallContext] = []
@@ -135,9 +174,9 @@ async def _opened(
                 await stack.enter_async_context(
                     open_group(system, number, devices.pop(group.name, None), **options)
                 )
-                for number, group in enumerate(groups)
+                for number, group in enumerate(config.cache.groups)
             ]
-            cache = GroupedCache(system, caches) if groups else KVCache(system)
+            cache = GroupedCache(system, caches) if caches else KVCache(system)
             contexts.append(cache._context)
             try:
                 yield cache

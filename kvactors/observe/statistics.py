@@ -70,6 +70,19 @@ class CacheStatistics(NamedTuple):
     supervisor: SupervisorStatistics
     groups: dict[str, CacheStatistics] = {}  # noqa: RUF012
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of the looked up blocks that some tier had, 0.0 before the first."""
+        hits = self.device_hits + self.host_hits + self.storage_hits
+        return hits / max(1, self.blocks_looked_up)
+
+    def __repr__(self) -> str:
+        return (
+            f"<CacheStatistics: {self.requests} requests, hit rate {self.hit_rate:.4f} of "
+            f"{self.blocks_looked_up} blocks (device {self.device_hits}, host {self.host_hits}, "
+            f"storage {self.storage_hits}), {self.no_room} without room>"
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Nested dictionaries of names and values, for JSON."""
         found: dict[str, Any] = with_names(self)

@@ -30,7 +30,7 @@ async def found(cache, salt, *numbers, blocks=2):
     counted = hit = 0
     for number in numbers:
         tokens = [*tokens_of(number, blocks), 1]
-        counted += cache.lookup(tokens, salt=salt).blocks
+        counted += cache.lookup(tokens, salt=salt).total
         lease = await cache.acquire("again", tokens, salt=salt)
         await lease.wait_ready()
         hit += lease.cached_tokens // BLOCK

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvactors
-from kvactors.errors import WrongLoop
+from kvactors.errors import NotOpened, WrongLoop
 from tests.support.cache import BLOCK, opened, prompt, serve
 
 EXCLUSIVE = {"slots": 8, "transit_slots": 16}
@@ -96,6 +96,45 @@ async def test_flush_only_neither_reads_nor_writes_storage(tmp_path, monkeypatch
     with pytest.raises(kvactors.ConfigError, match="FD_AS_ONLY_FLUSH"):
         async with opened():
             pass
+
+
+async def test_the_result_of_open_says_how_to_use_it():
+    unopened = kvactors.open()
+    with pytest.raises(NotOpened, match=r"async with kvactors\.open"):
+        await unopened
+    with pytest.raises(NotOpened, match="enter_async_context"), unopened:
+        pass
+    with pytest.raises(NotOpened):
+        await unopened.acquire("a", [1])
+    with pytest.raises(AttributeError, match="no attribute 'acquier'"):
+        getattr(unopened, "acquier")  # noqa: B009
+    async with unopened as cache:
+        assert cache.block_size
+    with pytest.raises(NotOpened, match="opened before"):
+        await unopened.__aenter__()
+
+
+def test_settings_are_checked_by_the_call(tmp_path):
+    with pytest.raises(kvactors.ConfigError, match="Did you mean 'cache'"):
+        kvactors.open({"cashe": {}})
+    with pytest.raises(OSError, match=r"none\.toml"):
+        kvactors.open(tmp_path / "none.toml")
+
+
+async def test_objects_show_what_matters():
+    async with opened(cache={"model": "m"}) as cache:
+        lease = await cache.acquire("a", prompt(1, 3))
+        assert repr(lease) == f"<Lease of 'a': 0 of {3 * BLOCK} tokens cached, ready>"
+        assert "of 'm': " in repr(cache)
+        assert repr(cache).endswith("1 open leases, ok>")
+        lease.abandon()
+        await serve(cache, "b", prompt(1, 3))
+        lease = await serve(cache, "c", prompt(1, 3))
+        assert lease.hits.total == 2
+        assert repr(lease).endswith("ended>")
+        assert cache.statistics().hit_rate == 2 / 9
+        assert "3 requests, hit rate 0.2222 of 9 blocks" in repr(cache.statistics())
+    assert repr(cache).endswith("closed>")
 
 
 def test_a_cache_needs_a_running_asyncio_loop():

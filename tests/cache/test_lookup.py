@@ -33,7 +33,7 @@ async def test_hits_by_tier_are_those_of_an_acquire():
             lease = await cache.acquire("again", tokens)
             await lease.wait_ready()
             assert hits == lease.hits
-            assert hits.blocks == lease.cached_tokens // BLOCK
+            assert hits.total == lease.cached_tokens // BLOCK
             seen.update(name for name, count in zip(hits._fields, hits, strict=True) if count)
             await lease.finish()
     assert seen == {"device", "host", "storage"}

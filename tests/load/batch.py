@@ -570,11 +570,11 @@ class Batch:
         if cache.free_blocks() != before or prefix.index.tree.statistics() != tree:
             self.fail("a look-up changed the index")
         full = len(row.tokens) // self.size
-        if not (hits.blocks <= full and 0 <= hits.new_blocks <= full + 1 - hits.device):
+        if not (hits.total <= full and 0 <= hits.new_blocks <= full + 1 - hits.device):
             self.fail(f"a look-up found {hits} of {full} blocks")
         if before.free + before.evictable > before.total or min(before) < 0:
             self.fail(f"free blocks do not add up: {before}")
-        self.seen["looked up with hits"] += hits.blocks > 0
+        self.seen["looked up with hits"] += hits.total > 0
 
     async def _hostile(self, row: Row) -> None:
         name = self.rng.choice([*REFUSED])

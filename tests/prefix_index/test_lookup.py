@@ -109,7 +109,7 @@ def test_a_lookup_equals_a_walk_block_by_block(
     assert (index.tree.statistics(), index.pool.free) == before
     match = index.match(prompt, fetch=chosen.fetchable(prompt), media=media)
     assert match.num_device_blocks >= found.device
-    assert match.expected_blocks >= found.blocks, "an acquire looks for less than was found"
+    assert match.expected_blocks >= found.total, "an acquire looks for less than was found"
     index.pool.give(index.tree.release(prompt))
 
 
@@ -141,4 +141,4 @@ def test_a_stored_prompt_is_hashed_in_bounded_steps_up_to_the_first_miss() -> No
 def test_the_hits_of_a_prompt_equal_those_of_its_lease() -> None:
     found = PromptHits(1, 2, 3, num_tokens=100, block_size=4, new_blocks=24)
     assert found == Hits(1, 2, 3)
-    assert (found.blocks, found.cached_tokens, found.tokens) == (6, 24, Hits(4, 8, 12))
+    assert (found.total, found.cached_tokens, found.tokens) == (6, 24, Hits(4, 8, 12))
