@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from numbers import Real
 from os import PathLike
 from pathlib import Path as File
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
@@ -127,8 +128,13 @@ class UnopenedCache(AbstractAsyncContextManager[KVCache]):
         self._entered = True
         return await self._opened.__aenter__()
 
-    async def __aexit__(self, *error: object) -> bool | None:
-        return await self._opened.__aexit__(*error)
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        return await self._opened.__aexit__(kind, error, trace)
 
     if not TYPE_CHECKING:  # type checkers reject the wrong uses themselves
 

@@ -6,6 +6,9 @@ that is too small for them. First every request is computed from nothing. Then k
 computed blocks on the device, in host memory and in files. The logits of every sampled position and
 the blocks of every request at its end, of every kind of layers, must be the same to the last bit,
 there must have been hits from every tier, and preemptions. Exit 1 lists the violations.
+
+With --http the model answers OpenAI's completions and chat completions instead, until SIGTERM or
+Ctrl-C: docs/how-to/serve_over_http.md.
 """  # noqa: INP001  (a script, not a package)
 
 from __future__ import annotations
@@ -41,6 +44,8 @@ DRAFTS = 6
 """Tokens of a speculation."""
 SNAPSHOT_BLOCKS = 2
 """Blocks between two snapshots of a state."""
+DRAIN = 30
+"""Seconds in which requests end after SIGTERM."""
 TIERS = ("device", "host", "storage")
 
 
@@ -59,10 +64,13 @@ class Options(NamedTuple):
     chunk_tokens: int
     json: str
     breaking: str
+    http: int | None
 
     @property
     def longest(self) -> int:
         """Blocks of a whole conversation."""
+        if self.http is not None:
+            return SIZES.positions // BLOCK
         return -(-(SYSTEM + self.turns * (USER + BLOCK // 2 + NEW)) // BLOCK)
 
     @property
@@ -398,6 +406,36 @@ async def serve(options: Options) -> tuple[Result, Result]:
     return plain, cached
 
 
+def serve_http(options: Options) -> None:
+    """Answer over HTTP until SIGTERM or Ctrl-C. Requests that run are answered to the end, for
+    DRAIN seconds at most, then the cache is closed."""
+    import uvicorn
+    from tiny_gpt.http_api import Api
+
+    @asynccontextmanager
+    async def opened(sample: Callable[[str, int, np.ndarray], int]) -> AsyncIterator[Any]:
+        with tempfile.TemporaryDirectory() as folder:
+            directory = Path(folder)
+            config = cache_config(options, directory)
+            async with model(options, config, directory) as (trunk, devices):
+                device = devices.pop("full", None)
+                async with kvactors.open(config, device, group_devices=devices) as cache:
+                    server = Server(
+                        _as_cache(cache),
+                        trunk,
+                        sample,
+                        Totals(),
+                        drafts=DRAFTS if options.speculate else 0,
+                        chunk=options.chunk_tokens,
+                        running=RUNNING,
+                        compare=False,
+                    )
+                    async with server.serving():
+                        yield cache, server
+
+    uvicorn.run(Api(opened).app, port=options.http, timeout_graceful_shutdown=DRAIN)
+
+
 def first_fault(error: Exception) -> Exception:
     """The first error inside nested exception groups."""
     return first_fault(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
@@ -406,6 +444,9 @@ def first_fault(error: Exception) -> Exception:
 def main(options: Options) -> int:
     """Serve, compare, tell."""
     quiet()
+    if options.http is not None:
+        serve_http(options)
+        return 0
     try:
         plain, cached = asyncio.run(serve(options))
     except ExceptionGroup as group:
@@ -476,7 +517,20 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         default="",
         help="damage blocks of the kind that is first in --layers: must fail",
     )
+    parser.add_argument(
+        "--http",
+        type=int,
+        nargs="?",
+        const=8000,
+        metavar="PORT",
+        help="answer OpenAI's API on 127.0.0.1 instead (8000; 0: any free port)",
+    )
     options = Options(**vars(parser.parse_args(arguments)))
+    if options.http is not None:
+        unused = ("samples", "conversations", "turns", "restart", "json", "breaking")
+        for name in unused:
+            if getattr(options, name) != parser.get_default(name):
+                parser.error(f"--{name.replace('breaking', 'break')} has no effect with --http")
     if options.chunk_tokens < 0:
         parser.error(f"--chunk-tokens must be at least 0, not {options.chunk_tokens}")
     if options.samples < 1:

@@ -289,12 +289,14 @@ class Request:
     """A request of a number of new tokens. samples: how many there are of the prompt. The further
     ones are forks.
 
-    lease, logits: of a fork, what it begins with.
+    cached_tokens: of its prompt, when it was first admitted. lease, logits: of a fork, what it
+    begins with.
     """
 
     def __init__(self, name: str, prompt: Sequence[int], new: int, samples: int = 1) -> None:
         self.name, self.tokens = name, list(prompt)
         self.start, self.goal = len(prompt), len(prompt) + new
+        self.cached_tokens: int | None = None
         self.forks = [Request(f"{name}/{number}", prompt, new) for number in range(1, samples)]
         self.lease: LeaseLike | None = None
         self.logits: np.ndarray | None = None
@@ -304,9 +306,9 @@ class Server:
     """Serves requests on a cache. running: how many at once. deadline: seconds any wait may take.
 
     drafts: tokens that a speculation proposes at most, 0 for none. chunk: tokens of a prompt that
-    take blocks at once, 0 for all. sample: (request, position,
-    logits) -> token. after_load: called with the block tables of a request, and with its blocks
-    that came from lower tiers (a test's way in).
+    take blocks at once, 0 for all. sample: (request, position, logits) -> token. compare: keep
+    logits, text and digests of blocks in `totals`. after_load: called with the block tables of a
+    request, and with its blocks that came from lower tiers (a test's way in).
     """
 
     def __init__(
@@ -321,11 +323,12 @@ class Server:
         running: int = 6,
         width: int = 4,
         deadline: float = 60.0,
+        compare: bool = True,
         after_load: Callable[[Sequence[Sequence[int]], range], None] | None = None,
     ) -> None:
         self.cache, self.trunk, self.sample, self.totals = cache, trunk, sample, totals
         self.deadline, self.after_load, self.drafts = deadline, after_load, drafts
-        self.chunk = chunk
+        self.chunk, self.compare = chunk, compare
         self.steps = Steps(width, deadline)
         self._slots = self._all = running
         self._numbers = count()
@@ -346,9 +349,13 @@ class Server:
     ) -> list[int]:
         """Tokens that follow the prompt. Returns the first sample when all are made."""
         request = Request(name, prompt, new_tokens, samples)
+        await self.serve(request)
+        return request.tokens[request.start :]
+
+    async def serve(self, request: Request) -> None:
+        """Sample all tokens of a request and of its forks."""
         async with anyio.create_task_group() as group:
             await self._answer(request, group)
-        return request.tokens[request.start :]
 
     async def _answer(self, request: Request, group: TaskGroup) -> None:
         """Serve a request until its goal. One that must give way keeps its place in the queue."""
@@ -360,6 +367,8 @@ class Server:
                 ticket = Ticket(number, request.name, tokens, future)
                 self._waiting.put_nowait(ticket)
                 lease = await self._admitted(ticket)
+            if request.cached_tokens is None:
+                request.cached_tokens = lease.cached_tokens
             try:
                 await self._serve(lease, request, group)
             except BaseException:
@@ -367,7 +376,8 @@ class Server:
                 raise
             finally:
                 self._leave()
-        self.totals.text[request.name] = tokens[request.start :]
+        if self.compare:
+            self.totals.text[request.name] = tokens[request.start :]
 
     # -- admission
 
@@ -469,9 +479,9 @@ class Server:
                 await lease.truncate(at)  # the rejected ones, and blocks that only they need
                 await lease.commit(at)
             if len(tokens) == goal:
-                self.totals.bytes[name] = await self.steps.submit(
-                    partial(self.trunk.digest, lease.block_tables, at), decode=True
-                )
+                if self.compare:
+                    digest = partial(self.trunk.digest, lease.block_tables, at)
+                    self.totals.bytes[name] = await self.steps.submit(digest, decode=True)
                 await lease.finish()
                 return
             try:
@@ -522,7 +532,8 @@ class Server:
         for logits, draft in zip(rows, [*drafts, -1], strict=True):
             at = len(tokens)
             token = self.sample(name, at, logits)
-            self.totals.logits[name, at] = logits
+            if self.compare:
+                self.totals.logits[name, at] = logits
             tokens.append(token)
             if token != draft or len(tokens) == goal:
                 break

@@ -135,6 +135,7 @@ def test_options_that_do_not_fit():
     """In one process: the imports take most of the time."""
     cases = {
         ("--layers", "window,fool"): "--layers has 'fool': choose from full, window, state",
+        ("--http", "0", "--break", "flip_bit"): "--break has no effect with --http",
         ("--layers", "state"): "--layers has no full layer among its first 4",
         ("--layers", "state,full", "--ranks", "2"): "groups work in one process",
         ("--layers", "state,full", "--speculate"): "a state cannot go back",

@@ -1,0 +1,156 @@
+"""The example server answers the OpenAI client: hits, errors, clients that leave, and SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import openai
+import pytest
+
+import kvactors
+from tests.docs.pages import HOW_TO, blocks_of
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
+
+SCRIPT = Path(__file__).parents[2] / "scenarios" / "serve_tiny_gpt.py"
+ROOT = Path(kvactors.__file__).parents[1]
+LONG = "The quick brown fox jumps over the lazy dog. " * 10
+MODEL = "tiny-gpt"
+BLOCK = 16
+
+
+def metric(url: str, name: str) -> float:
+    """The value of a metric."""
+    with urllib.request.urlopen(f"{url}/metrics") as response:
+        [found] = re.findall(rf"^{re.escape(name)} (.*)$", response.read().decode(), re.MULTILINE)
+    return float(found)
+
+
+def until(condition: Callable[[], bool], limit_s: float = 60.0) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """The process of the server, and its address."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    log, folder = tmp_path / "log", tmp_path / "files"
+    folder.mkdir()
+    command = [sys.executable, str(SCRIPT), "--http", "0"]
+    environment = os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)}
+    with log.open("wb") as output, subprocess.Popen(command, stderr=output, env=environment) as it:
+        try:
+            running = re.compile(r"running on (http://\S+)")
+            until(lambda: running.search(log.read_text()) is not None or it.poll() is not None)
+            found = running.search(log.read_text())
+            assert found, log.read_text()
+            yield it, found[1], folder
+        finally:
+            it.kill()
+
+
+def test_the_openai_client(server, capfd, tmp_path):
+    """One test: the imports of a server's process take some seconds."""
+    process, url, folder = server
+    check_the_page(url, capfd, tmp_path)
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        check_hits(client)
+        check_errors(client)
+        check_clients_that_leave(client, url)
+        # SIGTERM: the answer that is being streamed comes to its end
+        stream = client.completions.create(model=MODEL, prompt="a", max_tokens=40, stream=True)
+        text = next(stream).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        events = list(stream)
+    assert len(text + "".join(event.choices[0].text for event in events)) == 40
+    assert events[-1].choices[0].finish_reason == "length"
+    assert process.wait(60) == -signal.SIGTERM
+    assert list(folder.iterdir()) == []
+
+
+def check_the_page(url, capfd, tmp_path):
+    """Its lines run as pasted, and print what it shows but for the times."""
+    page, base = HOW_TO / "serve_over_http.md", "http://127.0.0.1:8000"
+    first, metrics, chat = blocks_of(page, "sh")[1:]
+    subprocess.run(["sh", "-ec", first.replace(base, url)], cwd=tmp_path, check=True)
+    found = capfd.readouterr().out
+    assert len(re.findall(r"first token after \S+ s\n", found)) == 3
+    subprocess.run(["sh", "-ec", (metrics + chat).replace(base, url)], check=True)
+    found = capfd.readouterr().out.strip()
+    shown = "".join(blocks_of(page, "text")[1:]).strip()
+    changing = re.compile(r'(_sum\S+|"created":|"id":)[^,\n]*|"content":"(?:[^"\\]|\\.)*"')
+    assert changing.sub(r"\1", found) == changing.sub(r"\1", shown)
+    [program] = blocks_of(page)
+    exec(program.replace(base, url), {})
+    assert len(capfd.readouterr().out) == 16
+
+
+def check_hits(client):
+    """The second turn finds the blocks of the first, its answer included."""
+    assert [one.id for one in client.models.list()] == [MODEL]
+    turns = [{"role": "system", "content": LONG}, {"role": "user", "content": "Good morning"}]
+    first = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=40, seed=1)
+    answer = first.choices[0].message.content
+    assert len(answer) == first.usage.completion_tokens == 40
+    assert first.choices[0].finish_reason == "length"
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+
+    turns += [{"role": "assistant", "content": answer}, {"role": "user", "content": "What?"}]
+    usage = {"include_usage": True}
+    *events, last = client.chat.completions.create(
+        model=MODEL, messages=turns, max_completion_tokens=5, stream=True, stream_options=usage
+    )
+    assert len("".join(event.choices[0].delta.content for event in events)) == 5
+    assert [event.choices[0].finish_reason for event in events] == [None] * 5 + ["length"]
+    # the last sampled token has no keys and values
+    cached = (first.usage.total_tokens - 1) // BLOCK * BLOCK
+    assert last.usage.prompt_tokens_details.cached_tokens == cached
+    assert last.usage.completion_tokens == 5
+
+    greedy = {"model": MODEL, "prompt": LONG, "temperature": 0, "max_tokens": 8}
+    texts = [client.completions.create(**greedy).choices[0].text for _ in range(2)]
+    assert texts[0] == texts[1], "with the cache as without"
+
+
+def check_errors(client):
+    """In OpenAI's format, which the client turns into its exceptions."""
+    with pytest.raises(openai.NotFoundError) as found:
+        client.completions.create(model="gpt-9", prompt="a")
+    assert found.value.code == "model_not_found"
+    assert "no model 'gpt-9', only 'tiny-gpt'" in found.value.message
+    with pytest.raises(openai.BadRequestError) as found:
+        client.completions.create(model=MODEL, prompt="a", max_tokens=4096)
+    assert found.value.code == "context_length_exceeded"
+    for wrong, text in (
+        ({"prompt": "a", "stop": "b"}, "unknown field `stop`"),
+        ({"prompt": ""}, "at `$.prompt`"),
+        ({"prompt": "a", "max_tokens": 0}, "at `$.max_tokens`"),
+    ):
+        with pytest.raises(openai.BadRequestError, match=re.escape(text)) as found:
+            client.completions.create(model=MODEL, **wrong)
+        assert found.value.type == "invalid_request_error"
+
+
+def check_clients_that_leave(client, url):
+    """With an answer half streamed, and before the first token: their blocks are given back."""
+    stream = client.completions.create(model=MODEL, prompt="b", max_tokens=4000, stream=True)
+    next(stream)
+    assert metric(url, "kvactors:num_requests_running") == 1
+    stream.close()
+    until(lambda: metric(url, "kvactors:num_requests_running") == 0)
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(model=MODEL, prompt="c", max_tokens=4000, timeout=1)
+    until(lambda: metric(url, "kvactors:num_requests_running") == 0)
+    assert metric(url, "kvactors:requests_abandoned_total") == 2
