@@ -1,7 +1,6 @@
 """`python -m kvactors`."""
 
 import sys
-from pathlib import Path
 
 
 def explain(error: ImportError) -> str:
@@ -9,9 +8,8 @@ def explain(error: ImportError) -> str:
     missing = error.name or ""
     if isinstance(error, ModuleNotFoundError) and not missing.startswith("kvactors"):
         return (
-            f"kvactors: the package {missing!r} is not installed for {sys.executable}: install "
-            "kvactors with its dependencies (`pip install -e .` in "
-            f"{Path(__file__).resolve().parents[1]})"
+            f"kvactors: the command line needs the package {missing!r}, which is not installed for "
+            f"{sys.executable}: pip install '/path/to/kvactors[cli]'"
         )
     return f"kvactors: {' '.join(str(error).split())}"
 

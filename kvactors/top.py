@@ -29,7 +29,7 @@ from rich.text import Text
 
 from kvactors.errors import ConfigError, KVActorsError
 from kvactors.observe.metrics import PREFIX
-from kvactors.scenario.output import Output, need, to_stdout, write_output
+from kvactors.scenario.output import Output, to_stdout, write_output
 from kvactors.settings.check import human
 
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.25, 3600.0
@@ -392,7 +392,6 @@ def top(
             raise ConfigError(
                 f"{name} must be {least or 'above 0'} to {MAX_INTERVAL_S:g} s, not {value:g}"
             )
-    need("prometheus_client", "kvactors top needs prometheus_client", "metrics")
     with output(json, once=once) as show:
         view = watch(target, show, interval, timeout, once=once)
     return 0 if view["status"] in ("ok", "degraded") else 1

@@ -89,6 +89,24 @@ def test_actors_import_only_messages_and_only_downstream():
     assert wrong == []
 
 
+COMMAND_LINE = {"__main__", "cli", "scenario", "settings_report", "top"}
+
+
+def test_a_cache_imports_no_package_of_the_command_line():
+    """Servers that embed a cache install it without the extra `cli`."""
+    importing = [
+        str(file.relative_to(PACKAGE))
+        for file in SOURCES
+        if file.relative_to(PACKAGE).with_suffix("").parts[0] not in COMMAND_LINE
+        and re.search(r"(from|import) (cyclopts|rich|docstring_parser)\b", file.read_text("utf-8"))
+    ]
+    assert importing == ["settings/schema.py"]
+    found = imports()
+    assert [pair for pair in found if pair[1] in COMMAND_LINE and pair[0] not in COMMAND_LINE] == []
+    schema = {(part, "settings.schema" in str(where)) for (part, _), where in found.items()}
+    assert {part for part, imported in schema if imported} == {"settings_report"}
+
+
 def test_no_parts_import_each_other_in_a_circle():
     assert cycles(imports()) == set()
 

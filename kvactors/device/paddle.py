@@ -45,8 +45,8 @@ def import_paddle() -> Any:
         found = installed()
         if not found:
             raise DeviceError(
-                "a paddle device needs Paddle: pip install 'kvactors[paddle]' (CPU) or "
-                f"'kvactors[paddle-gpu]'. {GPU_NEEDS}"
+                "a paddle device needs Paddle: pip install '/path/to/kvactors[paddle]' (CPU) or "
+                f"'/path/to/kvactors[paddle-gpu]'. {GPU_NEEDS}"
             ) from error
         needs = f". {GPU_NEEDS}" if "gpu" in found else ""
         raise DeviceError(f"{found} cannot be imported: {error}{needs}") from error

@@ -373,7 +373,6 @@ class Watching:
                 raise ConfigError(
                     "--metrics-port needs a run on the real clock: leave out --virtual"
                 )
-            need("prometheus_client", "--metrics-port needs prometheus_client", "metrics")
             from kvactors.observe.http_endpoint import serve_metrics
 
             self._observers.append(partial(serve_metrics, port=port, host=host))

@@ -178,7 +178,7 @@ class MooncakeClient:
             from mooncake.store import MooncakeDistributedStore
         except ImportError as error:
             raise StoreError(
-                "a mooncake store needs its client: pip install 'kvactors[mooncake]' (and "
+                "a mooncake store needs its client: pip install '/path/to/kvactors[mooncake]' (and "
                 f"libibverbs1, libnuma1): {error}"
             ) from error
         return MooncakeDistributedStore()

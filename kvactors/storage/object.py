@@ -59,7 +59,9 @@ def open_store(settings: StorageConfig) -> Any:
     try:
         from obstore.store import from_url
     except ImportError as error:
-        raise StoreError(f"a store of objects needs kvactors[object]: {error}") from error
+        raise StoreError(
+            f"a store of objects needs obstore: pip install '/path/to/kvactors[object]': {error}"
+        ) from error
     half = timedelta(seconds=settings.timeout_s / 2)  # a request that hangs is tried once more
     given = {"endpoint": settings.endpoint, "region": settings.region}
     about: dict[str, Any] = {

@@ -93,7 +93,8 @@ class ValkeyBackend(Backend):
             from redis.retry import Retry
         except ImportError as error:
             raise StoreError(
-                f"a valkey store needs its client: pip install 'kvactors[valkey]': {error}"
+                "a valkey store needs its client: pip install '/path/to/kvactors[valkey]': "
+                f"{error}"
             ) from error
         of_cluster = redis.exceptions.RedisClusterException
         self._errors = (redis.RedisError, of_cluster, OSError, ValueError)

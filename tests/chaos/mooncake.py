@@ -22,7 +22,7 @@ async def run(setting: Setting, tally: Tally) -> None:
         import mooncake.store  # noqa: F401
     except ImportError as error:
         tally.unavailable(
-            f"Mooncake's client cannot be loaded ({error}): pip install 'kvactors[mooncake]'"
+            f"Mooncake's client cannot be loaded ({error}): pip install '/path/to/kvactors[mooncake]'"
         )
         return
     master = FaultyMaster()

@@ -82,7 +82,7 @@ async def run(setting: Setting, tally: Tally) -> None:
     try:
         import zmq  # noqa: F401
     except ImportError:
-        tally.unavailable("pyzmq is not installed: pip install 'kvactors[kv-events]'")
+        tally.unavailable("pyzmq is not installed: pip install '/path/to/kvactors[kv-events]'")
         return
     window = setting.rng.choice([20, 10_000])
     sink = {

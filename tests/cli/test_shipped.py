@@ -106,7 +106,8 @@ def test_the_command_line_of_an_unbuilt_clone_names_the_remedy(tmp_path):
 def test_the_command_line_without_a_dependency_names_it(tmp_path):
     done = python(unbuilt(tmp_path), RUN, before="sys.modules['cyclopts'] = None")
     assert done.returncode == 2
-    assert done.stderr.startswith("kvactors: the package 'cyclopts' is not installed for")
+    assert done.stderr.startswith("kvactors: the command line needs the package 'cyclopts'")
+    assert "pip install '/path/to/kvactors[cli]'" in done.stderr
     assert done.stderr.count("\n") == 1
 
 

@@ -135,7 +135,7 @@ async def run_fleet(
     if missing:
         raise ConfigError(
             f"a fleet needs the packages mooncake and zmq ({' and '.join(missing)} not found): pip "
-            "install 'kvactors[mooncake,kv-events]'"
+            "install '/path/to/kvactors[mooncake,kv-events]'"
         )
     prefix = isolation() if isolate else []
     driver = await start_child("-m", "tests.fleet.driver", prefix=prefix)

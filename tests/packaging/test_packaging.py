@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.packaging.floors import OF_THE_SOURCES, TESTS, floors
+from tests.packaging.floors import EXTRAS, OF_THE_SOURCES, TESTS, floors
 from tests.packaging.wheels import IN_WHEEL, ROOT, missing, unwanted, wheel_for
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -22,7 +22,7 @@ def test_every_dependency_has_a_lowest_version():
     assert len(found) > len(PROJECT["dependencies"])
     assert "cyclopts==4.0" in found
     with pytest.raises(ValueError, match="numpy<3 has no lowest version"):
-        floors({"dependencies": ["numpy<3"], "optional-dependencies": {}})
+        floors({"dependencies": ["numpy<3"], "optional-dependencies": dict.fromkeys(EXTRAS, ())})
 
 
 def test_the_tests_at_the_lowest_versions_exist():

@@ -400,7 +400,7 @@ async def test_credentials_that_are_missing_are_found_at_the_start(server, monke
 
 async def test_a_library_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    with pytest.raises(StoreError, match=r"needs kvactors\[object\]"):
+    with pytest.raises(StoreError, match=r"pip install '/path/to/kvactors\[object\]'"):
         async with Node(in_folder(tmp_path)):
             pass
 

@@ -43,7 +43,7 @@ class Master:
             import mooncake
         except ImportError as error:
             raise StoreError(
-                "mooncake_master comes with pip install 'kvactors[mooncake]'"
+                "mooncake_master comes with pip install '/path/to/kvactors[mooncake]'"
             ) from error
         return [
             str(Path(next(iter(mooncake.__path__))) / "mooncake_master"),

@@ -25,7 +25,9 @@ try:
     import zmq.asyncio
     import zmq.backend
 except ImportError as error:
-    raise SinkError("a kv_events sink needs ZMQ: pip install 'kvactors[kv-events]'") from error
+    raise SinkError(
+        "a kv_events sink needs ZMQ: pip install '/path/to/kvactors[kv-events]'"
+    ) from error
 
 __all__ = ["Sockets", "zmq"]
 
