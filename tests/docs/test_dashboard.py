@@ -114,6 +114,7 @@ def test_every_query_gives_results_on_a_real_prometheus(tmp_path, unused_tcp_por
     port, web = unused_tcp_port_factory(), unused_tcp_port_factory()
     settings = (DEPLOY / "prometheus.yml").read_text("utf-8")
     settings = settings.replace("demo:9464", f"127.0.0.1:{port}").replace("5s", "1s")
+    shutil.copy(DEPLOY / "alerts.yml", tmp_path)
     file = tmp_path / "prometheus.yml"
     file.write_text(settings)
     demo = subprocess.Popen([sys.executable, DEPLOY / "demo" / "demo.py", "--port", str(port)])
