@@ -17,6 +17,7 @@ from kvactors.errors import ConfigError
 from kvactors.settings.check import (
     CLASS_KIND,
     ByteCount,
+    ByteSize,
     Count,
     DeviceNumber,
     Number,
@@ -24,9 +25,11 @@ from kvactors.settings.check import (
     Seconds,
     SecondsOrZero,
     SmallCount,
+    SmallNumber,
     UsedIf,
     Variable,
     host_and_port,
+    in_bytes,
 )
 
 TOPIC_FIELDS = ("model", "host", "dp_rank")  # names that a topic may contain in braces
@@ -93,14 +96,21 @@ class JsonLinesSinkConfig(SinkConfig, frozen=True, tag="jsonl"):
 
     Attributes:
         path: the file. Its folder must exist.
+        max_bytes: a file of this size or more is renamed to `path.1`, `path.1` to `path.2` and so
+            on, and a new one begins (None: the file grows).
+        backup_count: renamed files that stay, 0 to remove a full file.
     """
 
     path: str = ""
+    max_bytes: ByteSize | None = None
+    backup_count: SmallNumber = 3
 
     def _faults(self) -> Iterator[str]:
         yield from super()._faults()
         if not self.path:
             yield "path is missing"
+        if self.max_bytes is not None and not in_bytes(self.max_bytes, "max_bytes"):
+            yield "max_bytes must be at least 1 byte"
 
 
 class ClassSinkConfig(SinkConfig, frozen=True, tag=CLASS_KIND):

@@ -93,8 +93,7 @@ class ValkeyBackend(Backend):
             from redis.retry import Retry
         except ImportError as error:
             raise StoreError(
-                "a valkey store needs its client: pip install '/path/to/kvactors[valkey]': "
-                f"{error}"
+                f"a valkey store needs its client: pip install '/path/to/kvactors[valkey]': {error}"
             ) from error
         of_cluster = redis.exceptions.RedisClusterException
         self._errors = (redis.RedisError, of_cluster, OSError, ValueError)

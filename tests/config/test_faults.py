@@ -69,6 +69,10 @@ SINKS = [
             ("name = 'x'", r"flush\.sinks\.kind is missing"),
             ("kind = 'memory', path = 'x'", r"unknown key 'flush\.sinks\.path'"),
             ("kind = 'jsonl'", "path is missing"),
+            (
+                "kind = 'jsonl', path = '/x', max_bytes = '0 MB'",
+                "max_bytes must be at least 1 byte",
+            ),
             ("kind = 'memory', tiers = []", "at least one tier"),
             ("kind = 'memory', tiers = ['gpu']", "gpu"),
             ("kind = 'attention_store', granularity = 'per_tier'", "must be 'node'"),

@@ -164,6 +164,38 @@ async def test_a_call_that_is_given_up_ends_with_its_write(tmp_path, monkeypatch
     assert len(sink.path.read_bytes().splitlines()) == 2
 
 
+@pytest.mark.parametrize("kept", [0, 1, 2])
+async def test_a_full_file_is_renamed_before_the_next_lines(tmp_path, kept):
+    config = JsonLinesSinkConfig(path=str(tmp_path / "f"), max_bytes="1 k", backup_count=kept)
+    sink = JsonLinesSink(config, BLOCK)
+    await sink.begin_epoch(1)
+    for block in range(1, 13):
+        await sink.deliver([task(block)])
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["f", "f.1", "f.2"][: kept + 1]
+    assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in files)
+    assert all(1024 <= file.stat().st_size < 2048 for file in files[1:])
+    found = [json.loads(line) for file in reversed(files) for line in file.read_text().splitlines()]
+    keys = [key for line in found for key in line.get("keys", ())]
+    sent = [names(block)[0].hex() for block in range(1, 13)]
+    assert keys == sent[-len(keys) :]
+
+
+async def test_a_file_that_cannot_be_renamed_is_an_error_that_writes_nothing(tmp_path):
+    config = JsonLinesSinkConfig(path=str(tmp_path / "f"), max_bytes=1, backup_count=1)
+    sink = JsonLinesSink(config, BLOCK)
+    await sink.begin_epoch(1)
+    (tmp_path / "f.1").mkdir()
+    before = sink.path.read_bytes()
+    with pytest.raises(SinkError, match="directory"):
+        await sink.deliver([task(1)])
+    assert sink.path.read_bytes() == before
+    (tmp_path / "f.1").rmdir()
+    await sink.deliver([task(1)])
+    assert replay_jsonl(sink.path)[Tier.DEVICE] == set(names(1))
+    assert (tmp_path / "f.1").read_bytes() == before
+
+
 @pytest.mark.parametrize("how", ["truncated", "moved", "removed"])
 async def test_a_file_that_another_process_changes_loses_written_lines_and_no_later_ones(
     tmp_path, how

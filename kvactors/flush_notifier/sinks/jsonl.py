@@ -17,10 +17,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import aiofiles
+import aiofiles.os
 import msgspec
 import numpy as np
 
@@ -31,6 +35,7 @@ from kvactors.flush_notifier.messages import FlushTask
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.flush_notifier.sinks.kv_wire import identifier
 from kvactors.identity import media_items
+from kvactors.settings.check import in_bytes
 from kvactors.settings.sinks import JsonLinesSinkConfig
 from kvactors.threads import DaemonExecutor
 from kvactors.types import HASH_BYTES, split_hashes
@@ -52,6 +57,10 @@ class JsonLinesSink(Sink):
             raise SinkError(f"sink {self.name!r}: {self.path.parent} is not a folder")
         self._encoder = msgspec.json.Encoder()
         self._threads = DaemonExecutor("kvactors-jsonl")
+        limit = config.max_bytes
+        self._limit = inf if limit is None else in_bytes(limit, "max_bytes")
+        self._backups = config.backup_count
+        self._full = False
         self._torn = True  # whether the file may end within a line
 
     takes_groups = True
@@ -116,6 +125,8 @@ class JsonLinesSink(Sink):
 
     async def _write(self, data: bytes) -> None:
         try:
+            if self._full:  # before the lines, so that an error here writes none of them
+                await self._rotate()
             async with aiofiles.open(
                 self.path, "ab", opener=open_private, executor=self._threads
             ) as file:
@@ -123,9 +134,19 @@ class JsonLinesSink(Sink):
                     await file.truncate(await self._whole_lines())
                 self._torn = True
                 await file.write(data)
+                self._full = await file.tell() >= self._limit
             self._torn = False
         except OSError as error:
             raise SinkError(f"sink {self.name!r}: {error}") from error
+
+    async def _rotate(self) -> None:
+        names = [self.path, *(Path(f"{self.path}.{n + 1}") for n in range(self._backups))]
+        for old, new in reversed(list(pairwise(names))):
+            with suppress(FileNotFoundError):
+                await aiofiles.os.replace(old, new, executor=self._threads)
+        if not self._backups:
+            await aiofiles.os.unlink(self.path, executor=self._threads)
+        self._full = False
 
     async def _whole_lines(self) -> int:
         async with aiofiles.open(self.path, "rb", executor=self._threads) as file:
