@@ -10,7 +10,7 @@ CONSUMERS ?= ../consumers
 SLOW = benchmarks chaos e2e interop oracle planted ranks scenario simulation soak
 
 .PHONY: help install install-core test test-core test-native lint format types bench benchmarks docs docs-serve pages \
-	simulate planted soak interop engines engines-full
+	dist simulate planted soak interop engines engines-full
 
 help:  ## list the recipes
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */\1\t/' | expand -t 14
@@ -62,6 +62,9 @@ docs:  ## build the documentation into build/site, with strict links
 
 docs-serve:  ## serve the documentation on localhost
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs serve
+
+dist:  ## sdist and wheels in dist/, checked and tried in clean environments
+	$(PYTHON) -m tests.packaging.wheels dist
 
 simulate:  ## SEEDS drawn systems in virtual time
 	$(PYTHON) -m tests.simulation --seeds $(SEEDS)

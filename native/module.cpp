@@ -68,9 +68,13 @@ void append_buffer(nb::handle tokens, Raw<u32>& out) {
 
 // Leading plain ints of a list or tuple. To read them runs no code of Python that could change it.
 std::size_t append_ints(PyObject* tokens, std::size_t count, u32* out) {
-    PyObject** const items = PySequence_Fast_ITEMS(tokens);
+#ifdef Py_LIMITED_API
+    const auto item_at = PyList_CheckExact(tokens) ? PyList_GetItem : PyTuple_GetItem;
+#else  // a quarter faster
+    const auto item_at = [items = PySequence_Fast_ITEMS(tokens)](PyObject*, Py_ssize_t i) { return items[i]; };
+#endif
     for (std::size_t i = 0; i < count; ++i) {
-        PyObject* const item = items[i];
+        PyObject* const item = item_at(tokens, Py_ssize_t(i));
         if (!PyLong_CheckExact(item)) return i;
         const unsigned long value = PyLong_AsUnsignedLong(item);
         if (value > 0xffffffff) {

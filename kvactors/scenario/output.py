@@ -98,7 +98,7 @@ def need(module: str, what: str, extra: str) -> None:
     try:
         import_module(module)
     except ImportError as error:
-        raise ConfigError(f"{what}: pip install '/path/to/kvactors[{extra}]'") from error
+        raise ConfigError(f"{what}: pip install '/path/to/kvactors[cli,{extra}]'") from error
 
 
 def check_distinct(inputs: Iterable[Path | None], **outputs: Path | None) -> None:

