@@ -16,12 +16,13 @@ PAGE = HOW_TO / "embed_in_your_engine.md"
 
 def test_the_page_runs_as_one_program(tmp_path):
     blocks = blocks_of(PAGE)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     output = output_of("\n".join(blocks), tmp_path)
     assert "the first 80 tokens are committed" in output
     assert " requests were preempted" in output
     assert "cached: 240 of 243 tokens" in output
     assert "long: 0 tokens" not in output
+    assert "drained: served 3, given up 0" in output
 
 
 @pytest.mark.parametrize("seed", range(8))
