@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import subprocess
+import sys
+
 import pytest
 
 from tests.docs.pages import DOCS, HOW_TO, blocks_of, output_of
@@ -36,3 +40,17 @@ def test_the_readmes_example_runs_and_its_second_turn_hits_decoded_blocks(tmp_pa
     output = output_of(example, tmp_path, {"TMPDIR": str(tmp_path), "PATH": ""})
     assert "cached: 0 of 200 tokens, then 320 of 321" in output
     assert list(tmp_path.iterdir()), "the store is in the temporary folder"
+
+
+@pytest.mark.full
+def test_two_nodes_share_a_folder_as_the_page_shows(tmp_path):
+    page = DOCS / "two_nodes.md"
+    [program], [shown] = blocks_of(page, 'python title="node.py"'), blocks_of(page, "text")
+    (tmp_path / "node.py").write_text(program)
+    output = ""
+    for line in "".join(blocks_of(page, "sh")).splitlines()[1:]:
+        command = [sys.executable if one == "python" else one for one in shlex.split(line)]
+        output += subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
+        ).stdout
+    assert output == shown
