@@ -9,8 +9,8 @@ from kvactors.settings.tables import SHARED, StorageConfig
 from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore
 from kvactors.storage.file.store import FileBackend, object_stride
+from kvactors.storage.header import HEADER
 from kvactors.storage.memory import MemoryBackend
-from kvactors.storage.mooncake import HEADER
 
 DIRECT = "attention_store"
 KINDS = ("none", "memory", "file", *SHARED, DIRECT)
@@ -55,8 +55,10 @@ def make_backend(
         raise ConfigError("storage.exclusive has no meaning for a pool that other nodes share")
     if kind == "mooncake":
         from kvactors.storage.mooncake import MooncakeBackend
+        from kvactors.storage.mooncake_client import MooncakeClient
 
-        return MooncakeBackend(config.mooncake, identity, block_bytes)
+        client = MooncakeClient(config.mooncake, config.rank)
+        return MooncakeBackend(client, identity, block_bytes)
     if kind == "object":
         from kvactors.storage.object import ObjectBackend, prefix_of
 

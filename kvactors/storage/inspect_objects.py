@@ -12,8 +12,8 @@ from urllib.parse import unquote, urlsplit
 
 from kvactors.errors import ConfigError, KVActorsError, StoreError
 from kvactors.settings.tables import StorageConfig
+from kvactors.storage.header import HEADER, VERSION
 from kvactors.storage.inspect import Inspection, Pruned
-from kvactors.storage.mooncake import HEADER, VERSION
 from kvactors.storage.object import (
     PAGE_LIMIT_S,
     PAGE_OBJECTS,

@@ -1,20 +1,13 @@
 """A Mooncake pool as storage: every node of the pool can load the objects of every other node.
 
-An object is one immutable value: a block's payload and a header behind it. The pool belongs to
-all its nodes, and its master evicts objects, so this back end lists no keys and reports none to
-indexes. An object that is not there is a miss.
-
-The header is compared on every read (`native.make_headers`). Little-endian: magic "KVACTORS",
-version u32, kind u32, digest 32 bytes, key 32 bytes, payload length u64, XXH3-64 of the payload
-u64: together 96 bytes. An object without a checksum has kind 1, and 0 in the place of the checksum.
-Others have kind 0.
+An object is one immutable value: a block's payload and a header behind it (`header.py`). The pool
+belongs to all its nodes, and its master evicts objects, so this back end lists no keys and reports
+none to indexes. An object that is not there is a miss.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
-from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,87 +18,18 @@ from numpy.typing import NDArray
 from kvactors.actor.log import get_logger
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError, StoreUnavailable
-from kvactors.identity import Lineage, StoreIdentity
-from kvactors.native import addresses, check_headers, make_headers, object_names, slot_pointers
-from kvactors.settings.mooncake import MooncakeConfig
-from kvactors.storage.backend import Backend, Expired, ReadReport, SlotViews, WriteReport
+from kvactors.identity import StoreIdentity
+from kvactors.native import addresses, object_names, slot_pointers
+from kvactors.storage.backend import Expired, SlotViews
+from kvactors.storage.header import HEADER, PoolMoved, outcome_of
 from kvactors.storage.messages import Outcome
-from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, NOT_READY, OK, MooncakeClient
-
-MAGIC = b"KVACTORS"
-VERSION = 1
-HEADER = struct.Struct("<8sII32s32sQQ")
-
-
-class Fit(IntEnum):
-    """How a header compares with its object (`native.check_headers`)."""
-
-    DIFFERS = 0
-    FITS = 1
-    NO_CHECKSUM = 2  # everything else fits
-
+from kvactors.storage.mooncake_client import MooncakeClient
+from kvactors.storage.shared import SharedStore
 
 log = get_logger()
 
 QUESTION_OBJECTS = 32
 """Objects in one question to the master, at most."""
-
-
-# -- headers
-
-
-class PoolMoved(NamedTuple):
-    """The result of a transfer."""
-
-    outcomes: bytes
-    without_checksum: int = 0  # objects that are refused for it
-
-
-class PoolHeaders:
-    """Makes and compares headers. Its calls may run in any thread.
-
-    Args:
-        checksums: whether headers have a checksum of the payload. With it, an object without one
-            is a miss. Without it, no checksum is compared.
-    """
-
-    def __init__(self, digest: bytes, block_bytes: int, checksums: bool) -> None:
-        self.checksums = checksums
-        self._digest = digest
-        self._block_bytes = block_bytes
-        self._whole = block_bytes + HEADER.size
-        without = Outcome.MISS if checksums else Outcome.OK
-        self._outcomes: dict[int, Outcome] = {
-            Fit.DIFFERS: Outcome.CORRUPT,
-            Fit.FITS: Outcome.OK,
-            Fit.NO_CHECKSUM: without,
-        }
-
-    def make(self, keys: bytes, pointers: list[list[int]]) -> None:
-        make_headers(self._digest, keys, pointers, self._block_bytes, self.checksums)
-
-    def compare(self, keys: bytes, pointers: list[list[int]], codes: list[int]) -> PoolMoved:
-        """Compare the objects that arrived, by the codes of the client. `keys` are joined."""
-        arrived = [i for i, code in enumerate(codes) if code == self._whole]
-        fits = check_headers(
-            self._digest,
-            b"".join(keys[32 * i : 32 * i + 32] for i in arrived),
-            [pointers[i] for i in arrived],
-            self._block_bytes,
-            self.checksums,
-        )
-        outcomes = bytearray(Outcome.CORRUPT if code >= 0 else outcome_of(code) for code in codes)
-        for i, fit in zip(arrived, fits, strict=True):
-            outcomes[i] = self._outcomes[fit]
-        return PoolMoved(bytes(outcomes), fits.count(Fit.NO_CHECKSUM) if self.checksums else 0)
-
-
-OUTCOMES = {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS, NOT_READY: Outcome.MISS}
-
-
-def outcome_of(code: int) -> Outcome:
-    """The outcome that a return code of the client stands for."""
-    return Outcome.OK if code >= OK else OUTCOMES.get(code, Outcome.UNAVAILABLE)
 
 
 # -- transfers
@@ -150,19 +74,18 @@ class PoolBatch(NamedTuple):
         return self._replace(keys=keys, pointers=pointers)
 
 
-class MooncakeBackend(Backend):
-    """A client of a pool. A thread of the client makes the headers of a transfer and moves it, or
+class MooncakeBackend(SharedStore):
+    """Objects of a pool. A thread of the client makes the headers of a transfer and moves it, or
     moves it and compares its headers."""
 
     slot_trailer_bytes = HEADER.size
 
-    def __init__(self, config: MooncakeConfig, identity: StoreIdentity, block_bytes: int) -> None:
-        super().__init__(identity.digest, block_bytes)
-        self.client = MooncakeClient(config, identity.rank)
+    def __init__(self, client: MooncakeClient, identity: StoreIdentity, block_bytes: int) -> None:
+        checksums = client.config.payload_checksums
+        super().__init__(identity.digest, block_bytes, checksums=checksums)
+        self.client = client
         self.most_objects = TRANSFER_OBJECTS
-        self.arena: Arena | None = None  # registered with the client, with space for headers
         self._prefix = identity.pool_prefix
-        self._headers = PoolHeaders(identity.digest, block_bytes, config.payload_checksums)
 
     async def open(self) -> None:
         await self.client.open()
@@ -173,8 +96,7 @@ class MooncakeBackend(Backend):
 
     async def attach(self, arena: Arena) -> None:
         await self.client.register(arena)
-        if arena.trailer >= HEADER.size and arena.block_bytes == self.block_bytes:
-            self.arena = arena
+        await super().attach(arena)
 
     async def close(self) -> None:
         """Leave the pool, which loses the objects in this node's memory."""
@@ -185,10 +107,6 @@ class MooncakeBackend(Backend):
         return self._prefix + key.hex()
 
     # -- look-ups
-
-    def probe(self, keys: Sequence[bytes]) -> int | None:
-        """None: only the master can answer."""
-        return None
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """The master is not asked about a key behind a missing one."""
@@ -223,26 +141,18 @@ class MooncakeBackend(Backend):
 
     # -- reads and writes
 
-    async def read(
+    async def get(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        """Corrupt objects are removed from the pool."""
+    ) -> bytes:
         outcomes, refused = await self._move(self._batch(keys, views), self._get, expired)
         self.counters.without_checksum += refused
         if refused:
             log.warning("objects without checksums", store="mooncake", objects=refused)
-        results = zip(keys, outcomes, strict=True)
-        await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
-        return ReadReport(bytes(outcomes), [])
+        return bytes(outcomes)
 
-    async def write(
-        self,
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
-        salts: Sequence[int | None] = (),
-    ) -> WriteReport:
+    async def put(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> bytes:
         """The pool reports an object that it has as written."""
         batch = self._batch(keys, views)
         outcomes, _ = await self._move(batch, self._put, expired)
@@ -252,7 +162,7 @@ class MooncakeBackend(Backend):
             again, _ = await self._move(batch.chosen(full), self._put, lambda: False)
             for i, outcome in zip(full, again, strict=True):
                 outcomes[i] = outcome
-        return WriteReport(bytes(outcomes), [])
+        return bytes(outcomes)
 
     async def _move(
         self, batch: PoolBatch, transfer: Callable[..., PoolMoved], expired: Expired
@@ -274,12 +184,12 @@ class MooncakeBackend(Backend):
         """Read, and compare headers. In a thread of the client."""
         keys = b"".join(batch.keys)
         codes = self._codes(store.batch_get_into_multi_buffers, batch, keys)
-        return self._headers.compare(keys, batch.pointers, codes)
+        return self.headers.compare(keys, batch.pointers, codes)
 
     def _put(self, batch: PoolBatch, store: Any) -> PoolMoved:
         """Make headers, and write. In a thread of the client."""
         keys = b"".join(batch.keys)
-        self._headers.make(keys, batch.pointers)
+        self.headers.make(keys, batch.pointers)
         codes = self._codes(store.batch_put_from_multi_buffers, batch, keys)
         return PoolMoved(bytes(map(outcome_of, codes)))
 
@@ -322,11 +232,9 @@ class MooncakeBackend(Backend):
     # -- removal
 
     async def remove(self, keys: Sequence[bytes]) -> None:
-        if keys:
-            await self.client.remove([self.name(key) for key in keys])
+        await self.client.remove([self.name(key) for key in keys])
 
-    async def clear(self, generation: int = 0) -> None:
+    async def remove_all(self) -> None:
         pattern = "^" + self._prefix
         if await self.client.call(lambda store: int(store.remove_by_regex(pattern, True)), -1) < 0:
             raise StoreError("the Mooncake pool did not remove the objects")
-        self.generation = max(self.generation + 1, generation)

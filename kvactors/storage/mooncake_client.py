@@ -36,10 +36,8 @@ from kvactors.settings.mooncake import (
     largest_registration,
     metadata_endpoints,
 )
+from kvactors.storage.header import NO_SPACE, NOT_FOUND, NOT_READY, OK, RPC_FAILED
 from kvactors.threads import Workers
-
-OK, NO_SPACE, NOT_FOUND, NOT_READY, RPC_FAILED = 0, -200, -704, -703, -900
-
 
 T = TypeVar("T")
 

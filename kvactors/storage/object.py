@@ -20,12 +20,13 @@ import anyio
 
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import ConfigError, StoreError, StoreUnavailable
-from kvactors.identity import Lineage, StoreIdentity
+from kvactors.identity import StoreIdentity
 from kvactors.native import addresses
 from kvactors.settings.tables import StorageConfig
-from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.backend import Expired
+from kvactors.storage.header import HEADER
 from kvactors.storage.messages import Outcome
-from kvactors.storage.mooncake import HEADER, PoolHeaders
+from kvactors.storage.shared import SharedStore
 from kvactors.threads import Workers
 
 ROOT = "kvactors"
@@ -87,7 +88,7 @@ def reason(error: BaseException) -> str:
     return re.sub(r" (?:for path|at location) \S+:?|/[0-9a-f]{64}\S*", "", text)[:300]
 
 
-class ObjectBackend(Backend):
+class ObjectBackend(SharedStore):
     """A client of an object store. The bytes that the library reads or sends are its own copies, so
     a request that is given up touches no slot. `storage.io_depth` is the number of reads and
     look-ups at once of a batch, and `storage.io_write_depth` that of writes and deletions.
@@ -101,14 +102,12 @@ class ObjectBackend(Backend):
         self.store: Any = None
         self._settings = settings
         self._prefix = prefix
-        self._headers = PoolHeaders(self.digest, block_bytes, checksums=True)
         self._workers = Workers(THREADS, "object-store")
         # A batch ends before it counts as a call that does not return (`GuardedBackend.overdue`).
         self._limit = 0.9 * settings.timeout_s
         self._depth = settings.io_depth
         self._write_depth = settings.io_write_depth or settings.io_depth
         self._puts: set[asyncio.Future[Any]] = set()
-        self._trouble = ""
 
     async def open(self) -> None:
         """Ask for the first name of a listing: a look-up cannot tell a bucket that is missing from
@@ -134,14 +133,7 @@ class ObjectBackend(Backend):
     def name(self, key: bytes) -> str:
         return f"{self._prefix}/{key.hex()[:3]}/{key.hex()}"
 
-    def trouble(self) -> str:
-        return self._trouble
-
     # -- look-ups
-
-    def probe(self, keys: Sequence[bytes]) -> int | None:
-        """None: only the store can answer."""
-        return None
 
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         """A path that is not there costs one request."""
@@ -174,11 +166,9 @@ class ObjectBackend(Backend):
 
     # -- reads and writes
 
-    async def read(
+    async def get(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        """Corrupt objects are removed from the store."""
-
+    ) -> bytes:
         async def get(i: int) -> Outcome:
             try:
                 found = await self.store.get_async(self.name(keys[i]))
@@ -189,19 +179,11 @@ class ObjectBackend(Backend):
                 return Outcome.MISS
             return Outcome(await self._in_thread(partial(self._unpack, keys[i], data, views[i])))
 
-        outcomes = await self._each(self._depth, len(keys), expired, get)
-        results = zip(keys, outcomes, strict=True)
-        await self.remove([key for key, outcome in results if outcome == Outcome.CORRUPT])
-        return ReadReport(bytes(outcomes), [])
+        return bytes(await self._each(self._depth, len(keys), expired, get))
 
-    async def write(
-        self,
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
-        salts: Sequence[int | None] = (),
-    ) -> WriteReport:
+    async def put(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> bytes:
         """Equal keys have equal contents, so it does not matter which of two nodes writes last. A
         look-up costs less than an object that is sent again."""
 
@@ -217,7 +199,7 @@ class ObjectBackend(Backend):
             await asyncio.shield(sending)
             return Outcome.OK
 
-        return WriteReport(bytes(await self._each(self._write_depth, len(keys), expired, put)), [])
+        return bytes(await self._each(self._write_depth, len(keys), expired, put))
 
     def _put_ended(self, put: asyncio.Future[Any]) -> None:
         self._puts.discard(put)
@@ -253,7 +235,7 @@ class ObjectBackend(Backend):
 
     def _pack(self, key: bytes, view: memoryview) -> bytes:
         header = bytearray(HEADER.size)
-        self._headers.make(key, [addresses([view, memoryview(header)])])
+        self.headers.make(key, [addresses([view, memoryview(header)])])
         return b"".join((view, header))
 
     def _unpack(self, key: bytes, data: Any, view: memoryview) -> Outcome:
@@ -261,7 +243,7 @@ class ObjectBackend(Backend):
         source = memoryview(data)
         [address] = addresses([source])
         pieces = [[address, address + self.block_bytes]]
-        [outcome] = self._headers.compare(key, pieces, [len(source)]).outcomes
+        [outcome] = self.headers.compare(key, pieces, [len(source)]).outcomes
         if outcome == Outcome.OK:
             view[:] = source[: self.block_bytes]
         return Outcome(outcome)
@@ -280,7 +262,7 @@ class ObjectBackend(Backend):
 
         await self._each(self._write_depth, len(keys), lambda: False, remove)
 
-    async def clear(self, generation: int = 0) -> None:
+    async def remove_all(self) -> None:
         """Delete the objects of this identity, a page at a time. What other nodes write meanwhile
         may stay."""
         if self._puts:
@@ -291,7 +273,6 @@ class ObjectBackend(Backend):
             await delete_listed(self.store, self._prefix)
         except Exception as error:
             raise StoreError(f"{self._settings.url} was not cleared: {reason(error)}") from error
-        self.generation = max(self.generation + 1, generation)
 
 
 async def delete_listed(

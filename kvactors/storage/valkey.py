@@ -21,15 +21,14 @@ import numpy as np
 
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
-from kvactors.device.arena import Arena
 from kvactors.errors import StoreError, StoreUnavailable
-from kvactors.identity import Lineage, StoreIdentity
+from kvactors.identity import StoreIdentity
 from kvactors.native import addresses, object_names
 from kvactors.settings.valkey import ValkeyConfig
-from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.backend import Expired
+from kvactors.storage.header import HEADER, NO_SPACE, NOT_FOUND, RPC_FAILED, outcome_of
 from kvactors.storage.messages import Outcome
-from kvactors.storage.mooncake import HEADER, PoolHeaders, outcome_of
-from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, RPC_FAILED
+from kvactors.storage.shared import SharedStore
 from kvactors.threads import Workers, in_thread
 
 T = TypeVar("T")
@@ -57,7 +56,7 @@ CLOSE_S = 2.0
 FLAGS = "notify-keyspace-events"
 
 
-class ValkeyBackend(Backend):
+class ValkeyBackend(SharedStore):
     """A client of a server or of a cluster."""
 
     slot_trailer_bytes = HEADER.size
@@ -67,15 +66,12 @@ class ValkeyBackend(Backend):
         self.config = config
         self._addresses = config.addresses()
         self._prefix = identity.pool_prefix
-        self._headers = PoolHeaders(identity.digest, block_bytes, checksums=True)
-        self._arena: Arena | None = None  # with space for headers
         self._client: Any = None
         self._errors: tuple[type[Exception], ...] = ()  # of the client
         self._open = False
         self._workers = Workers(THREADS, "kvactors-valkey")
         self._watcher = Workers(1, "kvactors-valkey-evictions")
         self._gone: deque[bytes] = deque(maxlen=GONE_KEYS)
-        self._trouble = ""
 
     # -- opening and closing
 
@@ -131,10 +127,6 @@ class ValkeyBackend(Backend):
         else:
             log.info("valkey opened", **about)
 
-    async def attach(self, arena: Arena) -> None:
-        if arena.trailer >= HEADER.size and arena.block_bytes == self.block_bytes:
-            self._arena = arena
-
     async def close(self) -> None:
         self._open = False
         if self._client is not None:
@@ -165,9 +157,6 @@ class ValkeyBackend(Backend):
         self._trouble = f"{self.config.shown}: {type(error).__name__}: {error}".rstrip(".")
         return self._trouble
 
-    def trouble(self) -> str:
-        return self._trouble
-
     def _pipeline(self, command: str, keys: Sequence[bytes], *more: Sequence[Any]) -> list[Any]:
         """The reply, or the error, of a command for each key. In a thread. more: further arguments,
         one of each sequence a key."""
@@ -192,10 +181,6 @@ class ValkeyBackend(Backend):
 
     # -- look-ups
 
-    def probe(self, keys: Sequence[bytes]) -> int | None:
-        """None: only the server can answer."""
-        return None
-
     async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
         found = await self.exists_many(keys, expired)
         return [*found, False].index(False)
@@ -208,27 +193,16 @@ class ValkeyBackend(Backend):
 
     # -- reads and writes
 
-    async def read(
+    async def get(
         self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
-        """Corrupt objects are removed."""
-        outcomes = await self._move(self._get, keys, views, expired)
-        results = list(zip(keys, outcomes, strict=True))
-        corrupt = [key for key, outcome in results if outcome == Outcome.CORRUPT]
-        if corrupt:
-            await self.remove(corrupt)
-        return ReadReport(outcomes, corrupt + [k for k, one in results if one == Outcome.MISS])
+    ) -> bytes:
+        return await self._move(self._get, keys, views, expired)
 
-    async def write(
-        self,
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
-        salts: Sequence[int | None] = (),
-    ) -> WriteReport:
+    async def put(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> bytes:
         """An object that the server has is replaced, and its time to live begins again."""
-        return WriteReport(await self._move(self._set, keys, views, expired), [])
+        return await self._move(self._set, keys, views, expired)
 
     async def _move(
         self,
@@ -253,7 +227,7 @@ class ValkeyBackend(Backend):
         values = self._pipeline("GET", keys)
         held = [memoryview(value if isinstance(value, bytes) else b"") for value in values]
         pointers, codes = [[one] for one in addresses(held)], list(map(self._code, values))
-        outcomes = self._headers.compare(b"".join(keys), pointers, codes).outcomes
+        outcomes = self.headers.compare(b"".join(keys), pointers, codes).outcomes
         for view, value, outcome in zip(views, held, outcomes, strict=True):
             if outcome == Outcome.OK:
                 # NumPy copies without the interpreter's lock.
@@ -264,7 +238,7 @@ class ValkeyBackend(Backend):
     def _set(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> bytes:
         """Make headers, and write. In a thread."""
         values: list[Any] = list(map(self._object, views))
-        self._headers.make(b"".join(keys), [[address] for address in addresses(values)])
+        self.headers.make(b"".join(keys), [[address] for address in addresses(values)])
         if self.block_bytes <= SMALL_BYTES:
             values = list(map(bytes, values))
         expiry = ("EX", self.config.ttl_s) if self.config.ttl_s else ()
@@ -274,7 +248,7 @@ class ValkeyBackend(Backend):
     def _object(self, view: memoryview) -> memoryview:
         """The memory of an object: the slot with the space behind it, or a copy of the payload."""
         whole, address = self.block_bytes + HEADER.size, addresses([view])[0]
-        if self._arena is not None and self._arena.holds(address):
+        if self.arena is not None and self.arena.holds(address):
             return memoryview((ctypes.c_ubyte * whole).from_address(address)).cast("B")
         return memoryview(bytearray(view) + bytes(HEADER.size))
 
@@ -285,10 +259,9 @@ class ValkeyBackend(Backend):
         with suppress(StoreUnavailable):
             await self._call(partial(self._pipeline, "UNLINK", keys))
 
-    async def clear(self, generation: int = 0) -> None:
+    async def remove_all(self) -> None:
         """The server looks at each of its keys."""
         await self._call(self._unlink_all)
-        self.generation = max(self.generation + 1, generation)
 
     def _unlink_all(self) -> None:
         """In a thread."""

@@ -13,8 +13,10 @@ from kvactors.identity import StoreIdentity
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.signals import run_terminable
 from kvactors.storage.backend import SlotViews
+from kvactors.storage.header import PoolHeaders
 from kvactors.storage.messages import Outcome
-from kvactors.storage.mooncake import MooncakeBackend, PoolHeaders
+from kvactors.storage.mooncake import MooncakeBackend
+from kvactors.storage.mooncake_client import MooncakeClient
 from tests.benchmarks.frame import Row, rate_row
 from tests.support.masters import master
 
@@ -61,7 +63,7 @@ class PoolRunners:
                 raise RuntimeError("an object was lost")
 
     async def _ours(self, runner: str, what: str, keys: list[bytes]) -> bool:
-        self._store._headers = self._headers[runner]
+        self._store.headers = self._headers[runner]
         call = self._store.write if what == "write" else self._store.read
         report = await call(keys, SlotViews(self._arena, range(len(keys))), lambda: False)
         return set(report.outcomes) == {Outcome.OK}
@@ -100,7 +102,9 @@ async def in_pool(
         global_segment_size=f"{(total * 5 >> 20) + 64}MB",
         local_buffer_size="16MB",
     )
-    store = MooncakeBackend(config, StoreIdentity("bench", "default", bytes(32)), size)
+    store = MooncakeBackend(
+        MooncakeClient(config), StoreIdentity("bench", "default", bytes(32)), size
+    )
     arena = Arena(slots, size, trailer=MooncakeBackend.slot_trailer_bytes)
     arena.fresh.touch()
     await store.open()

@@ -8,8 +8,8 @@ from pathlib import Path
 from anyio.to_thread import run_sync
 
 from kvactors.native import addresses
+from kvactors.storage.header import HEADER, PoolHeaders
 from kvactors.storage.messages import Outcome
-from kvactors.storage.mooncake import HEADER, PoolHeaders
 from tests.chaos.record import Setting, Tally
 from tests.chaos.rest import settings
 from tests.chaos.worker import worker

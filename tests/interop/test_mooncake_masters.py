@@ -20,8 +20,10 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.identity import StoreIdentity
 from kvactors.settings.mooncake import MooncakeConfig
+from kvactors.storage.header import HEADER
 from kvactors.storage.messages import Outcome
-from kvactors.storage.mooncake import HEADER, MooncakeBackend
+from kvactors.storage.mooncake import MooncakeBackend
+from kvactors.storage.mooncake_client import MooncakeClient
 from tests.interop.environments import InteropError
 from tests.interop.processes import call, wait_until
 from tests.support.masters import Master, free_port
@@ -106,7 +108,7 @@ def backend(port: int) -> MooncakeBackend:
         timeout_s=1.0,
         connect_timeout_s=60.0,
     )
-    return MooncakeBackend(config, StoreIdentity("m", "n", bytes(range(32))), SIZE)
+    return MooncakeBackend(MooncakeClient(config), StoreIdentity("m", "n", bytes(range(32))), SIZE)
 
 
 def test_objects_are_stored_again_after_another_master_is_elected(tmp_path: Path) -> None:

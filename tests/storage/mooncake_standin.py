@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-from kvactors.storage.mooncake_client import NOT_FOUND, OK
+from kvactors.storage.header import NOT_FOUND, OK
 
 INVALID, FAILED = -600, -800
 UNREACHABLE = 2

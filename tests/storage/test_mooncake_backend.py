@@ -19,9 +19,10 @@ from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.settings import Config
 from kvactors.settings.mooncake import MooncakeConfig
+from kvactors.storage.header import OK, RPC_FAILED
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import MooncakeBackend
-from kvactors.storage.mooncake_client import OK, RPC_FAILED, MooncakeClient
+from kvactors.storage.mooncake_client import MooncakeClient
 from kvactors.testing.store_contract import Bench, StoreContract, key, never
 from tests.storage.pools import free_port, master
 from tests.support import cache as support
@@ -49,8 +50,8 @@ class Node(Bench):
 
     def __init__(self, address, slots=200, identity=IDENTITY, **changes) -> None:
         settings = {**SMALL, "timeout_s": 1.0, **changes}
-        config = MooncakeConfig(master_server_address=address, **settings)
-        super().__init__(MooncakeBackend(config, identity, SIZE), Arena(slots, SIZE))
+        client = MooncakeClient(MooncakeConfig(master_server_address=address, **settings))
+        super().__init__(MooncakeBackend(client, identity, SIZE), Arena(slots, SIZE))
 
     async def __aenter__(self) -> Self:
         await self.store.open()
@@ -217,9 +218,9 @@ class TestMooncake(StoreContract):
         self.address = running.address
 
     async def make(self, folder, capacity):
-        config = MooncakeConfig(master_server_address=self.address, **SMALL)
+        client = MooncakeClient(MooncakeConfig(master_server_address=self.address, **SMALL))
         fingerprint = next(self.numbers).to_bytes(32, "big")
-        return MooncakeBackend(config, StoreIdentity("m", "n", fingerprint), self.block_bytes)
+        return MooncakeBackend(client, StoreIdentity("m", "n", fingerprint), self.block_bytes)
 
 
 # -- a whole cache on each of two nodes

@@ -9,36 +9,29 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import structlog
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.identity import StoreIdentity
-from kvactors.native import addresses, check_headers, make_headers
 from kvactors.settings.mooncake import MooncakeConfig
 from kvactors.storage.backend import SlotViews
+from kvactors.storage.header import HEADER, MAGIC, NO_SPACE, VERSION, PoolHeaders
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake import (
-    HEADER,
     LEAST_OBJECTS,
-    MAGIC,
     TRANSFER_BYTES,
     TRANSFER_OBJECTS,
-    VERSION,
-    Fit,
     MooncakeBackend,
-    PoolHeaders,
-    outcome_of,
     transfers_of,
 )
-from kvactors.storage.mooncake_client import NO_SPACE, NOT_FOUND, MooncakeClient
+from kvactors.storage.mooncake_client import MooncakeClient
 from kvactors.testing.store_contract import key, never
 from tests.storage.mooncake_standin import StandIn
+from tests.storage.test_header import DIGEST, SIZE, header
 from tests.storage.test_mooncake_rules import joined
 
-SIZE, DIGEST = 5000, bytes(range(32))
 OK, CORRUPT = Outcome.OK, Outcome.CORRUPT
 
 
@@ -92,11 +85,9 @@ class Bench:
         self, trailer: int = HEADER.size, slots: int = 8, step: int = 3, checksums: bool = True
     ) -> None:
         self.pool = Pool()
-        self.store = MooncakeBackend(
-            MooncakeConfig(payload_checksums=checksums), StoreIdentity("m", "n", bytes(32)), SIZE
-        )
-        self.store.client = self.pool
-        self.store._headers = PoolHeaders(DIGEST, SIZE, checksums)
+        self.pool.config = MooncakeConfig(payload_checksums=checksums)
+        self.store = MooncakeBackend(self.pool, StoreIdentity("m", "n", bytes(32)), SIZE)
+        self.store.headers = PoolHeaders(DIGEST, SIZE, checksums)
         self.store.most_objects = step
         self.name = self.store.name
         self.arena = Arena(slots, SIZE, trailer=trailer)
@@ -116,11 +107,6 @@ class Bench:
 @pytest.fixture
 def bench():
     return Bench()
-
-
-def header(name: bytes, payload: bytes) -> bytes:
-    checksum = xxhash.xxh3_64_intdigest(payload)
-    return HEADER.pack(MAGIC, VERSION, 0, DIGEST, name, len(payload), checksum)
 
 
 @pytest.mark.parametrize("trailer", [HEADER.size, 0])
@@ -318,51 +304,6 @@ async def test_what_a_pool_costs_is_logged(pool, protocol, checksums):
     told = [one["event"] for one in logs]
     assert ("pool over TCP" in told) == (protocol == "tcp")
     assert ("payload checksums are off" in told) == (not checksums)
-
-
-# -- Headers, names and addresses of the objects of a Mooncake pool, by the native calls.
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
-def test_headers_of_large_objects_by_several_threads_are_those_of_one(count):
-    size = (8 << 20) // count + 17
-    memory = np.zeros((count, size + HEADER.size), np.uint8)
-    memory[:, :size] = np.random.default_rng(count).integers(0, 256, (count, size), np.uint8)
-    keys = [key(i) for i in range(count)]
-    about = (DIGEST, b"".join(keys), [[int(row.ctypes.data)] for row in memory], size)
-    make_headers(*about)
-    for name, row in zip(keys, memory, strict=True):
-        assert bytes(row[size:]) == header(name, bytes(row[:size]))
-    assert check_headers(*about) == bytes([Fit.FITS] * count)
-    memory[count - 1, size // 2] ^= 1
-    assert check_headers(*about) == bytes([Fit.FITS] * (count - 1) + [Fit.DIFFERS])
-
-
-def test_lists_that_do_not_fit_are_refused():
-    memory = np.zeros(SIZE + HEADER.size, np.uint8)
-    where = addresses([memory.data])
-    assert where == [memory.ctypes.data]
-    for digest, keys, pointers, fault in (
-        (DIGEST[1:], key(1), [where], ValueError),
-        (DIGEST, key(1)[1:], [where], ValueError),
-        (DIGEST, key(1), [where, where], ValueError),
-        (DIGEST, key(1), [[]], ValueError),
-        (DIGEST, key(1), [where * 3], ValueError),
-        (DIGEST, key(1), [tuple(where)], TypeError),
-        (DIGEST, key(1), where, TypeError),
-    ):
-        for call in (make_headers, check_headers):
-            with pytest.raises(fault):
-                call(digest, keys, pointers, SIZE)
-    assert not memory.any()
-
-
-@pytest.mark.parametrize(
-    ("code", "outcome"), [(0, Outcome.OK), (NO_SPACE, Outcome.NO_SPACE), (NOT_FOUND, Outcome.MISS)]
-)
-def test_outcomes_of_codes(code, outcome):
-    assert outcome_of(code) == outcome
-    assert outcome_of(-12345) == Outcome.UNAVAILABLE
 
 
 @given(st.integers(0, 3000), st.integers(1, 1 << 26), st.integers(1, TRANSFER_OBJECTS))

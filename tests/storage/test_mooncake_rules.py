@@ -26,17 +26,10 @@ from kvactors.settings.mooncake import (
     metadata_endpoints,
     resolve,
 )
+from kvactors.storage.header import HEADER, NO_SPACE, NOT_FOUND, RPC_FAILED
 from kvactors.storage.messages import Outcome
-from kvactors.storage.mooncake import HEADER, MooncakeBackend
-from kvactors.storage.mooncake_client import (
-    NO_SPACE,
-    NOT_FOUND,
-    PREFIX,
-    RPC_FAILED,
-    MooncakeClient,
-    defaults,
-    pieces,
-)
+from kvactors.storage.mooncake import MooncakeBackend
+from kvactors.storage.mooncake_client import PREFIX, MooncakeClient, defaults, pieces
 from kvactors.testing.store_contract import Bench, key, never
 from tests.storage.mooncake_standin import FAILED, UNREACHABLE, StandIn
 
@@ -80,7 +73,8 @@ async def opened(scheme: str = "", **changes: Any) -> AsyncIterator[MooncakeClie
 async def joined(identity: StoreIdentity = IDENTITY, **changes: Any) -> AsyncIterator[Bench]:
     """A back end that has joined the pool of the stand-in, and host slots."""
     async with listening() as port:
-        backend = MooncakeBackend(config(f"127.0.0.1:{port}", **changes), identity, SIZE)
+        client = MooncakeClient(config(f"127.0.0.1:{port}", **changes))
+        backend = MooncakeBackend(client, identity, SIZE)
         arena = Arena(16, SIZE, trailer=HEADER.size)
         await backend.open()
         await backend.attach(arena)

@@ -1,0 +1,80 @@
+"""Base of the stores that several nodes share: Mooncake, object stores, Valkey."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+from kvactors.device.arena import Arena
+from kvactors.identity import Lineage
+from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.header import HEADER, PoolHeaders
+from kvactors.storage.messages import Outcome
+
+
+class SharedStore(Backend):
+    """A store whose other users write and evict objects: only the store knows its keys. Objects
+    have headers, no lineages and no salts.
+
+    Attributes:
+        headers: of its objects.
+        arena: the slots, if each has space for a header behind it.
+    """
+
+    def __init__(self, digest: bytes, block_bytes: int, *, checksums: bool = True) -> None:
+        super().__init__(digest, block_bytes)
+        self.headers = PoolHeaders(digest, block_bytes, checksums)
+        self.arena: Arena | None = None
+        self._trouble = ""
+
+    async def attach(self, arena: Arena) -> None:
+        if arena.trailer >= HEADER.size and arena.block_bytes == self.block_bytes:
+            self.arena = arena
+
+    def trouble(self) -> str:
+        return self._trouble
+
+    def probe(self, keys: Sequence[bytes]) -> int | None:
+        """None: only the store can answer."""
+        return None
+
+    async def read(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> ReadReport:
+        """Corrupt objects are removed from the store."""
+        outcomes = await self.get(keys, views, expired)
+        results = list(zip(keys, outcomes, strict=True))
+        corrupt = [key for key, outcome in results if outcome == Outcome.CORRUPT]
+        if corrupt:
+            await self.remove(corrupt)
+        return ReadReport(outcomes, corrupt + [k for k, one in results if one == Outcome.MISS])
+
+    async def write(
+        self,
+        keys: Sequence[bytes],
+        views: Sequence[memoryview],
+        expired: Expired,
+        lineages: Sequence[Lineage | None] = (),
+        salts: Sequence[int | None] = (),
+    ) -> WriteReport:
+        return WriteReport(await self.put(keys, views, expired), [])
+
+    async def clear(self, generation: int = 0) -> None:
+        await self.remove_all()
+        self.generation = max(self.generation + 1, generation)
+
+    @abstractmethod
+    async def get(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> bytes:
+        """`read`, as outcomes. Corrupt objects may stay."""
+
+    @abstractmethod
+    async def put(
+        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
+    ) -> bytes:
+        """`write`, as outcomes."""
+
+    @abstractmethod
+    async def remove_all(self) -> None:
+        """`clear`, without the generation."""
