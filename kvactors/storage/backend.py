@@ -21,6 +21,8 @@ from kvactors.storage.messages import Outcome
 
 __all__ = ["Backend", "Expired", "ReadReport", "SlotViews", "StoreStatistics", "WriteReport"]
 
+Keys = Sequence[bytes]
+Views = Sequence[memoryview]
 Expired = Callable[[], bool]
 """Whether the deadline of a batch has passed: keys that were not begun by then are LATE."""
 
@@ -117,11 +119,11 @@ class Backend(ABC):
         """Prepare for views of this memory. Called once, before the first batch."""
 
     @abstractmethod
-    def probe(self, keys: Sequence[bytes]) -> int | None:
+    def probe(self, keys: Keys) -> int | None:
         """Length of the leading run of keys that can be read, which count as used now. None if
         only `ask` can find out."""
 
-    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+    async def ask(self, keys: Keys, expired: Expired) -> int:
         """`probe` of a store that must be queried.
 
         Raises:
@@ -129,7 +131,7 @@ class Backend(ABC):
         """
         return self.probe(keys) or 0
 
-    async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+    async def exists_many(self, keys: Keys, expired: Expired) -> list[bool]:
         """Whether each key can be read, for keys of several paths. By default the store is asked
         once for each run of keys that it holds.
 
@@ -144,17 +146,15 @@ class Backend(ABC):
         return found
 
     @abstractmethod
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
+    async def read(self, keys: Keys, views: Views, expired: Expired) -> ReadReport:
         """Read a batch. When the call has ended, cancelled or not, no view is written any more.
         Views whose outcome is not OK have undefined contents."""
 
     @abstractmethod
     async def write(
         self,
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
+        keys: Keys,
+        views: Views,
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
@@ -169,7 +169,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    async def remove(self, keys: Sequence[bytes]) -> None:
+    async def remove(self, keys: Keys) -> None:
         """Delete objects, which are not found from the call on. Keys that are not in the store are
         passed over, and those whose objects are being written."""
 

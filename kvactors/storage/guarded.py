@@ -26,10 +26,12 @@ from kvactors.storage.attempts import Attempts, StoreAttempts
 from kvactors.storage.backend import (
     Backend,
     Expired,
+    Keys,
     ReadReport,
     SlotViews,
     StoreCounters,
     StoreStatistics,
+    Views,
     WriteReport,
 )
 from kvactors.storage.messages import Outcome
@@ -108,7 +110,7 @@ class GuardedBackend:
 
     # -- look-ups
 
-    def probe(self, keys: Sequence[bytes]) -> int | None:
+    def probe(self, keys: Keys) -> int | None:
         if not self._readable():
             return 0
         found = self._call("probe", lambda: self.inner.probe(keys), 0)
@@ -117,7 +119,7 @@ class GuardedBackend:
     def _readable(self) -> bool:
         return not (self.clears.closed or self.attempts.reads.paused or self.overdue())
 
-    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
+    async def ask(self, keys: Keys, expired: Expired) -> int:
         return await self._look_up(
             "ask",
             lambda: self.inner.ask(keys, expired),
@@ -125,7 +127,7 @@ class GuardedBackend:
             lambda found: self._number("ask", found, len(keys)),
         )
 
-    async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+    async def exists_many(self, keys: Keys, expired: Expired) -> list[bool]:
         def checked(answer: Any) -> list[bool]:
             found = [bool(one) for one in answer]
             if len(found) != len(keys):
@@ -162,7 +164,7 @@ class GuardedBackend:
 
         return await self._wait(what, answer, absent, lookups)
 
-    def held_run(self, keys: Sequence[bytes]) -> int:
+    def held_run(self, keys: Keys) -> int:
         """Length of the leading run of keys that `probe` would find now. None of them counts as
         used. 0 for a store that lists no keys."""
         if not self._readable():
@@ -182,9 +184,7 @@ class GuardedBackend:
 
     # -- reads and writes
 
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
+    async def read(self, keys: Keys, views: Views, expired: Expired) -> ReadReport:
         gone = list[bytes]()
         if not self._fit(keys, views, writable=True):
             outcomes = bytes([Outcome.REFUSED]) * len(keys)
@@ -204,8 +204,8 @@ class GuardedBackend:
 
     async def write(
         self,
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
+        keys: Keys,
+        views: Views,
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int] = (),
@@ -248,7 +248,7 @@ class GuardedBackend:
 
         return await self._wait(what, moved, unmoved, attempts)
 
-    def _fit(self, keys: Sequence[bytes], views: Sequence[memoryview], *, writable: bool) -> bool:
+    def _fit(self, keys: Keys, views: Views, *, writable: bool) -> bool:
         """Whether every view can hold an object. A store moves `block_bytes` bytes from the start
         of a view, so a shorter one, or one with gaps, would expose the memory behind it."""
         return len(views) == len(keys) and (
@@ -261,7 +261,7 @@ class GuardedBackend:
             )
         )
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
+    async def remove(self, keys: Keys) -> None:
         await self._wait("remove", lambda: self.inner.remove(keys), None)
 
     # -- clears

@@ -20,7 +20,7 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.native import addresses, object_names, slot_pointers
-from kvactors.storage.backend import Expired, SlotViews
+from kvactors.storage.backend import Expired, Keys, SlotViews, Views
 from kvactors.storage.header import HEADER, PoolMoved, outcome_of
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake_client import MooncakeClient
@@ -61,7 +61,7 @@ eviction."""
 class PoolBatch(NamedTuple):
     """Some objects and their memory."""
 
-    keys: Sequence[bytes]
+    keys: Keys
     pointers: list[list[int]]  # addresses of each object's pieces
     sizes: list[int]  # bytes of the pieces of an object
     headers: NDArray[np.uint8] | None = None  # kept alive
@@ -84,6 +84,7 @@ class MooncakeBackend(SharedStore):
         checksums = client.config.payload_checksums
         super().__init__(identity.digest, block_bytes, checksums=checksums)
         self.client = client
+        self.first_question = self.question = QUESTION_OBJECTS
         self.most_objects = TRANSFER_OBJECTS
         self._prefix = identity.pool_prefix
 
@@ -108,19 +109,7 @@ class MooncakeBackend(SharedStore):
 
     # -- look-ups
 
-    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """The master is not asked about a key behind a missing one."""
-        run = 0
-        for start in range(0, len(keys), QUESTION_OBJECTS):
-            if expired():
-                return run
-            found = await self._has(keys[start : start + QUESTION_OBJECTS])
-            if False in found:
-                return run + found.index(False)
-            run += len(found)
-        return run
-
-    async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+    async def exists_many(self, keys: Keys, expired: Expired) -> list[bool]:
         """The leases of objects behind a missing one cost the pool little: they end after
         seconds."""
         found: list[bool] = []
@@ -130,7 +119,7 @@ class MooncakeBackend(SharedStore):
             found += await self._has(keys[start : start + QUESTION_OBJECTS])
         return found + [False] * (len(keys) - len(found))
 
-    async def _has(self, keys: Sequence[bytes]) -> list[bool]:
+    async def _has(self, keys: Keys) -> list[bool]:
         """Whether the pool has each key. The master gives each object that it is asked about a
         lease."""
         codes = await self.client.exist([self.name(key) for key in keys])
@@ -141,18 +130,14 @@ class MooncakeBackend(SharedStore):
 
     # -- reads and writes
 
-    async def get(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> bytes:
+    async def get(self, keys: Keys, views: Views, expired: Expired) -> bytes:
         outcomes, refused = await self._move(self._batch(keys, views), self._get, expired)
         self.counters.without_checksum += refused
         if refused:
             log.warning("objects without checksums", store="mooncake", objects=refused)
         return bytes(outcomes)
 
-    async def put(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> bytes:
+    async def put(self, keys: Keys, views: Views, expired: Expired) -> bytes:
         """The pool reports an object that it has as written."""
         batch = self._batch(keys, views)
         outcomes, _ = await self._move(batch, self._put, expired)
@@ -202,7 +187,7 @@ class MooncakeBackend(SharedStore):
 
     # -- memory
 
-    def _batch(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> PoolBatch:
+    def _batch(self, keys: Keys, views: Views) -> PoolBatch:
         """Headers are behind the payloads if every payload is in a slot of the registered arena. A
         slot is then one piece: over a network, another piece costs as much as a small block, and a
         view of a slot costs as much as a small object."""
@@ -231,7 +216,7 @@ class MooncakeBackend(SharedStore):
 
     # -- removal
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
+    async def remove(self, keys: Keys) -> None:
         await self.client.remove([self.name(key) for key in keys])
 
     async def remove_all(self) -> None:

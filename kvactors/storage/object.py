@@ -23,7 +23,7 @@ from kvactors.errors import ConfigError, StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.native import addresses
 from kvactors.settings.tables import StorageConfig
-from kvactors.storage.backend import Expired
+from kvactors.storage.backend import Expired, Keys, Views
 from kvactors.storage.header import HEADER
 from kvactors.storage.messages import Outcome
 from kvactors.storage.shared import SharedStore
@@ -105,7 +105,7 @@ class ObjectBackend(SharedStore):
         self._workers = Workers(THREADS, "object-store")
         # A batch ends before it counts as a call that does not return (`GuardedBackend.overdue`).
         self._limit = 0.9 * settings.timeout_s
-        self._depth = settings.io_depth
+        self.question = self._depth = settings.io_depth
         self._write_depth = settings.io_write_depth or settings.io_depth
         self._puts: set[asyncio.Future[Any]] = set()
 
@@ -135,18 +135,7 @@ class ObjectBackend(SharedStore):
 
     # -- look-ups
 
-    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        """A path that is not there costs one request."""
-        run = 0
-        while run < len(keys) and not expired():
-            some = keys[run : run + (self._depth if run else 1)]
-            found = await self.exists_many(some, expired)
-            if False in found:
-                return run + found.index(False)
-            run += len(some)
-        return run
-
-    async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+    async def exists_many(self, keys: Keys, expired: Expired) -> list[bool]:
         async def look(i: int) -> Outcome:
             return Outcome.OK if await self._has(keys[i]) else Outcome.MISS
 
@@ -166,9 +155,7 @@ class ObjectBackend(SharedStore):
 
     # -- reads and writes
 
-    async def get(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> bytes:
+    async def get(self, keys: Keys, views: Views, expired: Expired) -> bytes:
         async def get(i: int) -> Outcome:
             try:
                 found = await self.store.get_async(self.name(keys[i]))
@@ -181,9 +168,7 @@ class ObjectBackend(SharedStore):
 
         return bytes(await self._each(self._depth, len(keys), expired, get))
 
-    async def put(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> bytes:
+    async def put(self, keys: Keys, views: Views, expired: Expired) -> bytes:
         """Equal keys have equal contents, so it does not matter which of two nodes writes last. A
         look-up costs less than an object that is sent again."""
 
@@ -255,7 +240,7 @@ class ObjectBackend(SharedStore):
 
     # -- removal
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
+    async def remove(self, keys: Keys) -> None:
         async def remove(i: int) -> Outcome:
             await delete(self.store, [self.name(keys[i])])
             return Outcome.OK

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from kvactors.device.arena import Arena
 from kvactors.identity import Lineage
-from kvactors.storage.backend import Backend, Expired, ReadReport, WriteReport
+from kvactors.storage.backend import Backend, Expired, Keys, ReadReport, Views, WriteReport
 from kvactors.storage.header import HEADER, PoolHeaders
 from kvactors.storage.messages import Outcome
 
@@ -19,7 +19,11 @@ class SharedStore(Backend):
     Attributes:
         headers: of its objects.
         arena: the slots, if each has space for a header behind it.
+        first_question: keys of a path that are asked for first, at most.
+        question: keys that are asked for at once then.
     """
+
+    first_question = question = 1
 
     def __init__(self, digest: bytes, block_bytes: int, *, checksums: bool = True) -> None:
         super().__init__(digest, block_bytes)
@@ -34,13 +38,22 @@ class SharedStore(Backend):
     def trouble(self) -> str:
         return self._trouble
 
-    def probe(self, keys: Sequence[bytes]) -> int | None:
+    def probe(self, keys: Keys) -> int | None:
         """None: only the store can answer."""
         return None
 
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
+    async def ask(self, keys: Keys, expired: Expired) -> int:
+        """Keys of the questions behind a missing one are not asked for."""
+        run = 0
+        while run < len(keys) and not expired():
+            some = keys[run : run + (self.question if run else self.first_question)]
+            found = await self.exists_many(some, expired)
+            if False in found:
+                return run + found.index(False)
+            run += len(some)
+        return run
+
+    async def read(self, keys: Keys, views: Views, expired: Expired) -> ReadReport:
         """Corrupt objects are removed from the store."""
         outcomes = await self.get(keys, views, expired)
         results = list(zip(keys, outcomes, strict=True))
@@ -51,8 +64,8 @@ class SharedStore(Backend):
 
     async def write(
         self,
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
+        keys: Keys,
+        views: Views,
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
@@ -64,15 +77,11 @@ class SharedStore(Backend):
         self.generation = max(self.generation + 1, generation)
 
     @abstractmethod
-    async def get(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> bytes:
+    async def get(self, keys: Keys, views: Views, expired: Expired) -> bytes:
         """`read`, as outcomes. Corrupt objects may stay."""
 
     @abstractmethod
-    async def put(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> bytes:
+    async def put(self, keys: Keys, views: Views, expired: Expired) -> bytes:
         """`write`, as outcomes."""
 
     @abstractmethod

@@ -25,7 +25,7 @@ from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.native import addresses, object_names
 from kvactors.settings.valkey import ValkeyConfig
-from kvactors.storage.backend import Expired
+from kvactors.storage.backend import Expired, Keys, Views
 from kvactors.storage.header import HEADER, NO_SPACE, NOT_FOUND, RPC_FAILED, outcome_of
 from kvactors.storage.messages import Outcome
 from kvactors.storage.shared import SharedStore
@@ -60,6 +60,7 @@ class ValkeyBackend(SharedStore):
     """A client of a server or of a cluster."""
 
     slot_trailer_bytes = HEADER.size
+    first_question = question = PIPELINE_KEYS
 
     def __init__(self, config: ValkeyConfig, identity: StoreIdentity, block_bytes: int) -> None:
         super().__init__(identity.digest, block_bytes)
@@ -157,7 +158,7 @@ class ValkeyBackend(SharedStore):
         self._trouble = f"{self.config.shown}: {type(error).__name__}: {error}".rstrip(".")
         return self._trouble
 
-    def _pipeline(self, command: str, keys: Sequence[bytes], *more: Sequence[Any]) -> list[Any]:
+    def _pipeline(self, command: str, keys: Keys, *more: Sequence[Any]) -> list[Any]:
         """The reply, or the error, of a command for each key. In a thread. more: further arguments,
         one of each sequence a key."""
         names = object_names(self._prefix, b"".join(keys))
@@ -181,11 +182,7 @@ class ValkeyBackend(SharedStore):
 
     # -- look-ups
 
-    async def ask(self, keys: Sequence[bytes], expired: Expired) -> int:
-        found = await self.exists_many(keys, expired)
-        return [*found, False].index(False)
-
-    async def exists_many(self, keys: Sequence[bytes], expired: Expired) -> list[bool]:
+    async def exists_many(self, keys: Keys, expired: Expired) -> list[bool]:
         codes = list(map(self._code, await self._call(partial(self._pipeline, "EXISTS", keys))))
         if max(codes, default=0) < 0:
             raise StoreUnavailable(self._trouble)
@@ -193,22 +190,18 @@ class ValkeyBackend(SharedStore):
 
     # -- reads and writes
 
-    async def get(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> bytes:
+    async def get(self, keys: Keys, views: Views, expired: Expired) -> bytes:
         return await self._move(self._get, keys, views, expired)
 
-    async def put(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> bytes:
+    async def put(self, keys: Keys, views: Views, expired: Expired) -> bytes:
         """An object that the server has is replaced, and its time to live begins again."""
         return await self._move(self._set, keys, views, expired)
 
     async def _move(
         self,
         transfer: Callable[[Sequence[bytes], Sequence[memoryview]], bytes],
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
+        keys: Keys,
+        views: Views,
         expired: Expired,
     ) -> bytes:
         """Move a batch in pipelines. None begins after the deadline, or after one that failed."""
@@ -222,7 +215,7 @@ class ValkeyBackend(SharedStore):
             rest = Outcome.UNAVAILABLE
         return outcomes.ljust(len(keys), bytes([rest]))
 
-    def _get(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> bytes:
+    def _get(self, keys: Keys, views: Views) -> bytes:
         """Read, compare headers, and copy the payloads of objects that fit. In a thread."""
         values = self._pipeline("GET", keys)
         held = [memoryview(value if isinstance(value, bytes) else b"") for value in values]
@@ -235,7 +228,7 @@ class ValkeyBackend(SharedStore):
                 np.copyto(np.frombuffer(view, np.uint8), payload)
         return outcomes
 
-    def _set(self, keys: Sequence[bytes], views: Sequence[memoryview]) -> bytes:
+    def _set(self, keys: Keys, views: Views) -> bytes:
         """Make headers, and write. In a thread."""
         values: list[Any] = list(map(self._object, views))
         self.headers.make(b"".join(keys), [[address] for address in addresses(values)])
@@ -254,7 +247,7 @@ class ValkeyBackend(SharedStore):
 
     # -- removal
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
+    async def remove(self, keys: Keys) -> None:
         """Objects stay if the server does not answer."""
         with suppress(StoreUnavailable):
             await self._call(partial(self._pipeline, "UNLINK", keys))
