@@ -61,7 +61,7 @@ from kvactors.storage.actors import StorageReader, StorageWriter
 from kvactors.storage.backend import Backend
 from kvactors.storage.catalog import keep_quotas
 from kvactors.storage.device_store import DeviceStoreActor
-from kvactors.storage.factory import object_bytes
+from kvactors.storage.factory import object_bytes, object_layout
 from kvactors.storage.messages import DeviceStoreMessage, ReaderMessage, StorageReply, WriterMessage
 
 
@@ -237,8 +237,9 @@ class System:
         self.index_asleep = False  # an index that is made now admits no request
         self.epoch = time.time_ns() // 1_000_000
         model, namespace = config.cache.model, config.cache.namespace
-        self.roots = Roots(model, namespace, self.layout.fingerprint)
-        self.token_root = CacheScope(model, namespace).root(self.layout.fingerprint)
+        fingerprint = object_layout(config.storage, self.layout, config.ranks.count).fingerprint
+        self.roots = Roots(model, namespace, fingerprint)
+        self.token_root = CacheScope(model, namespace).root(fingerprint)
         pool = self.storage if self.backend is not None else None
 
         def ref(kind: type[Actor], name: str | None = None) -> ActorRef:

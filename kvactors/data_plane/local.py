@@ -20,7 +20,7 @@ from kvactors.settings import Config, DeviceConfig, HostConfig, StorageConfig
 from kvactors.settings.check import changed_in
 from kvactors.storage.backend import Backend
 from kvactors.storage.device_store import DeviceStore
-from kvactors.storage.factory import make_backend, make_device_store
+from kvactors.storage.factory import make_device_store, make_store
 
 # -- The device that a config describes.
 
@@ -159,9 +159,7 @@ def make_local_plane(
         if backend is None or config.flush.flush_only:
             first = shard is None or shard[0] == 0  # rank, which keeps lineages for all
             kept = (block_size or config.cache.block_size) if first else 0
-            backend = make_backend(
-                storage, config.cache.model, layout.fingerprint, layout.block_bytes, kept
-            )
+            backend = make_store(storage, config.cache.model, layout, kept)
         device_store = make_device_store(config, blocks, shard)
         arena = Arena(
             config.host.arena_slots(stored=backend is not None),

@@ -6,6 +6,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from math import prod
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
@@ -70,10 +71,14 @@ class Layout(ABC):
         extra_layers: layers after the main ones, whose regions have extra_block_ratio (at least
             1) times as many blocks.
         fingerprint: 32 bytes. Blocks of different fingerprints can never be mixed up.
+        heads_axis: the axis of every shape that counts the KV heads of this rank, in ascending
+            order over the ranks. None: blocks are not divided by heads.
 
     Raises:
         LayoutError: a count or a role is invalid.
     """
+
+    heads_axis: int | None = None
 
     def __init__(
         self,
@@ -166,6 +171,35 @@ class Layout(ABC):
             raw = field.encode()
             digest.update(len(raw).to_bytes(4, "little") + raw)
         return digest.digest()
+
+    def head_range(self, ranges: int) -> Self:
+        """The layout of one of equal ranges of the KV heads, the same for each range.
+
+        Args:
+            ranges: number of them.
+
+        Raises:
+            LayoutError: the heads cannot be divided into so many ranges.
+        """
+        if ranges == 1:
+            return self
+        axis, pieces = self.heads_axis, []
+        if axis is None:
+            raise LayoutError(f"blocks of a {self.kind} layout are not divided by KV heads")
+        for one in self.pieces:
+            shape = list(one.shape)
+            if axis >= len(shape) or shape[axis] % ranges:
+                raise LayoutError(
+                    f"{one.role!r} of layer {one.layer} ({one.shape}) has no {ranges} equal ranges "
+                    f"of KV heads at axis {axis}"
+                )
+            shape[axis] //= ranges
+            pieces.append(one._replace(shape=tuple(shape), nbytes=one.nbytes // ranges))
+        found = copy(self)
+        found.pieces = tuple(pieces)
+        found.block_bytes //= ranges
+        found.fingerprint = found._fingerprint()
+        return found
 
     # -- regions
 

@@ -25,6 +25,8 @@ class GQALayout(Layout):
         LayoutError: a size or a dtype is invalid.
     """
 
+    heads_axis = 0
+
     def __init__(
         self,
         num_layers: int,

@@ -30,7 +30,7 @@ from kvactors.settings.sinks import AttentionStoreConfig, MemorySinkConfig
 from kvactors.settings.tables import SHARED
 from kvactors.signals import run_terminable
 from kvactors.storage.backend import Backend
-from kvactors.storage.factory import make_backend
+from kvactors.storage.factory import make_store
 from kvactors.testing.faults import FaultyBackend, FaultySink, StoreFaults
 
 # -- one run on an open cache, with its faults
@@ -154,8 +154,7 @@ async def session(
                 "the groups out"
             )
     else:
-        identity = (config.cache.model, layout.fingerprint, layout.block_bytes)
-        store = make_backend(config.storage, *identity)
+        store = make_store(config.storage, config.cache.model, layout)
     backend = None if store is None else cast("Backend", FaultyBackend(store))
     if bare.storage.backend != "attention_store":  # else only the sinks, already open, use it
         bare = replace(bare, attention_store=AttentionStoreConfig())

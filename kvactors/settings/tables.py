@@ -89,6 +89,9 @@ _BY_SLOTS = _of_store("none", "memory", "file", *SHARED)
 _ONE_GROUP = UsedIf(lambda c: not c.cache.groups, "with cache.groups")
 _BOUNDED, _FILE = _of_store("memory", "file"), _of_store("file")
 _OBJECT, _DEEP = _of_store("object"), _of_store("file", "object")
+_SHARED = UsedIf(
+    lambda c: c.storage.backend in SHARED, "with storage.backend {0.storage.backend!r}"
+)
 URL = re.compile(r"(?:s3|gs|az|abfss?)://[\w.@-]+(?:/\S*)?|file:///.+")
 
 ROUNDING = 1e-5  # a share of blocks that differs from a whole number by less counts as that number
@@ -405,6 +408,9 @@ class StorageConfig(StoreSettings, frozen=True):
     """The storage tier. Sizes may be written "4GB".
 
     Attributes:
+        head_ranges: objects of a block, in a shared store: each has one of so many ranges of the
+            KV heads of all ranks, so that caches with other numbers of ranks find them. A multiple
+            of the number of ranks. None: as many as ranks.
         io_write_depth: likewise writes, as many as reads if unset.
         keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are
             announced to the sinks after a restart (not those under a salt).
@@ -425,6 +431,7 @@ class StorageConfig(StoreSettings, frozen=True):
         valkey: settings of that back end.
     """
 
+    head_ranges: Annotated[RankCount | None, _SHARED] = None
     io_write_depth: Annotated[Depth | None, _DEEP] = None
     keep_tokens: Annotated[bool, _FILE] = True
     exclusive: bool = False  # another error than that of a setting without use: has_device_store

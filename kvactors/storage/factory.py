@@ -1,8 +1,13 @@
 """Storage back ends behind one contract."""
 
+from typing import Any
+
+from msgspec.structs import replace
+
 from kvactors.device.base import Device, DeviceBlocks
-from kvactors.errors import ConfigError
+from kvactors.errors import ConfigError, LayoutError
 from kvactors.identity import StoreIdentity
+from kvactors.layout.base import Layout
 from kvactors.settings.check import class_at, in_bytes
 from kvactors.settings.load import Config
 from kvactors.settings.tables import SHARED, StorageConfig
@@ -71,6 +76,51 @@ def make_backend(
         config, identity.digest, block_bytes
     )
     return made
+
+
+def object_layout(config: StorageConfig, layout: Layout, ranks: int = 1) -> Layout:
+    """The layout of an object: that of a block, or of a range of its heads (`head_ranges`).
+
+    Raises:
+        ConfigError: the heads of a rank cannot be divided into its ranges.
+    """
+    ranks = max(ranks, config.ranks)
+    each, rest = divmod(config.head_ranges or ranks, ranks)
+    try:
+        if rest:
+            raise LayoutError(f"it must be a multiple of the number of ranks, {ranks}")
+        return layout.head_range(each)
+    except LayoutError as error:
+        raise ConfigError(f"storage.head_ranges = {config.head_ranges}: {error}") from error
+
+
+def make_store(
+    config: StorageConfig, model: str, layout: Layout, block_size: int = 0
+) -> Backend | None:
+    """`make_backend` of a layout. With `head_ranges` above the number of ranks, the store has the
+    objects that so many ranks would store. Raises ConfigError, StoreError."""
+    shape = object_layout(config, layout)
+    if shape is layout:
+        return make_backend(config, model, layout.fingerprint, layout.block_bytes, block_size)
+    from kvactors.storage.head_ranges import HeadRangeStore
+
+    each = layout.block_bytes // shape.block_bytes
+    stores: list[Any] = [
+        make_backend(
+            replace(config, rank=each * config.rank + i, ranks=each * config.ranks),
+            model,
+            shape.fingerprint,
+            shape.block_bytes,
+        )
+        for i in range(each)
+    ]
+    if config.backend == "mooncake":  # one client, with the devices of this rank
+        from kvactors.storage.mooncake_client import MooncakeClient
+
+        client = MooncakeClient(config.mooncake, config.rank)
+        for one in stores:
+            one.client = client
+    return HeadRangeStore(layout, stores, config.readers + config.writers)
 
 
 def has_device_store(config: Config) -> bool:

@@ -81,7 +81,9 @@ class MooncakeClient:
 
     async def open(self) -> None:
         """Join the pool. StoreError names the missing part: the package, the master, a wrong
-        setting."""
+        setting. A client that is open stays as it is."""
+        if self._open:
+            return
         store = self._make()
         config = self.config
         if not await any_answers(endpoints(config.master_server_address), config.connect_timeout_s):

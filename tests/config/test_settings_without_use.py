@@ -30,10 +30,10 @@ ALL = set(StorageConfig.__struct_fields__)
 STORES = {
     "none": BY_SLOTS,
     "memory": BY_SLOTS | CAPACITY,
-    "file": ALL - {"mooncake", "valkey"} - PLACE,
-    "mooncake": BY_SLOTS | {"mooncake"},
-    "object": BY_SLOTS | PLACE | {"io_depth", "io_write_depth"},
-    "valkey": BY_SLOTS | {"valkey"},
+    "file": ALL - {"mooncake", "valkey", "head_ranges"} - PLACE,
+    "mooncake": BY_SLOTS | {"mooncake", "head_ranges"},
+    "object": BY_SLOTS | PLACE | {"io_depth", "io_write_depth", "head_ranges"},
+    "valkey": BY_SLOTS | {"valkey", "head_ranges"},
     "attention_store": set(),
 }
 WINDOW = {"name": "w", "kind": "window", "window": 64, "layout": {}, "num_blocks": 4}

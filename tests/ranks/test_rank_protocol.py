@@ -54,7 +54,7 @@ from tests.ranks.manual import (
         ({"storage": "file"}, "has storage back end 'file', the leader has 'none'"),
         (
             {"fingerprint": b"g" * 32},
-            "has layout '6767676767676767', the leader has '6666666666666666'",
+            "has layout or storage.head_ranges '6767676767676767', the leader has '6666666666666666'",
         ),
         ({"blocks": 9}, "has device blocks 9, the leader has 8"),
         ({"slots": 0}, "has host slots 0, the leader has 6"),

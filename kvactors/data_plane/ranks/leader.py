@@ -224,7 +224,11 @@ def misfit(identity: Identity, wanted: RankGroup) -> str:
         ("model", identity.model, ours.model),
         ("storage namespace", identity.namespace, ours.namespace),
         ("storage back end", identity.storage, wanted.storage),
-        ("layout", identity.fingerprint.hex()[:16], ours.fingerprint.hex()[:16]),
+        (
+            "layout or storage.head_ranges",
+            identity.fingerprint.hex()[:16],
+            ours.fingerprint.hex()[:16],
+        ),
         ("device blocks", identity.blocks, wanted.blocks),
         ("host slots", identity.slots, wanted.slots),
     )

@@ -24,7 +24,7 @@ from kvactors.settings import Config, StorageConfig
 from kvactors.settings.tables import SHARED
 from kvactors.storage.backend import Backend, Expired, ReadReport, SlotViews, WriteReport
 from kvactors.storage.device_store import DeviceStore
-from kvactors.storage.factory import has_device_store
+from kvactors.storage.factory import has_device_store, object_layout
 from kvactors.storage.messages import Outcome
 from kvactors.tables import SHARDS
 from kvactors.types import join_hashes, split_hashes
@@ -464,9 +464,10 @@ def make_ranks_plane(config: Config, storage: StorageConfig, layout: Layout) -> 
         )
     stored = storage.backend != "none" and not token_addressed
     num_slots = config.host.arena_slots(stored=stored)
+    count = config.ranks.count
     group = RankGroup(
         config.ranks,
-        store_identity(config, storage, layout, 0, config.ranks.count),
+        store_identity(config, storage, object_layout(storage, layout, count), 0, count),
         config.device.num_blocks,
         num_slots,
         storage=storage.backend,

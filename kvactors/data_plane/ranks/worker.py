@@ -46,6 +46,7 @@ from kvactors.lifecycle import STOP, Opening, Shutdown
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.ranks import Secret
 from kvactors.storage.backend import Backend, SlotViews
+from kvactors.storage.factory import object_layout
 from kvactors.storage.messages import Outcome
 from kvactors.types import HASH_BYTES, join_hashes, split_hashes
 
@@ -120,7 +121,8 @@ async def serve_rank(
     plane = make_local_plane(
         config, storage, device.layout, device, backend, shard=(rank, ranks), inline=inline_copies
     )
-    identity = store_identity(config, storage, device.layout, rank, ranks)
+    stored = object_layout(storage, device.layout)
+    identity = store_identity(config, storage, stored, rank, ranks)
     shutdown = Shutdown(config.actors.drain_timeout_s, plane.arena)
     one = _Serving(identity, storage, plane, Secret(shared.secret), shutdown)
     opening = Opening(config.actors.open_timeout_s, shutdown)
