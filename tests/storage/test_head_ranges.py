@@ -378,6 +378,20 @@ async def test_caches_that_write_remove_and_damage_at_once_read_no_wrong_byte(tm
 # -- settings
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_layout_of_a_range_does_not_depend_on_the_number_of_ranks(layout):
+    """It is that of as many ranks. The ranks may be one cache's, or have a cache each."""
+    make, storage = LAYOUTS[layout], StorageConfig(backend="object", head_ranges=RANGES)
+    wanted = make(RANGES)
+    for ranks in (1, 2, 4):
+        for found in (
+            object_layout(storage, make(ranks), ranks),
+            object_layout(replace(storage, ranks=ranks), make(ranks)),
+        ):
+            assert found.fingerprint == wanted.fingerprint
+            assert (found.pieces, found.block_bytes) == (wanted.pieces, wanted.block_bytes)
+
+
 @pytest.mark.parametrize(
     ("layout", "storage", "text"),
     [
