@@ -79,11 +79,8 @@ def make_backend(
 
 
 def object_layout(config: StorageConfig, layout: Layout, ranks: int = 1) -> Layout:
-    """The layout of an object: that of a block, or of a range of its heads (`head_ranges`).
-
-    Raises:
-        ConfigError: the heads of a rank cannot be divided into its ranges.
-    """
+    """The layout of an object: that of a block, or of a range of its heads. ConfigError if they
+    cannot be divided into `head_ranges`."""
     ranks = max(ranks, config.ranks)
     each, rest = divmod(config.head_ranges or ranks, ranks)
     try:
@@ -105,15 +102,10 @@ def make_store(
     from kvactors.storage.head_ranges import HeadRangeStore
 
     each = layout.block_bytes // shape.block_bytes
-    stores: list[Any] = [
-        make_backend(
-            replace(config, rank=each * config.rank + i, ranks=each * config.ranks),
-            model,
-            shape.fingerprint,
-            shape.block_bytes,
-        )
-        for i in range(each)
-    ]
+    stores: list[Any] = []
+    for i in range(each):
+        one = replace(config, rank=each * config.rank + i, ranks=each * config.ranks)
+        stores.append(make_backend(one, model, shape.fingerprint, shape.block_bytes))
     if config.backend == "mooncake":  # one client, with the devices of this rank
         from kvactors.storage.mooncake_client import MooncakeClient
 

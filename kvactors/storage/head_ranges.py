@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from itertools import groupby
+from itertools import groupby, product
 from math import prod
 from typing import Any, TypeVar
 
@@ -60,20 +60,17 @@ class HeadRangeStore(SharedStore):
     def __init__(self, layout: Layout, stores: Sequence[SharedStore], windows: int) -> None:
         first = stores[0]
         super().__init__(first.digest, layout.block_bytes)
-        self.slot_trailer_bytes = first.slot_trailer_bytes
-        self.first_question, self.question = first.first_question, first.question
+        self.slot_trailer_bytes, self.questions = first.slot_trailer_bytes, first.questions
         self.stores = stores
         for one in stores:
             one.counters = self.counters
         self._runs = runs_of(layout, len(stores))
         self._blocks = min(MOST_BLOCKS, max(LEAST_BLOCKS, WINDOW_BYTES // layout.block_bytes))
         self._windows: asyncio.Queue[int] = asyncio.Queue()  # first slots of those that are free
-        for number in range(windows):
-            self._windows.put_nowait(self._blocks * number)
-        self._arenas = [
-            Arena(self._blocks * windows, one.block_bytes, trailer=one.slot_trailer_bytes)
-            for one in stores
-        ]
+        slots, trailer = self._blocks * windows, self.slot_trailer_bytes
+        for slot in range(0, slots, self._blocks):
+            self._windows.put_nowait(slot)
+        self._arenas = [Arena(slots, one.block_bytes, trailer=trailer) for one in stores]
         self._workers = Workers(THREADS, "kvactors-head-ranges")
 
     async def open(self) -> None:
@@ -82,8 +79,7 @@ class HeadRangeStore(SharedStore):
 
     async def attach(self, arena: Arena) -> None:
         """The stores move memory of windows. In a slot the bytes of a range have gaps."""
-        for one, memory in zip(self.stores, self._arenas, strict=True):
-            await one.attach(memory)
+        await self._each(lambda one, memory: one.attach(memory))
 
     async def close(self) -> None:
         async with AsyncExitStack() as stack:
@@ -113,66 +109,58 @@ class HeadRangeStore(SharedStore):
     # -- reads and writes
 
     async def get(self, keys: Keys, views: Views, expired: Expired) -> bytes:
-        async def get(keys: Keys, views: Views, slots: range) -> bytes:
-            found = await self._each(
-                lambda one, memory: one.get(keys, SlotViews(memory, slots), expired)
-            )
-            outcomes = bytes(map(max, zip(*found, strict=True)))
-            whole = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.OK]
-            await self._copy([views[i] for i in whole], [slots[i] for i in whole], join=True)
-            return outcomes
-
-        return await self._move(get, keys, views, expired)
+        return await self._move(keys, views, expired, join=True)
 
     async def put(self, keys: Keys, views: Views, expired: Expired) -> bytes:
-        async def put(keys: Keys, views: Views, slots: range) -> bytes:
-            await self._copy(views, slots, join=False)
-            found = await self._each(
-                lambda one, memory: one.put(keys, SlotViews(memory, slots), expired)
-            )
-            # A block of which one object was written is written.
-            return bytes(
-                max(each) if max(each) > Outcome.EXISTS else min(each)
-                for each in zip(*found, strict=True)
-            )
+        return await self._move(keys, views, expired, join=False)
 
-        return await self._move(put, keys, views, expired)
-
-    async def _move(
-        self,
-        transfer: Callable[[Keys, Views, range], Awaitable[bytes]],
-        keys: Keys,
-        views: Views,
-        expired: Expired,
-    ) -> bytes:
-        """Move a batch through a window. No part begins after the deadline, or after one with an
-        object that did not move because the store does not answer: each takes its time-out."""
-        start = await self._windows.get()
+    async def _move(self, keys: Keys, views: Views, expired: Expired, *, join: bool) -> bytes:
+        """Read or write a batch through a window. Nothing begins after the deadline, or after an
+        object that got no answer: the next one could take the store's time-out again."""
+        first = await self._windows.get()
         outcomes, rest = b"", Outcome.LATE
         try:
             while len(outcomes) < len(keys) and not expired() and rest == Outcome.LATE:
                 some = slice(len(outcomes), len(outcomes) + self._blocks)
-                slots = range(start, start + len(keys[some]))
-                outcomes += await transfer(keys[some], views[some], slots)
+                outcomes += await self._through(first, keys[some], views[some], expired, join=join)
                 if Outcome.UNAVAILABLE in outcomes:
                     rest = Outcome.UNAVAILABLE
         finally:
-            self._windows.put_nowait(start)
+            self._windows.put_nowait(first)
         return outcomes.ljust(len(keys), bytes([rest]))
+
+    async def _through(
+        self, first: int, keys: Keys, views: Views, expired: Expired, *, join: bool
+    ) -> bytes:
+        """Read or write blocks through the window with this first slot."""
+        slots = range(first, first + len(keys))
+        if not join:
+            await self._copy(views, slots, join=False)
+
+        def transfer(one: SharedStore, memory: Arena) -> Awaitable[bytes]:
+            return (one.get if join else one.put)(keys, SlotViews(memory, slots), expired)
+
+        found = zip(*await self._each(transfer), strict=True)
+        # A block is moved if every object is there and one was moved.
+        outcomes = bytes(max(each) if max(each) > Outcome.EXISTS else min(each) for each in found)
+        if join:
+            whole = [i for i, outcome in enumerate(outcomes) if outcome == Outcome.OK]
+            await self._copy([views[i] for i in whole], [slots[i] for i in whole], join=True)
+        return outcomes
 
     async def _copy(self, views: Views, slots: Sequence[int], *, join: bool) -> None:
         """Copy blocks between their slots and a window, in a thread."""
 
         def copy() -> None:
-            for view, slot in zip(views, slots, strict=True):
-                block, count = np.frombuffer(view, np.uint8), len(self._arenas)
-                for i, memory in enumerate(self._arenas):
-                    held = np.frombuffer(memory.view(slot), np.uint8)
-                    for start, stop, stride in self._runs:
-                        ours = block[start:stop].reshape(-1, count, stride)[:, i]
-                        theirs = held[start // count : stop // count].reshape(-1, stride)
-                        np.copyto(*((ours, theirs) if join else (theirs, ours)))
+            count = len(self._arenas)
+            for (view, slot), (i, memory) in product(pairs, enumerate(self._arenas)):
+                block, share = (np.frombuffer(one, np.uint8) for one in (view, memory.view(slot)))
+                for start, stop, stride in self._runs:
+                    ours = block[start:stop].reshape(-1, count, stride)[:, i]
+                    theirs = share[start // count : stop // count].reshape(-1, stride)
+                    np.copyto(*((ours, theirs) if join else (theirs, ours)))
 
+        pairs = zip(views, slots, strict=True)
         await wait_uncancelled(asyncio.wrap_future(self._workers.submit(copy)))
 
     # -- removal

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import struct
 from enum import IntEnum
-from typing import NamedTuple
 
 from kvactors.native import check_headers, make_headers
 from kvactors.storage.messages import Outcome
@@ -31,13 +30,6 @@ class Fit(IntEnum):
     NO_CHECKSUM = 2  # everything else fits
 
 
-class PoolMoved(NamedTuple):
-    """The result of a transfer."""
-
-    outcomes: bytes
-    without_checksum: int = 0  # objects that are refused for it
-
-
 class PoolHeaders:
     """Makes and compares headers. Its calls may run in any thread.
 
@@ -52,17 +44,16 @@ class PoolHeaders:
         self._block_bytes = block_bytes
         self._whole = block_bytes + HEADER.size
         without = Outcome.MISS if checksums else Outcome.OK
-        self._outcomes: dict[int, Outcome] = {
-            Fit.DIFFERS: Outcome.CORRUPT,
-            Fit.FITS: Outcome.OK,
-            Fit.NO_CHECKSUM: without,
-        }
+        self._outcomes = (Outcome.CORRUPT, Outcome.OK, without)  # by `Fit`
 
     def make(self, keys: bytes, pointers: list[list[int]]) -> None:
         make_headers(self._digest, keys, pointers, self._block_bytes, self.checksums)
 
-    def compare(self, keys: bytes, pointers: list[list[int]], codes: list[int]) -> PoolMoved:
-        """Compare the objects that arrived, by the codes of the client. `keys` are joined."""
+    def compare(
+        self, keys: bytes, pointers: list[list[int]], codes: list[int]
+    ) -> tuple[bytes, int]:
+        """Compare the objects that arrived, by the codes of the client. `keys` are joined. Returns
+        outcomes, and the number of misses for lack of a checksum."""
         arrived = [i for i, code in enumerate(codes) if code == self._whole]
         fits = check_headers(
             self._digest,
@@ -74,7 +65,7 @@ class PoolHeaders:
         outcomes = bytearray(Outcome.CORRUPT if code >= 0 else outcome_of(code) for code in codes)
         for i, fit in zip(arrived, fits, strict=True):
             outcomes[i] = self._outcomes[fit]
-        return PoolMoved(bytes(outcomes), fits.count(Fit.NO_CHECKSUM) if self.checksums else 0)
+        return bytes(outcomes), fits.count(Fit.NO_CHECKSUM) if self.checksums else 0
 
 
 OUTCOMES = {NO_SPACE: Outcome.NO_SPACE, NOT_FOUND: Outcome.MISS, NOT_READY: Outcome.MISS}

@@ -21,7 +21,7 @@ from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.native import addresses, object_names, slot_pointers
 from kvactors.storage.backend import Expired, Keys, SlotViews, Views
-from kvactors.storage.header import HEADER, PoolMoved, outcome_of
+from kvactors.storage.header import HEADER, outcome_of
 from kvactors.storage.messages import Outcome
 from kvactors.storage.mooncake_client import MooncakeClient
 from kvactors.storage.shared import SharedStore
@@ -66,9 +66,6 @@ class PoolBatch(NamedTuple):
     sizes: list[int]  # bytes of the pieces of an object
     headers: NDArray[np.uint8] | None = None  # kept alive
 
-    def part(self, some: slice) -> PoolBatch:
-        return self._replace(keys=self.keys[some], pointers=self.pointers[some])
-
     def chosen(self, which: Sequence[int]) -> PoolBatch:
         keys, pointers = [self.keys[i] for i in which], [self.pointers[i] for i in which]
         return self._replace(keys=keys, pointers=pointers)
@@ -79,12 +76,12 @@ class MooncakeBackend(SharedStore):
     moves it and compares its headers."""
 
     slot_trailer_bytes = HEADER.size
+    questions = (QUESTION_OBJECTS, QUESTION_OBJECTS)
 
     def __init__(self, client: MooncakeClient, identity: StoreIdentity, block_bytes: int) -> None:
         checksums = client.config.payload_checksums
         super().__init__(identity.digest, block_bytes, checksums=checksums)
         self.client = client
-        self.first_question = self.question = QUESTION_OBJECTS
         self.most_objects = TRANSFER_OBJECTS
         self._prefix = identity.pool_prefix
 
@@ -150,7 +147,7 @@ class MooncakeBackend(SharedStore):
         return bytes(outcomes)
 
     async def _move(
-        self, batch: PoolBatch, transfer: Callable[..., PoolMoved], expired: Expired
+        self, batch: PoolBatch, transfer: Callable[..., tuple[bytes, int]], expired: Expired
     ) -> tuple[bytearray, int]:
         """Move a batch in transfers, of which none begins after the deadline. Returns the outcomes,
         and the number of objects refused because they have no checksum."""
@@ -158,25 +155,24 @@ class MooncakeBackend(SharedStore):
         for some in transfers_of(len(batch.keys), self.block_bytes, self.most_objects):
             if expired():
                 break
-            part = batch.part(some)
-            failed = PoolMoved(bytes([Outcome.UNAVAILABLE]) * len(part.keys))
-            moved = await self.client.call(partial(transfer, part), failed)
-            without_checksum += moved.without_checksum
-            outcomes[some] = moved.outcomes
+            part = batch.chosen(range(len(batch.keys))[some])
+            failed = bytes([Outcome.UNAVAILABLE]) * len(part.keys), 0
+            outcomes[some], refused = await self.client.call(partial(transfer, part), failed)
+            without_checksum += refused
         return outcomes, without_checksum
 
-    def _get(self, batch: PoolBatch, store: Any) -> PoolMoved:
+    def _get(self, batch: PoolBatch, store: Any) -> tuple[bytes, int]:
         """Read, and compare headers. In a thread of the client."""
         keys = b"".join(batch.keys)
         codes = self._codes(store.batch_get_into_multi_buffers, batch, keys)
         return self.headers.compare(keys, batch.pointers, codes)
 
-    def _put(self, batch: PoolBatch, store: Any) -> PoolMoved:
+    def _put(self, batch: PoolBatch, store: Any) -> tuple[bytes, int]:
         """Make headers, and write. In a thread of the client."""
         keys = b"".join(batch.keys)
         self.headers.make(keys, batch.pointers)
         codes = self._codes(store.batch_put_from_multi_buffers, batch, keys)
-        return PoolMoved(bytes(map(outcome_of, codes)))
+        return bytes(map(outcome_of, codes)), 0
 
     def _codes(self, call: Callable[..., Any], batch: PoolBatch, keys: bytes) -> list[int]:
         names = object_names(self._prefix, keys)

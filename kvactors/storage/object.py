@@ -105,7 +105,8 @@ class ObjectBackend(SharedStore):
         self._workers = Workers(THREADS, "object-store")
         # A batch ends before it counts as a call that does not return (`GuardedBackend.overdue`).
         self._limit = 0.9 * settings.timeout_s
-        self.question = self._depth = settings.io_depth
+        self._depth = settings.io_depth
+        self.questions = (1, self._depth)
         self._write_depth = settings.io_write_depth or settings.io_depth
         self._puts: set[asyncio.Future[Any]] = set()
 
@@ -228,7 +229,7 @@ class ObjectBackend(SharedStore):
         source = memoryview(data)
         [address] = addresses([source])
         pieces = [[address, address + self.block_bytes]]
-        [outcome] = self.headers.compare(key, pieces, [len(source)]).outcomes
+        [outcome], _ = self.headers.compare(key, pieces, [len(source)])
         if outcome == Outcome.OK:
             view[:] = source[: self.block_bytes]
         return Outcome(outcome)

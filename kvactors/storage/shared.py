@@ -19,11 +19,10 @@ class SharedStore(Backend):
     Attributes:
         headers: of its objects.
         arena: the slots, if each has space for a header behind it.
-        first_question: keys of a path that are asked for first, at most.
-        question: keys that are asked for at once then.
+        questions: keys of a path that are asked for at first, and at once then.
     """
 
-    first_question = question = 1
+    questions = (1, 1)
 
     def __init__(self, digest: bytes, block_bytes: int, *, checksums: bool = True) -> None:
         super().__init__(digest, block_bytes)
@@ -46,7 +45,7 @@ class SharedStore(Backend):
         """Keys of the questions behind a missing one are not asked for."""
         run = 0
         while run < len(keys) and not expired():
-            some = keys[run : run + (self.question if run else self.first_question)]
+            some = keys[run : run + (self.questions[run > 0])]
             found = await self.exists_many(some, expired)
             if False in found:
                 return run + found.index(False)

@@ -60,7 +60,7 @@ class ValkeyBackend(SharedStore):
     """A client of a server or of a cluster."""
 
     slot_trailer_bytes = HEADER.size
-    first_question = question = PIPELINE_KEYS
+    questions = (PIPELINE_KEYS, PIPELINE_KEYS)
 
     def __init__(self, config: ValkeyConfig, identity: StoreIdentity, block_bytes: int) -> None:
         super().__init__(identity.digest, block_bytes)
@@ -220,7 +220,7 @@ class ValkeyBackend(SharedStore):
         values = self._pipeline("GET", keys)
         held = [memoryview(value if isinstance(value, bytes) else b"") for value in values]
         pointers, codes = [[one] for one in addresses(held)], list(map(self._code, values))
-        outcomes = self.headers.compare(b"".join(keys), pointers, codes).outcomes
+        outcomes, _ = self.headers.compare(b"".join(keys), pointers, codes)
         for view, value, outcome in zip(views, held, outcomes, strict=True):
             if outcome == Outcome.OK:
                 # NumPy copies without the interpreter's lock.

@@ -47,7 +47,7 @@ def check_objects(folder: Path, tally: Tally) -> None:
         size = len(data) - HEADER.size
         [at] = addresses([data])
         headers = PoolHeaders(bytes.fromhex(digest), size, checksums=True)
-        moved = headers.compare(bytes.fromhex(key), [[at, at + size]], [len(data)])
+        outcomes, _ = headers.compare(bytes.fromhex(key), [[at, at + size]], [len(data)])
         tally.count("objects verified after kills", 1)
-        if moved.outcomes != bytes([Outcome.OK]):
+        if outcomes != bytes([Outcome.OK]):
             tally.complain(f"{path.name} is not whole")

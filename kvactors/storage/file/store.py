@@ -19,7 +19,7 @@ from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.identity import Lineage, StoreIdentity
-from kvactors.storage.backend import Expired, ReadReport, WriteReport
+from kvactors.storage.backend import Expired, Keys, ReadReport, Views, WriteReport
 from kvactors.storage.file.io import SlabIo
 from kvactors.storage.file.layout import SPARE_FOLDER, SlabFiles
 from kvactors.storage.file.slots import GROW_AGAIN_S, SlotSupply
@@ -76,8 +76,8 @@ class SlabBatch:
         written: slot and entry, by position, of payloads whose entries are not written yet.
     """
 
-    keys: Sequence[bytes]
-    data: Sequence[memoryview]
+    keys: Keys
+    data: Views
     lineages: Sequence[Lineage | None]
     expired: Expired
     outcomes: list[Outcome]
@@ -302,18 +302,14 @@ class FileBackend(LocalStore):
 
     # -- reading
 
-    async def read(
-        self, keys: Sequence[bytes], views: Sequence[memoryview], expired: Expired
-    ) -> ReadReport:
+    async def read(self, keys: Keys, views: Views, expired: Expired) -> ReadReport:
         with self.in_use():
             return await super().read(keys, views, expired)
 
     def present(self, key: bytes) -> bool:
         return key in self.objects
 
-    async def load_group(
-        self, keys: Sequence[bytes], into: Sequence[memoryview], expired: Expired
-    ) -> Sequence[Outcome]:
+    async def load_group(self, keys: Keys, into: Views, expired: Expired) -> Sequence[Outcome]:
         if not keys or expired():
             return [Outcome.LATE] * len(keys)
         outcomes = [Outcome.MISS] * len(keys)
@@ -355,8 +351,8 @@ class FileBackend(LocalStore):
 
     async def write(
         self,
-        keys: Sequence[bytes],
-        views: Sequence[memoryview],
+        keys: Keys,
+        views: Views,
         expired: Expired,
         lineages: Sequence[Lineage | None] = (),
         salts: Sequence[int | None] = (),
@@ -371,11 +367,7 @@ class FileBackend(LocalStore):
         return WriteReport(report.outcomes, report.evicted + evicted)
 
     async def save_group(
-        self,
-        keys: Sequence[bytes],
-        data: Sequence[memoryview],
-        expired: Expired,
-        lineages: Sequence[Lineage | None] = (),
+        self, keys: Keys, data: Views, expired: Expired, lineages: Sequence[Lineage | None] = ()
     ) -> Sequence[Outcome]:
         """See `LocalStore.save_group`: all payloads, into free slots, and then their entries."""
         batch = SlabBatch(keys, data, lineages, expired, [Outcome.LATE] * len(keys))
@@ -472,14 +464,14 @@ class FileBackend(LocalStore):
 
     # -- removing
 
-    async def erase(self, keys: Sequence[bytes]) -> Outcome:
+    async def erase(self, keys: Keys) -> Outcome:
         slots = [self.objects.pop(key)[0] for key in keys if key in self.objects]
         if not slots:
             return Outcome.OK
         with self.supply.erasing(slots):
             return await self.io.erase(slots)
 
-    async def remove(self, keys: Sequence[bytes]) -> None:
+    async def remove(self, keys: Keys) -> None:
         with self.in_use():
             await super().remove(keys)
 
