@@ -32,8 +32,8 @@ from kvactors.scenario.recording import record_command
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Totals, totals_line
 from kvactors.scenario.runner import run_scenario, with_temporary
-from kvactors.scenario.shipped import find_file
-from kvactors.scenario.spec import disappointments, requests_of
+from kvactors.scenario.shipped import find_file, print_scenarios
+from kvactors.scenario.spec import requests_of
 from kvactors.scenario.trace import read_trace
 from kvactors.settings import check, read_toml
 from kvactors.settings.check import in_bytes
@@ -83,9 +83,10 @@ MetricsHost = Annotated[str, Parameter(help="The address to serve them on.")]
 
 @app.command
 def run(
-    scenario: Path,
+    scenario: Path | None = None,
     /,
     *,
+    list: Annotated[bool, Parameter(negative="")] = False,  # noqa: A002
     json: JsonFile | None = None,
     html: PageFile | None = None,
     trace: TraceFile | None = None,
@@ -100,11 +101,18 @@ def run(
     ----------
     scenario
         A TOML file, or the name of a scenario of the package such as quickstart.
+    list
+        Print the scenarios of the package and what each proves.
     seed
         Replaces the scenario's seed.
     virtual
         Run on a seeded loop of virtual time instead of the real clock.
     """
+    if (scenario is None) != list:
+        raise ConfigError("run needs a SCENARIO, or --list, which prints those of the package")
+    if scenario is None:
+        print_scenarios(Console())
+        return 0
     check_distinct((scenario,), json=json, html=html, trace=trace)
     watching = Watching(
         json=json, html=html, trace=trace, port=metrics_port, host=metrics_host, virtual=virtual
@@ -118,7 +126,7 @@ def run(
             progress=lambda totals: show(totals_line(totals), totals.requests),
             observe=watching.observing,
         )
-    return watching.conclude(report, spec, disappointments(spec.expect, report) + report.errors)
+    return watching.conclude(report, spec, report.failures())
 
 
 @app.command(name="replay")

@@ -665,7 +665,7 @@ async def replay(
                     await replay_in_order(engine, read(), progress, clock)
                 await engine.settle()
                 wall = time.monotonic() - began
-        report = make_report(in_unicode(Path(trace).name), totals, cache, lag.results(), wall)
+        report = make_report(in_unicode(Path(trace).name), totals, cache, lag.results(), wall=wall)
         used = cache.config
     if not timed:
         report.hit_rate_lru = await in_thread(lambda: lru_rates(read(), used), "kvactors-lru")

@@ -60,10 +60,29 @@ Progress = Callable[[Totals], object]
 """Called with the totals a few times a second."""
 
 
+class Expectation(msgspec.Struct, frozen=True):
+    """An expectation of a scenario and what the run had.
+
+    Attributes:
+        name: dotted name of the report's field.
+        wanted: such as "at least 3".
+    """
+
+    name: str
+    value: float
+    wanted: str
+    holds: bool
+
+    def __str__(self) -> str:
+        return f"{self.name} is {count_text(self.value)}, and {self.wanted} was expected"
+
+
 class Report(msgspec.Struct):
     """The result of a run or a replay. corrupt_blocks_served and flush["divergence"] must be 0.
 
     Attributes:
+        wall_s: real seconds, those of earlier runs included.
+        events: faults, restarts and further caches, in the order of their times.
         sinks: for each sink the reports it took, those pending, and the number of blocks on which
             it differs from the tiers.
         loop_own_lag_ms: the same without the time in which its thread waited for a core, empty
@@ -93,6 +112,18 @@ class Report(msgspec.Struct):
     blocks_moved: int = 0
     loop_own_lag_ms: dict[str, float] = msgspec.field(default_factory=dict)
     loop_cpu_ms: dict[str, float] = msgspec.field(default_factory=dict)
+    description: str = ""
+    expectations: list[Expectation] = msgspec.field(default_factory=list)
+    events: list[str] = msgspec.field(default_factory=list)
+
+    def failures(self) -> list[str]:
+        """The expectations that do not hold, and the errors."""
+        return [str(one) for one in self.expectations if not one.holds] + self.errors
+
+    def verdict(self) -> str:
+        """The number of expectations that hold."""
+        held = sum(one.holds for one in self.expectations)
+        return f"{held} of {len(self.expectations)} expectations hold"
 
 
 TOTALS = (
@@ -116,8 +147,8 @@ def make_report(
     totals: Totals,
     cache: KVCache,
     lags: Lags,
-    wall: float,
     sinks: Collection[str] | None = None,
+    wall: float = 0.0,
 ) -> Report:
     """The report as of now. The cache should be idle. sinks: the names of the sinks that count, all
     if None."""
@@ -169,15 +200,13 @@ def totals_line(totals: Totals) -> str:
     )
 
 
-def storage_row(storage: dict[str, float]) -> str:
-    """The store's counts in objects: always written, read, late and shed, and any other count that
-    is not 0."""
-    first = {"writes": "written", "reads": "read", "late": "late", "shed": "shed"}
-    shown = [f"{label} {count_text(storage.get(name, 0))}" for name, label in first.items()]
+def counts_text(counts: Mapping[str, float], labels: Mapping[str, str]) -> str:
+    """Counts in one line: always those with a label, and any other that is not 0."""
+    shown = [f"{label} {count_text(counts.get(name, 0))}" for name, label in labels.items()]
     shown += [
-        f"{name} {count_text(value)}"
-        for name, value in storage.items()
-        if name not in (*first, "object_bytes") and value
+        f"{name.replace('_', ' ')} {count_text(value)}"
+        for name, value in counts.items()
+        if name not in labels and value
     ]
     return "  ".join(shown)
 
@@ -192,38 +221,70 @@ def in_line(values: Mapping[str, Any], form: str = "") -> str:
     return "  ".join(f"{name} {value:{form}}" for name, value in values.items())
 
 
+def rates_text(rates: Mapping[str, float]) -> str:
+    """Hit rates, the total first."""
+    if not rates:
+        return ""
+    tiers = {tier: rate for tier, rate in rates.items() if tier != "total"}
+    return f"{rates['total']:.4f}  {in_line(tiers, '.4f')}"
+
+
+STORED = {"writes": "written", "existing": "had already", "reads": "read"}
+STORED |= {"late": "late", "shed": "shed"}
+
+
 def report_rows(report: Report) -> list[tuple[str, str]]:
-    """Names and values of the summary. A value that the run does not have is empty."""
+    """Names and values of the summary, short enough for 80 columns. A value that the run does not
+    have is empty."""
     several = len(report.sinks) > 1 or any(sink["retried"] for sink in report.sinks.values())
-    sinks = (
-        f"{name}: " + ", ".join(f"{key} {count_text(value)}" for key, value in sink.items())
-        for name, sink in report.sinks.items()
-    )
+    sinks = [
+        f"{name}: {counts_text(counts, {'delivered': 'delivered'})}"
+        for name, counts in report.sinks.items()
+    ]
+    flush = {
+        name: report.flush.get(name, 0) for name in ("resident", "gone", "pending", "divergence")
+    }
+    stored = {name: one for name, one in report.storage.items() if name != "object_bytes"}
     rows = [
         ("requests", f"{report.requests}  (no room {report.no_room}, rejected {report.rejected})"),
+        ("hit rate", rates_text(report.hit_rate)),
+        ("hit rate of LRU", rates_text(report.hit_rate_lru)),
         ("blocks looked up", f"{report.blocks_looked_up}"),
-        ("hit rate", in_line(report.hit_rate, ".4f")),
-        ("hit rate of LRU", in_line(report.hit_rate_lru, ".4f")),
-        ("blocks moved down", f"{report.blocks_moved}"),
         ("verified blocks", f"{report.verified_blocks}  (corrupt {report.corrupt_blocks_served})"),
-        ("flush", in_line(report.flush)),
+        ("moved to lower tiers", f"{report.blocks_moved}"),
+        ("sent to indexes", in_line(flush)),
+        ("by sink", "\n".join(sinks) if several else ""),
+        ("storage", counts_text(stored, STORED) if stored else ""),
+        ("messages of actors", f"{report.messages}"),
         ("loop lag, ms", in_line(report.loop_lag_ms, ".2f")),
-        ("without waits for a core", in_line(report.loop_own_lag_ms, ".2f")),
-        ("processor time", in_line(report.loop_cpu_ms, ".2f")),
-        ("messages", f"{report.messages}"),
-        ("wall, s", f"{report.wall_s:.2f}"),
+        ("lag on the core, ms", in_line(report.loop_own_lag_ms, ".2f")),
+        ("processor time, ms", in_line(report.loop_cpu_ms, ".2f")),
+        ("real time, s", f"{report.wall_s:.2f}"),
+        ("events", "\n".join(report.events)),
         ("errors", "; ".join(report.errors) or "none"),
-        ("sinks", "\n".join(sinks) if several else ""),
-        ("storage", storage_row(report.storage) if report.storage else ""),
     ]
     return [(name, value) for name, value in rows if value]
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The summary table."""
+    """The summary, and what the run has proved."""
     print_fields(report.name, report_rows(report), console)
     if report.serving:
         print_figures("serving loop", FIGURES, report.serving, console)
+    if report.description:
+        console.print(report.description, markup=False, highlight=False)
+    if report.expectations:
+        rows = [
+            (
+                (one.name, count_text(one.value), one.wanted, "holds" if one.holds else "FAILS"),
+                None if one.holds else "red",
+            )
+            for one in report.expectations
+        ]
+        columns = ("expectation", "value", "expected", "")
+        print_rows("", columns, rows, console, numbers=range(1, 2))
+        color = "green" if all(one.holds for one in report.expectations) else "red"
+        console.print(report.verdict(), style=f"bold {color}", highlight=False)
 
 
 FIGURES = (

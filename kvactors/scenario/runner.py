@@ -23,7 +23,7 @@ from kvactors.opening import open_cache
 from kvactors.scenario.engine import Engine, Observe, beside, reporting
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Progress, Report, Totals, make_report
-from kvactors.scenario.spec import FaultSpec, Scenario
+from kvactors.scenario.spec import FaultSpec, Scenario, outcomes
 from kvactors.scenario.workload import Script, chat
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.sinks import AttentionStoreConfig, MemorySinkConfig
@@ -50,6 +50,8 @@ class Session:
         self.cache = cache
         self.sinks = sinks
         self.totals = Totals()
+        self.events = list[str]()
+        self._began = asyncio.get_running_loop().time()
         # sinks whose index lost its state, and how often each had been sent everything by then
         self._lost: dict[str, int] = {}
         self.virtual = virtual
@@ -65,7 +67,7 @@ class Session:
         work = self.scenario.workload
         engine = Engine(self.cache, self.totals)
         monitor = LagMonitor()
-        began = time.monotonic()
+        self._began = asyncio.get_running_loop().time()
         async with (
             reporting(self.totals, progress),
             beside(*(self._fault(fault) for fault in self.scenario.fault if not fault.turn)),
@@ -82,21 +84,21 @@ class Session:
         # a loop whose time is not real has no lag
         lags = (LagMonitor() if self.virtual else monitor).results()
         name = self.scenario.scenario.name
-        return make_report(
-            name, self.totals, self.cache, lags, time.monotonic() - began, self.living
-        )
+        report = make_report(name, self.totals, self.cache, lags, self.living)
+        report.events = self.events
+        return report
 
     async def _fault(self, spec: FaultSpec) -> None:
         await anyio.sleep(spec.at)
         await self._begin(spec)
         if spec.seconds:
             await anyio.sleep(spec.seconds)
-            await self._target(spec).recover(spec.fault)
+            await self._end(spec)
 
     async def _before_turn(self, turn: int) -> None:
         for spec in self.scenario.fault:
             if spec.turn and spec.turns and turn == spec.turn + spec.turns:
-                await self._target(spec).recover(spec.fault)
+                await self._end(spec)
         for spec in self.scenario.fault:
             if spec.turn and turn == spec.turn:
                 await self._begin(spec)
@@ -113,9 +115,19 @@ class Session:
         if spec.kind == "loses_state":
             self._lost[spec.sink] = self._resyncs(spec.sink)
         target = self._target(spec)
+        self._note(spec, "")
         await target.inject(spec.fault)
         if isinstance(target, StoreFaults):
             self.totals.rotten = target.flipped
+
+    async def _end(self, spec: FaultSpec) -> None:
+        await self._target(spec).recover(spec.fault)
+        self._note(spec, " ended")
+
+    def _note(self, spec: FaultSpec, what: str) -> None:
+        seconds = asyncio.get_running_loop().time() - self._began
+        place = f"sink {spec.sink}" if spec.sink else "storage"
+        self.events.append(f"{seconds:.1f} s: {place}: {spec.kind}{what}")
 
     async def _resynced(self) -> None:
         """Wait until every sink whose index lost its state has been sent everything again: at its
@@ -190,13 +202,19 @@ def run_scenario(
             seed = scenario.scenario.seed
         if seed < 0:
             raise ConfigError(f"a seed is 0 or more, not {seed}")
+        began = time.monotonic()
         run = partial(run_session, scenario, seed, progress, virtual=virtual, observe=observe)
         if virtual:
             from kvactors.testing.loop import simulate
 
             check_virtual(scenario)
-            return scenario, simulate(run, seed)
-        return scenario, run_terminable(run())
+            report = simulate(run, seed)
+        else:
+            report = run_terminable(run())
+        report.wall_s = round(time.monotonic() - began, 3)
+        report.description = scenario.scenario.description
+        report.expectations = outcomes(scenario.expect, report)
+        return scenario, report
 
 
 def check_virtual(scenario: Scenario) -> None:
@@ -231,6 +249,11 @@ async def run_session(
     for other in others:
         report.corrupt_blocks_served += other.corrupt_blocks_served
         report.errors += other.errors
+    process = scenario.process
+    if process.restarts:
+        report.events.insert(0, f"{process.restarts} runs before, the cache reopened after each")
+    if others:
+        report.events.insert(0, f"{process.engines} caches over one store, this is the last")
     return report
 
 

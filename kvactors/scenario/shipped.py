@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rich.console import Console
+
 from kvactors.errors import ConfigError
-from kvactors.settings.check import unknown
+from kvactors.scenario.output import print_rows
+from kvactors.settings.check import read_toml, unknown
 
 INSTALLED = Path(__file__).resolve().parents[1] / "scenarios"
 """The files in an installed package."""
@@ -37,6 +40,16 @@ def find_file(path: Path, kind: str) -> Path:
         if shipped.exists():
             return shipped
     raise ConfigError(f"there is no file {path}: {unknown(kind, path.stem, names_of(kind))}")
+
+
+def print_scenarios(console: Console) -> None:
+    """Print the scenarios of the package with their descriptions."""
+    found = {name: find_file(Path(name), "scenario") for name in names_of("scenario")}
+    rows = [
+        ((name, read_toml(path)["scenario"].get("description", "")), None)
+        for name, path in found.items()
+    ]
+    print_rows("scenarios", ("name", "what it proves"), rows, console, numbers=range(0))
 
 
 def find_toml(path: Path) -> Path:

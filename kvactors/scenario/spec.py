@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
 import msgspec
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.report import Report
+from kvactors.scenario.report import Expectation, Report, count_text
 from kvactors.settings import Config
 from kvactors.settings.check import Count, Number, SecondsOrZero
 from kvactors.settings.sinks import AttentionStoreSinkConfig, MemorySinkConfig
@@ -161,6 +161,17 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min: float | None = None
     max: float | None = None
 
+    def holds(self, value: float) -> bool:
+        """Whether a value lies within."""
+        low, high = self.min, self.max
+        return (low is None or value >= low) and (high is None or value <= high)
+
+    def __str__(self) -> str:
+        if self.min == self.max:
+            return "any value" if self.min is None else count_text(self.min)
+        parts = {"at least": self.min, "at most": self.max}
+        return ", ".join(f"{w} {count_text(one)}" for w, one in parts.items() if one is not None)
+
 
 class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A whole scenario file. expect: by dotted name of a report's field, a value or bounds."""
@@ -288,22 +299,19 @@ def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def disappointments(expect: dict[str, float | Bound], report: Report) -> list[str]:
-    """Describe the expectations that do not hold."""
-    failed, fields = [], msgspec.to_builtins(report)
+def outcomes(expect: dict[str, float | Bound], report: Report) -> list[Expectation]:
+    """Each expectation with the value of the report. ConfigError: it is about no number."""
+    found, fields = [], msgspec.to_builtins(report)
     for name, wanted in expect.items():
         value = fields
         for part in name.split("."):
             if not isinstance(value, dict) or part not in value:
                 raise ConfigError(f"expect.{name}: reports have no such field")
             value = value[part]
-        bound = wanted if isinstance(wanted, Bound) else Bound(wanted, wanted)
         if isinstance(value, list):
             value = len(value)
         if not isinstance(value, int | float):
             raise ConfigError(f"expect.{name} is about no number")
-        if (bound.min is not None and value < bound.min) or (
-            bound.max is not None and value > bound.max
-        ):
-            failed.append(f"{name} is {value}, expected {msgspec.to_builtins(wanted)}")
-    return failed
+        bound = wanted if isinstance(wanted, Bound) else Bound(wanted, wanted)
+        found.append(Expectation(name, value, str(bound), bound.holds(value)))
+    return found

@@ -77,6 +77,7 @@ def test_run_prints_a_table_and_writes_the_report(kvactors, tmp_path):
     status, out, err = kvactors("run", path, "--json", tmp_path / "r.json", "--seed", 3)
     assert (status, err) == (0, "")
     assert "small" in out
+    assert out.splitlines()[-1] == "1 of 1 expectations hold"
     report = json.loads((tmp_path / "r.json").read_text())
     assert set(report) >= FIELDS
     assert set(report["hit_rate"]) == {"device", "host", "storage", "total"}
@@ -102,9 +103,24 @@ def test_a_run_and_a_replay_write_pages(kvactors, tmp_path):
 
 
 def test_run_fails_when_an_expectation_does_not_hold(kvactors, tmp_path):
-    status, _, err = kvactors("run", write(tmp_path / "s.toml", SCENARIO.format(5)))
+    status, out, err = kvactors("run", write(tmp_path / "s.toml", SCENARIO.format(5)))
     assert status == 1
-    assert "requests is 4, expected 5" in err
+    assert err == "not as expected: requests is 4, and 5 was expected\n"
+    assert out.splitlines()[-1] == "0 of 1 expectations hold"
+
+
+def test_the_hit_rate_of_a_run_is_on_one_line_of_80_columns(kvactors, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = kvactors("run", write(tmp_path / "s.toml", SCENARIO.format(4)))
+    assert max(map(len, out.splitlines())) <= 80
+    assert re.search(r"hit rate .* \d\.\d{4}  device .* host .* storage \d\.\d{4} ", out)
+
+
+def test_the_scenarios_of_the_package_are_listed(kvactors):
+    status, out, _ = kvactors("run", "--list")
+    assert status == 0
+    for path in (ROOT / "scenarios").glob("*.toml"):
+        assert path.stem in out
 
 
 def test_replay_honours_its_options(kvactors, tmp_path):

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kvactors.scenario.output import live_line
 from kvactors.scenario.report import totals_line
-from kvactors.scenario.spec import disappointments, requests_of
+from kvactors.scenario.spec import outcomes, requests_of
 from kvactors.settings import read_toml
 from kvactors.signals import run_terminable
 from tests.fleet.run import FLEET, run_fleet
@@ -24,8 +24,10 @@ def main() -> int:
     with live_line(requests_of(data)) as show:
         work = run_fleet(data, scenario.scenario.seed, lambda t: show(totals_line(t), t.requests))
         report = run_terminable(work)
+    report.description = scenario.scenario.description
+    report.expectations = outcomes(scenario.expect, report)
     print_fleet(report, Console())
-    failed = disappointments(scenario.expect, report) + report.errors
+    failed = report.failures()
     for what in failed:
         print(f"not as expected: {what}", file=sys.stderr)
     return 1 if failed else 0
