@@ -10,7 +10,7 @@ from kvactors.checks import check_flag, check_int, check_seconds, kind
 from kvactors.types import MAX_PRIORITY, MIN_PRIORITY
 
 
-class Hints(msgspec.Struct, frozen=True):
+class Hints(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Expected reuse of a request's blocks. Hints change which blocks are
     evicted first, never what a request gets.
 

@@ -494,9 +494,25 @@ def config_show(file: Path | None = None, *, json: Output | None = None) -> int:
 
 
 @config.command(name="schema")
-def config_schema() -> int:
-    """Print the JSON schema of a file of settings, for editors and other programs."""
-    write_json(json_schema(), "-")
+def config_schema(kind: Literal["settings", "scenario", "replay"] = "settings", /) -> int:
+    """Print the JSON schema of a file, for editors and other programs.
+
+    Parameters
+    ----------
+    kind
+        Of the file: the settings of a cache, a scenario, or the settings of a replay.
+    """
+    schemas: dict[str, type[Config]] = {
+        "settings": Config,
+        "scenario": Scenario,
+        "replay": ReplayConfig,
+    }
+    schema = json_schema(schemas[kind], f"{kind.capitalize()} of kvactors")
+    if kind == "scenario":  # `hit_rate.host = 1` is a table inside the table
+        schema["$defs"]["Scenario"]["properties"]["expect"]["additionalProperties"]["anyOf"] += [
+            {"type": "object"}
+        ]
+    write_json(schema, "-")
     return 0
 
 

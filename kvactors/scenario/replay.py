@@ -43,6 +43,8 @@ class ReplaySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Attributes:
         mode: sequential (a request ends, and everything it caused, before the next begins) or
             timed (arrivals by their time stamps).
+        coarse: keep every so many-th block id, for blocks so many times as large.
+        limit: maximum number of requests, 0 for all.
         speed: factor on the trace's clock.
         prefill_tokens_per_s: tokens of prompts that the model computes in a second, in timed mode.
         decode_tokens_per_s: decode steps in a second. Each running request gets a token a step.

@@ -24,7 +24,8 @@ from kvactors.scenario.engine import Engine, Observe, beside, reporting
 from kvactors.scenario.replay import cache_config
 from kvactors.scenario.report import Progress, Report, Totals, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario, outcomes
-from kvactors.scenario.workload import Script, chat
+from kvactors.scenario.steps import Script
+from kvactors.scenario.workload import chat
 from kvactors.settings import Config, StorageConfig
 from kvactors.settings.sinks import AttentionStoreConfig, MemorySinkConfig
 from kvactors.settings.tables import SHARED

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias, get_args
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 import msgspec
 
 from kvactors.errors import ConfigError
 from kvactors.scenario.report import Expectation, Report, count_text
+from kvactors.scenario.steps import (
+    AbandonStep,
+    AcquireStep,
+    AnyStep,
+    EndStep,
+    ForkManyStep,
+    ForkStep,
+)
 from kvactors.settings import Config
 from kvactors.settings.check import Count, Number, SecondsOrZero
 from kvactors.settings.sinks import AttentionStoreSinkConfig, MemorySinkConfig
@@ -17,61 +25,43 @@ from kvactors.testing.faults import Fault, Kind
 
 
 class ScenarioInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """name, description: for people. seed: of everything random in the workload."""
+    """What the scenario is about.
+
+    Attributes:
+        name: the title of reports.
+        description: what the scenario proves. It is shown with the expectations.
+        seed: of everything random in the workload.
+    """
 
     name: str
     description: str = ""
-    seed: int = 0
+    seed: Number = 0
 
-
-OfRequest = Literal["acquire", "extend", "commit", "finish", "preempt"]
-Do = Literal[OfRequest, "clear", "pause", "resume", "sleep", "wake", "settle"]
 
 Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
 
 
-class MediaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A media item of a prompt: `length` tokens from `offset` on. hash: of its content."""
-
-    offset: int
-    length: int
-    hash: str
-
-
-class ScenarioStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One move of a script.
-
-    do: the operation. request: name of the request. prompt: seed of the tokens of acquire and
-    extend. tokens: how many, or for commit and preempt how many are computed (commit: 0 means all).
-    salt, lora, media: of acquire. level: of sleep. expect: ok, or the refusal that must come.
-    cached_tokens: tokens that must be cached after the loads of acquire. -1: any number.
-    """
-
-    do: Do
-    request: str = ""
-    prompt: Number = 0
-    tokens: Number = 0
-    salt: str | None = None
-    lora: str | None = None
-    media: tuple[MediaSpec, ...] = ()
-    level: Literal[1, 2] = 1
-    expect: Literal["ok", "no_room", "paused", "asleep", "leases_open"] = "ok"
-    cached_tokens: int = -1
-
-
 class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """kind: chat (conversations that grow by turns behind a shared system prompt) or script (the
-    steps, in order).
+    """The requests.
 
-    sessions, turns: how many conversations of how many turns. concurrency: sessions at once.
-    system_tokens: shared beginning. user_tokens, output_tokens: mean lengths of a turn's question
-    and answer. think: seconds between question and answer, as a model would take.
-
-    tenants, adapters, images: how many of the conversations have the same text each, and differ in
-    the salt, in the LoRA adapter or in the images alone. The first tenant has no salt, the first
-    adapter is none. image_tokens: placeholders of the image that each question begins with (0:
-    none). settle: wait between turns until the cache is idle, so that what a turn hits does not
-    depend on how fast the disk is.
+    Attributes:
+        kind: chat (conversations that grow by turns behind a shared system prompt) or script (the
+            steps, in order).
+        sessions: conversations.
+        turns: turns of each conversation.
+        concurrency: conversations at once.
+        system_tokens: shared beginning of all conversations.
+        user_tokens: mean length of a turn's question.
+        output_tokens: mean length of a turn's answer.
+        think: seconds between question and answer, as a model would take.
+        tenants: conversations that have the same text and differ in the salt alone. The first
+            tenant has no salt.
+        adapters: conversations that differ in the LoRA adapter alone. The first has none.
+        images: conversations that differ in the images alone.
+        image_tokens: placeholders of the image that each question begins with (0: no image).
+        settle: wait between turns until the cache is idle, so that what a turn hits does not depend
+            on how fast the disk is.
+        step: the steps of a script.
     """
 
     kind: Literal["chat", "script"] = "chat"
@@ -87,7 +77,7 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     images: Count = 1
     image_tokens: Number = 0
     settle: bool = False
-    step: tuple[ScenarioStep, ...] = ()
+    step: tuple[AnyStep, ...] = ()
 
 
 class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,10 +90,15 @@ class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             asks for one if that is 0). Of the store: down (refuses everything), full (refuses
             writes), slow (every call takes `delay` seconds more), bit_rot (a bit of every
             `every`-th slot of a file store is flipped, at once).
+        sink: name of the sink.
+        storage: whether it is a fault of the store.
+        delay: seconds more of every call, of kind slow.
+        at: seconds after the beginning of the run.
         seconds: duration. With 0 the fault lasts until the end, and the run does not wait for
             that sink.
-        turn, turns: in place of at and seconds, the turn of a chat (from 1 on) before which the
-            fault begins, and the number of turns it lasts (0: until the end).
+        turn: in place of at, the turn of a chat (from 1 on) before which the fault begins.
+        turns: in place of seconds, the number of turns it lasts (0: until the end).
+        every: calls, or slots, from one failure to the next.
     """
 
     kind: Literal[
@@ -146,17 +141,26 @@ STORAGE_FAULTS: dict[str, Kind] = {
 
 
 class ProcessSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """restarts: number of times that the workload is run, and the cache closed and opened again,
-    before the run that counts. engines: caches at once over one shared store. Each further one
-    opens when the one before has run the workload, and the last one's run, beside another run of
-    the others, counts."""
+    """Restarts, and further caches.
+
+    Attributes:
+        restarts: number of times that the workload is run, and the cache closed and opened again,
+            before the run that counts.
+        engines: caches at once over one shared store. Each further one opens when the one before
+            has run the workload, and the last one's run, beside another run of the others, counts.
+    """
 
     restarts: Number = 0
     engines: Count = 1
 
 
 class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An expectation: the value must lie within."""
+    """An expectation: the value must lie within.
+
+    Attributes:
+        min: the least value.
+        max: the largest value.
+    """
 
     min: float | None = None
     max: float | None = None
@@ -174,7 +178,11 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A whole scenario file. expect: by dotted name of a report's field, a value or bounds."""
+    """A whole scenario file.
+
+    Attributes:
+        expect: by dotted name of a report's field, a value or bounds. A list counts its entries.
+    """
 
     scenario: ScenarioInfo
     workload: Workload = Workload()
@@ -216,19 +224,32 @@ def about_workload(scenario: Scenario) -> Complaints:
             work.images > 1 and not work.image_tokens
         ),
     }
-    for number, step in enumerate(work.step, 1):
-        where = f"workload.step, step {number} ({step.do})"
-        found[f"{where}: request is missing"] = step.do in get_args(OfRequest) and not step.request
-        found[f"{where}: tokens are missing"] = step.do in ("acquire", "extend") and not step.tokens
-        found[f"{where}: level belongs to sleep"] = step.level == 2 and step.do != "sleep"
-        of_acquire = {
-            "cached_tokens": step.cached_tokens >= 0,
-            "salt": step.salt is not None,
-            "lora": step.lora is not None,
-            "media": step.media,
-        }
-        for name, given in of_acquire.items():
-            found[f"{where}: {name} belongs to acquire"] = given and step.do != "acquire"
+    return found | about_script(work.step, {sink.label for sink in scenario.flush.sinks})
+
+
+def about_script(steps: tuple[AnyStep, ...], sinks: set[str]) -> Complaints:
+    """Steps about requests and sinks that are not there."""
+    found: Complaints = {}
+    known, in_use = set[str](), set[str]()
+    for number, step in enumerate(steps):
+        where, begun = f"workload.step[{number}]", set[str]()
+        if isinstance(step, AcquireStep):
+            begun = {step.request}
+        elif (name := getattr(step, "request", None)) is not None:
+            found[f"{where}.request: no step before it acquires {name!r}"] = name not in known
+            if isinstance(step, ForkStep | ForkManyStep):
+                begun = set(step.children if isinstance(step, ForkManyStep) else (step.child,))
+        for name in sorted(begun & in_use):
+            found[f"{where}: {name!r} has a lease: take another name, or end it before"] = True
+        named = {getattr(step, "sink", None), *(getattr(step, "sinks", None) or ())} - {None}
+        for name in sorted(named - sinks):
+            among = ", ".join(sorted(sinks)) or "none"
+            found[f"{where}: there is no sink {name!r} (sinks: {among})"] = True
+        if step.expect == "ok":
+            known |= begun
+            in_use |= begun
+            if isinstance(step, EndStep | AbandonStep):
+                in_use.discard(step.request)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The requests of a scenario: chat conversations and scripts."""
+"""The requests of a chat: conversations that grow turn by turn."""
 
 from __future__ import annotations
 
@@ -10,20 +10,13 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from kvactors.cache import KVCache
 from kvactors.checks import Media
-from kvactors.errors import CacheAsleep, KVActorsError, LeasesOpen, NoRoom, Paused
-from kvactors.scenario.engine import Engine, Model, ScenarioRequest
-from kvactors.scenario.spec import ScenarioStep, Workload
+from kvactors.scenario.engine import Engine
+from kvactors.scenario.spec import Workload
+from kvactors.scenario.steps import VOCABULARY, random_tokens
 
-VOCABULARY = 150_000
 PLACEHOLDER = VOCABULARY
 """The token that stands for every part of an image."""
-
-
-def random_tokens(rng: np.random.Generator, count: int) -> NDArray[np.uint32]:
-    """Tokens of a made-up text."""
-    return rng.integers(0, VOCABULARY, count, dtype=np.uint32)
 
 
 class Speaker(NamedTuple):
@@ -133,80 +126,3 @@ async def chat(
         if before is not None:
             await before(turn + 1)
         await serve_turn(work, turn, serve)
-
-
-REFUSALS = {NoRoom: "no_room", Paused: "paused", CacheAsleep: "asleep", LeasesOpen: "leases_open"}
-PLAIN: dict[str, Callable[[KVCache], Awaitable[object]]] = {
-    "clear": KVCache.clear,
-    "pause": KVCache.pause,
-    "resume": KVCache.resume,
-    "settle": KVCache.wait_idle,
-}
-
-
-class Script:
-    """Runs the steps of a script. An unexpected result is an error in the totals."""
-
-    def __init__(self, engine: Engine, seed: int) -> None:
-        self.engine = engine
-        self.seed = seed
-        self.requests: dict[str, ScenarioRequest] = {}
-
-    async def run(self, steps: tuple[ScenarioStep, ...]) -> None:
-        """Run every step, in order. Leases left open at the end are finished."""
-        for number, step in enumerate(steps, 1):
-            fault = await self._fault_of(step)
-            if fault:
-                name = f"{step.do} {step.request}".strip()
-                self.engine.totals.complain(f"step {number} ({name}): {fault}")
-        for request in self.requests.values():
-            await request.lease.finish()
-
-    async def _fault_of(self, step: ScenarioStep) -> str:
-        outcome = "ok"
-        try:
-            await self._step(step)
-        except KeyError:
-            return f"there is no lease of {step.request!r}"
-        except (KVActorsError, ValueError) as error:
-            refusals = [name for kind, name in REFUSALS.items() if isinstance(error, kind)]
-            outcome = refusals[0] if refusals else f"{type(error).__name__}: {error}"
-            self.engine.totals.no_room += outcome == "no_room"
-        if outcome != step.expect:
-            return f"{outcome}, expected {step.expect}"
-        if step.cached_tokens >= 0 and outcome == "ok":
-            cached = self.requests[step.request].lease.cached_tokens
-            if cached != step.cached_tokens:
-                return f"{cached} tokens cached, expected {step.cached_tokens}"
-        return ""
-
-    def _tokens(self, step: ScenarioStep) -> Any:
-        return random_tokens(np.random.default_rng((self.seed, step.prompt)), step.tokens)
-
-    async def _step(self, step: ScenarioStep) -> None:
-        cache, engine = self.engine.cache, self.engine
-        if step.do == "acquire":
-            items = [(item.offset, item.length, item.hash) for item in step.media]
-            lease = await cache.acquire(
-                step.request, self._tokens(step), salt=step.salt, lora=step.lora, extra_keys=items
-            )
-            request = self.requests[step.request] = engine.request(lease)
-            await engine.begin(request)
-        elif step.do == "extend":
-            await self.requests[step.request].lease.extend(self._tokens(step))
-        elif step.do == "commit":
-            request = self.requests[step.request]
-            tokens = step.tokens or request.lease.num_tokens
-            await request.compute(tokens)
-            await request.lease.commit(tokens)
-        elif step.do == "finish":
-            await self.requests.pop(step.request).lease.finish()
-        elif step.do == "preempt":
-            await self.requests.pop(step.request).lease.preempt(step.tokens)
-        elif step.do == "sleep":
-            await cache.sleep(step.level)
-        elif step.do == "wake":
-            await cache.wake()
-            engine.model = Model(cache.device)
-        else:
-            await PLAIN[step.do](cache)

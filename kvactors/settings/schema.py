@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, get_args
 
 import docstring_parser
 import msgspec
 
 from kvactors.settings import Config
-from kvactors.settings.check import settings_of, structs_of
+from kvactors.settings.check import settings_of
 from kvactors.settings.sinks import ClassSinkConfig
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -44,10 +45,10 @@ def _parsed(struct: type) -> docstring_parser.Docstring:
     return docstring_parser.parse(struct.__doc__ or "", docstring_parser.DocstringStyle.GOOGLE)
 
 
-def json_schema() -> dict[str, Any]:
-    """The JSON schema of a file of settings, with the descriptions."""
-    schema = msgspec.json.schema(Config)
-    for struct in _tables():
+def json_schema(file: type[Config] = Config, title: str = "Settings of kvactors") -> dict[str, Any]:
+    """The JSON schema of a file of settings, or of a larger kind of file, with the descriptions."""
+    schema = msgspec.json.schema(file)
+    for struct in tables_of(file):
         table = schema["$defs"][struct.__name__]
         table["description"] = summary(struct)
         docs = field_docs(struct)
@@ -56,15 +57,23 @@ def json_schema() -> dict[str, Any]:
                 prop["description"] = docs[name]
     kind = schema["$defs"][ClassSinkConfig.__name__]["properties"]["kind"]
     kind["anyOf"] = [{"enum": kind.pop("enum")}, {"type": "string", "pattern": CLASS_PATTERN}]
-    return {"$schema": SCHEMA_DIALECT, "title": "Settings of kvactors", **schema}
+    return {"$schema": SCHEMA_DIALECT, "title": title, **schema}
 
 
-def _tables() -> list[type[msgspec.Struct]]:
-    found: dict[type[msgspec.Struct], None] = {Config: None}
-    waiting: list[type[msgspec.Struct]] = [Config]
+def _structs_in(hint: Any) -> Iterator[type[msgspec.Struct]]:
+    if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+        yield hint
+    for inner in get_args(hint):
+        yield from _structs_in(inner)
+
+
+def tables_of(file: type[Config]) -> list[type[msgspec.Struct]]:
+    """The structs of a kind of file."""
+    found: dict[type[msgspec.Struct], None] = {file: None}
+    waiting: list[type[msgspec.Struct]] = [file]
     while waiting:
         for setting in settings_of(waiting.pop()).values():
-            for struct in structs_of(setting.hint):
+            for struct in _structs_in(setting.hint):
                 if struct not in found:
                     found[struct] = None
                     waiting.append(struct)

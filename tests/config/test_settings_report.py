@@ -7,15 +7,14 @@ import tomllib
 from pathlib import Path
 
 import jsonschema
-import msgspec
 import pytest
 
 import kvactors
 from kvactors.errors import ConfigError
 from kvactors.settings import Config
 from kvactors.settings.check import bounds, choices, settings_of
-from kvactors.settings.schema import _tables, field_docs, json_schema
-from kvactors.settings_report import as_toml, check_file, effective
+from kvactors.settings.schema import field_docs, json_schema, tables_of
+from kvactors.settings_report import as_toml, check_file, config_schema, effective, kind_of
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "scenarios").glob("*.toml"), *(ROOT / "scenarios").glob("*/*.toml")])
@@ -163,7 +162,7 @@ def test_a_secret_is_not_shown():
 
 def test_the_schema_has_every_setting_with_its_description_and_range():
     schema = json_schema()
-    tables = _tables()
+    tables = tables_of(Config)
     assert len(tables) > 12
     for struct in tables:
         docs, settings = field_docs(struct), settings_of(struct)
@@ -180,9 +179,28 @@ def test_the_schema_has_every_setting_with_its_description_and_range():
         assert schema["$defs"][struct.__name__]["additionalProperties"] is False
 
 
-def test_the_schema_is_one_that_validators_take():
-    schema = msgspec.json.decode(msgspec.json.encode(json_schema()))
-    jsonschema.Draft202012Validator.check_schema(schema)
+@pytest.mark.parametrize("kind", ["settings", "scenario", "replay"])
+def test_a_schema_takes_the_files_of_the_package_and_describes_every_field(kind, capfd):
+    config_schema(kind)
+    schema = json.loads(capfd.readouterr().out)
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.check_schema(schema)
+    for path in FILES:
+        data = tomllib.loads(path.read_text("utf-8"))
+        if kind_of(data)[0] == kind:
+            assert list(validator.iter_errors(data)) == [], path
+    if kind == "scenario":
+        step = {"do": "finish", "request": "a", "tokens": 1}
+        wrong = {"scenario": {"name": "s"}, "workload": {"kind": "script", "step": [step]}}
+        assert list(validator.iter_errors(wrong))
+        nested = {"scenario": {"name": "s"}, "expect": {"hit_rate": {"host": {"min": 0.1}}}}
+        assert list(validator.iter_errors(nested)) == []
+    for name, table in schema["$defs"].items():
+        if not name.endswith(("Config", "Scenario")):
+            missing = {
+                one for one, prop in table["properties"].items() if "description" not in prop
+            }
+            assert missing <= {"do"}, name
 
 
 async def test_open_takes_a_mapping_and_a_path(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 
 from kvactors.settings import Config
 from kvactors.settings.check import settings_of
-from kvactors.settings.schema import _tables
+from kvactors.settings.schema import tables_of
 from tests.docs.generators import DOCS, HINT, pages
 from tests.docs.generators.reference import commands, described_parameters, error_classes, raisers
 
@@ -28,7 +28,7 @@ def test_no_page_is_left_over():
 
 def test_every_setting_is_on_the_page():
     text = PAGES["settings.md"]
-    for table in _tables():
+    for table in tables_of(Config):
         for field in msgspec.structs.fields(table):
             if table is Config:
                 assert f"## `[{field.name}]`" in text

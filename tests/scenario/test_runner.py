@@ -114,13 +114,13 @@ def test_a_script_that_goes_as_expected():
     _, report = run_scenario(
         script(
             {"do": "acquire", "request": "a", "prompt": 1, "tokens": 12, "cached_tokens": 0},
-            {"do": "acquire", "request": "b", "prompt": 2, "tokens": 8, "expect": "no_room"},
+            {"do": "acquire", "request": "b", "prompt": 2, "tokens": 8, "expect": "NoRoom"},
             {"do": "commit", "request": "a"},
-            {"do": "extend", "request": "a", "prompt": 3, "tokens": 9, "expect": "no_room"},
+            {"do": "extend", "request": "a", "prompt": 3, "tokens": 9, "expect": "NoRoom"},
             {"do": "finish", "request": "a"},
-            {"do": "settle"},
+            {"do": "wait_idle"},
             {"do": "acquire", "request": "a", "prompt": 1, "tokens": 12, "cached_tokens": 8},
-            {"do": "preempt", "request": "a", "tokens": 8},
+            {"do": "preempt", "request": "a", "computed_tokens": 8},
             {"do": "clear"},
             {"do": "acquire", "request": "a", "prompt": 1, "tokens": 12, "cached_tokens": 0},
         )
@@ -133,7 +133,7 @@ def test_pause_refuses_until_resume():
     _, report = run_scenario(
         script(
             {"do": "pause"},
-            {"do": "acquire", "request": "a", "tokens": 4, "expect": "paused"},
+            {"do": "acquire", "request": "a", "tokens": 4, "expect": "Paused"},
             {"do": "resume"},
             {"do": "acquire", "request": "a", "tokens": 4},
             cache={"block_size": 4, "default_deadline_s": 0.05},
@@ -147,18 +147,21 @@ def test_pause_refuses_until_resume():
     ("step", "complaint"),
     [
         (
-            {"do": "acquire", "request": "a", "tokens": 8, "expect": "no_room"},
-            "step 1 (acquire a): ok, expected no_room",
+            {"do": "acquire", "request": "a", "tokens": 8, "expect": "NoRoom"},
+            "workload.step[0] (acquire a): ok, and NoRoom was expected",
         ),
         (
             {"do": "acquire", "request": "a", "tokens": 99},
-            "step 1 (acquire a): no_room, expected ok",
+            "workload.step[0] (acquire a): NeverFits: ",
         ),
         (
             {"do": "acquire", "request": "a", "tokens": 8, "cached_tokens": 4},
-            "step 1 (acquire a): 0 tokens cached, expected 4",
+            "workload.step[0] (acquire a): cached_tokens is 0, and 4 was expected",
         ),
-        ({"do": "finish", "request": "a"}, "step 1 (finish a): there is no lease of 'a'"),
+        (
+            {"do": "lookup", "tokens": 8, "hits": (1, 0, 0)},
+            "workload.step[0] (lookup): hits is (0, 0, 0), and (1, 0, 0) was expected",
+        ),
     ],
 )
 def test_a_failing_script_reports_its_line(step, complaint):
