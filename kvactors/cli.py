@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -25,6 +24,7 @@ from kvactors.scenario.output import (
     live_line,
     shows_progress,
     to_stdout,
+    version,
     write_json,
 )
 from kvactors.scenario.pages import Watching, check_charts, write_page
@@ -42,15 +42,6 @@ from kvactors.settings_report import config as config_app
 from kvactors.settings_report import size
 from kvactors.signals import GONE, flush_stdout, run_terminable, sigterm_ends, usable_streams
 from kvactors.top import top
-
-
-def version() -> str:
-    """The version of the installed package, "not installed" for a source tree on the path."""
-    try:
-        return metadata.version("kvactors")
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
 
 app = App(
     name="kvactors",

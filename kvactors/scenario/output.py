@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from importlib import import_module
+from importlib import import_module, metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +53,14 @@ def check_output(_kind: Any, path: Path | None) -> None:
 
 Output = Annotated[Path, Parameter(validator=check_output, allow_leading_hyphen=True)]
 """A file that a command writes, `-` for standard output."""
+
+
+def version() -> str:
+    """The version of the installed package, "not installed" for a source tree on the path."""
+    try:
+        return metadata.version("kvactors")
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def to_stdout(path: Path | None) -> bool:

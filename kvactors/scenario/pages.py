@@ -5,7 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
+import platform
+import shlex
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
@@ -17,6 +21,8 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from kvactors.actor.sliced import finish
 from kvactors.cache import KVCache
@@ -26,8 +32,15 @@ from kvactors.observe.chrome_trace import ChromeTrace
 from kvactors.observe.lag import LagMonitor
 from kvactors.observe.metrics import FAMILIES, MetricsWatch, Snapshot, take_snapshot
 from kvactors.scenario.engine import Observe, beside
-from kvactors.scenario.output import need, print_details, to_stdout, write_json, write_output
-from kvactors.scenario.report import Report, print_report
+from kvactors.scenario.output import (
+    need,
+    print_details,
+    to_stdout,
+    version,
+    write_json,
+    write_output,
+)
+from kvactors.scenario.report import FIGURES, Report, print_proof, print_report, print_summary
 from kvactors.scenario.sweep import SweepReport, print_sweep
 from kvactors.settings import Config
 from kvactors.settings.check import human, in_bytes
@@ -55,13 +68,13 @@ LOOKED_UP = "kv_block_queries"
 
 
 class Panel(NamedTuple):
-    """A chart of metrics over time: of their values, or of their increase in proportion to the time
-    or to the blocks that were looked up."""
+    """A chart of metrics over time: of their values, of their means in windows, or of their
+    increase in proportion to the time or to the blocks that were looked up."""
 
     title: str
     unit: str
     metrics: tuple[str, ...]
-    shown: Literal["value", "per second", "share"] = "value"
+    shown: Literal["value", "mean", "per second", "share"] = "value"
     scale: float = 1.0
     top: float | None = None
 
@@ -72,10 +85,10 @@ COURSE = (
     Panel("Blocks by tier", "blocks", ("tier_blocks",)),
     Panel("Blocks not fetched", "blocks", ("blocks_not_fetched",)),
     Panel("Blocks not stored", "blocks", ("blocks_not_stored",)),
-    Panel("Requests", "requests", ("num_requests_running", "num_requests_waiting")),
+    Panel("Requests", "requests", ("num_requests_running", "num_requests_waiting"), "mean"),
     Panel("Bandwidth", "MB/s", ("kv_offload_total_bytes",), "per second", 1e6),
     Panel("Changes not yet taken by sinks", "blocks", ("flush_pending",)),
-    Panel("Age of the oldest such change", "seconds", ("flush_lag_seconds",)),
+    Panel("Age of the oldest change not yet taken", "seconds", ("flush_lag_seconds",)),
     Panel("Flush tasks delivered", "tasks/s", ("flush_tasks",), "per second"),
     Panel("Messages of actors", "messages/s", ("actor_turns",), "per second"),
     Panel("Worst lag of the event loop", "ms", ("lag",), scale=1e-3),
@@ -146,7 +159,7 @@ class Recorder:
             lines = {}
             for key in sorted({key for one in self.samples for key in one}):
                 if key[0] in panel.metrics and any(one.get(key) for one in self.samples):
-                    name = " ".join(key[1:]) or key[0].replace("_", " ")
+                    name = " ".join(key[1:]) or key[0].removeprefix("num_").replace("_", " ")
                     lines[name] = self._line(key, panel)
             if lines:
                 charts.append(Chart(panel.title, "seconds", panel.unit, lines, top=panel.top))
@@ -156,6 +169,8 @@ class Recorder:
         values = [one.get(key, 0.0) / panel.scale for one in self.samples]
         if panel.shown == "value":
             return self.seconds, values
+        if panel.shown == "mean":  # the increase of the integral over time
+            values = np.cumsum(values * np.diff(self.seconds, prepend=0.0)).tolist()
         looked_up = [one[LOOKED_UP,] for one in self.samples]
         ends, rates = increase(values, self.seconds if panel.shown != "share" else looked_up)
         return [self.seconds[end] for end in ends], rates
@@ -176,7 +191,7 @@ def increase(values: ArrayLike, of: ArrayLike) -> tuple[list[int], list[float]]:
 Lines: TypeAlias = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """By name, the x and the y values of each point."""
 
-INCHES = (7.2, 3.2)
+INCHES = (6.0, 2.9)
 COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774")
 """Of the lines in their order: distinguishable in grey and with the common colour blindnesses."""
 
@@ -192,7 +207,13 @@ STYLE: Any = {
 }
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem; padding: 0 1rem; }
-pre { overflow: auto; font-size: 13px; line-height: 1.2; }
+pre { overflow: auto; font-size: 13px; }
+table { border-collapse: collapse; margin: 0.5rem 0 1rem; }
+td, th { border-bottom: 1px solid #ddd; padding: 0.15rem 1rem 0.15rem 0; text-align: left;
+  vertical-align: top; overflow-wrap: anywhere; white-space: pre-wrap; }
+td:first-child, th { overflow-wrap: normal; }
+.green { color: #2c6e2f; } .red { color: #b3261e; } .bold { font-weight: bold; }
+.dim { color: #666; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr)); }
 svg { width: 100%; height: auto; max-width: 46rem; }
 """
@@ -244,16 +265,54 @@ def write_page(page: str, path: str | Path) -> None:
     write_output(page.encode(errors="replace"), path)
 
 
+class PageConsole(Console):
+    """Makes HTML of what is printed: tables and paragraphs that fit any width."""
+
+    def __init__(self, title: str) -> None:
+        super().__init__(file=io.StringIO())
+        self.html = [f"<h1>{escape(title)}</h1>{origin()}"]
+
+    def print(self, *objects: Any, style: Any = None, **options: Any) -> None:
+        for one in objects:
+            if isinstance(one, Table):
+                self.html.append(table_html(one))
+            else:
+                self.html.append(f'<p class="{style or ""}">{escape(str(one))}</p>')
+
+
+def table_html(table: Table) -> str:
+    """A table of rich as a `<table>` element."""
+
+    def row(cells: Iterable[Any], tag: str, style: Any = None) -> str:
+        texts = (escape(Text.from_markup(str(cell)).plain) for cell in cells)
+        inner = "".join(f"<{tag}>{text}</{tag}>" for text in texts)
+        return f'<tr class="{style or ""}">{inner}</tr>'
+
+    columns = [column.cells for column in table.columns]
+    rows = zip(table.rows, zip(*columns, strict=True), strict=True)
+    head = row((column.header for column in table.columns), "th") if table.show_header else ""
+    title = f"<h2>{escape(str(table.title))}</h2>" if table.title else ""
+    body = "".join(row(cells, "td", one.style) for one, cells in rows)
+    return f"{title}<table>{head}{body}</table>"
+
+
+def origin() -> str:
+    """The command line, the version, the machine and the time of the page, as HTML."""
+    command = shlex.join(["kvactors", *sys.argv[1:]])
+    at = f"Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores"
+    text = f"kvactors {version()}, {at}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
+    return f'<p class="dim"><code>{escape(command)}</code><br>{escape(text)}</p>'
+
+
 def _page(title: str, printed: Callable[[Console], object], charts: Iterable[str], end: str) -> str:
     """A page: what is printed on a console, the charts, and further HTML."""
-    console = Console(file=io.StringIO(), record=True, width=140)
+    console = PageConsole(title)
     printed(console)
-    tables = console.export_html(code_format="<pre>{code}</pre>", inline_styles=True)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n<body><h1>{escape(title)}</h1>"
-        f"{tables}{''.join(charts)}{end}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{CSS}</style></head>\n"
+        f"<body>{''.join(console.html)}{''.join(charts)}{end}</body></html>\n"
     )
 
 
@@ -271,7 +330,8 @@ def run_page(report: Report, recorder: Recorder, settings: Mapping[str, Any]) ->
     def printed(console: Console) -> None:
         if report.errors or report.corrupt_blocks_served:
             console.print("errors or wrong blocks: see the table", style="bold red")
-        print_report(report, console)
+        print_proof(report, console)
+        print_summary(report, console, "")
         if report.serving:
             print_details(
                 "On the cache, without a cache, and with an exact LRU of the same sizes whose "
@@ -281,11 +341,27 @@ def run_page(report: Report, recorder: Recorder, settings: Mapping[str, Any]) ->
 
     shares = "Each line is the share of the values that are at most as large."
     charts = [
-        _charts("Course of the run", recorder.course()),
+        _charts("Course of the run", recorder.course(), "; ".join(report.events)),
         _charts("Durations, sizes and ages", distributions(recorder.last), shares),
     ]
+    if report.serving:
+        charts.insert(0, _charts("With and without the cache", serving_charts(report.serving)))
     text = msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
-    return _page(report.name, printed, charts, f"<h2>Settings</h2><pre>{escape(text)}</pre>")
+    end = f"<details><summary>Settings</summary><pre>{escape(text)}</pre></details>"
+    return _page(report.name, printed, charts, end)
+
+
+def serving_charts(serving: Mapping[str, Mapping[str, Any]]) -> list[Chart]:
+    """The latencies of a serving loop on each cache."""
+    charts = []
+    for label, field in FIGURES[:3]:
+        title = label.partition(",")[0].capitalize()
+        lines = {
+            name: ([float(one[1:]) for one in figures[field]], list(figures[field].values()))
+            for name, figures in serving.items()
+        }
+        charts.append(Chart(title, "percentile of the requests", "seconds", lines))
+    return charts
 
 
 def distributions(snapshot: Snapshot) -> list[Chart]:

@@ -268,9 +268,19 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
 
 def print_report(report: Report, console: Console) -> None:
     """The summary, and what the run has proved."""
-    print_fields(report.name, report_rows(report), console)
+    print_summary(report, console, report.name)
+    print_proof(report, console)
+
+
+def print_summary(report: Report, console: Console, title: str) -> None:
+    """The figures of a run."""
+    print_fields(title, report_rows(report), console)
     if report.serving:
         print_figures("serving loop", FIGURES, report.serving, console)
+
+
+def print_proof(report: Report, console: Console) -> None:
+    """The description of a scenario, and each expectation with its value."""
     if report.description:
         console.print(report.description, markup=False, highlight=False)
     if report.expectations:

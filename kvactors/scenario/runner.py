@@ -252,7 +252,7 @@ async def run_session(
         report.errors += other.errors
     process = scenario.process
     if process.restarts:
-        report.events.insert(0, f"{process.restarts} runs before, the cache reopened after each")
+        report.events.insert(0, f"runs before, the cache reopened after each: {process.restarts}")
     if others:
         report.events.insert(0, f"{process.engines} caches over one store, this is the last")
     return report

@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from kvactors.cli import version as kvactors_version
 from kvactors.errors import ConfigError
 from kvactors.scenario.output import print_details, print_rows
+from kvactors.scenario.output import version as kvactors_version
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,19 +10,22 @@ from kvactors.histogram import Histogram
 from kvactors.scenario import pages
 from kvactors.scenario.pages import (
     LAG,
+    LOOKED_UP,
     OWN_LAG,
     POINTS,
     WINDOWS,
+    Panel,
     Recorder,
     distributions,
     increase,
     run_page,
     shares_below,
 )
-from kvactors.scenario.report import Report
+from kvactors.scenario.report import Expectation, Report
 from kvactors.testing.loop import simulate
 from tests.support.cache import opened, prompt, serve
 
+LOOKED = (LOOKED_UP,)
 HOST = {"slots": 8, "transit_slots": 16}
 
 
@@ -74,6 +77,7 @@ def test_samples_are_the_metrics():
     assert sum(one.count for one in histograms.ready.values()) == 20
     charts = {chart.title: chart for chart in recorder.course()}
     assert set(charts["Hit rate by tier"].lines) == {"host"}, "no line of zeros"
+    assert max(charts["Hit rate by tier"].lines["host"][1]) <= 1
     assert set(charts["Occupancy"].lines) == {"device", "host"}
     assert "Blocks not fetched" not in charts
     assert {"acquire_seconds", "load_seconds", "kv_offload_size"} <= {
@@ -110,6 +114,14 @@ def test_an_increase_is_that_of_each_window():
     assert increase([0.0] * 3, [0.0] * 3) == ([], [])  # nothing was looked up
 
 
+def test_a_gauge_is_shown_by_its_means():
+    recorder = Recorder()
+    recorder.seconds = [0.0, 1.0, 2.0, 3.0]
+    recorder.samples = [{("a",): value, LOOKED: 0.0} for value in (0.0, 4.0, 2.0, 0.0)]
+    panel = Panel("gauge", "requests", ("a",), "mean")
+    assert recorder._line(("a",), panel) == ([1.0, 2.0, 3.0], [4.0, 2.0, 0.0])
+
+
 def test_shares_are_of_the_values_up_to_each_bound():
     histogram = Histogram((0.001, 0.01, 0.1))
     for seconds in (0.0005, 0.001, 0.05, 3.0):
@@ -119,9 +131,21 @@ def test_shares_are_of_the_values_up_to_each_bound():
 
 def test_a_page_has_the_figures_the_charts_and_the_settings(monkeypatch):
     recorder, _ = recorded(20)
-    page = run_page(report(), recorder, {"device": {"num_blocks": 77}})
-    assert page.count("<svg") == len(recorder.course()) + len(distributions(recorder.last))
+    seconds = dict.fromkeys(("p50", "p90", "p99"), 0.5)
+    figures = dict.fromkeys(("first_token_s", "queue_s", "request_s"), seconds)
+    proof = report(
+        description="what it proves",
+        expectations=[Expectation("requests", 1234, "at least 3", holds=True)],
+        events=["1.0 s: sink a: down"],
+        serving={"cache": figures, "none": figures},
+    )
+    page = run_page(proof, recorder, {"device": {"num_blocks": 77}})
+    assert page.count("<svg") == len(recorder.course()) + len(distributions(recorder.last)) + 3
     for text in ("&lt;run&gt;", "1234", "num_blocks", "Bandwidth"):
+        assert text in page
+    for text in ("what it proves", "at least 3", "1 of 1 expectations hold", "sink a: down"):
+        assert text in page
+    for text in ("<code>kvactors ", "Python 3", "With and without the cache"):
         assert text in page
     assert "<run>" not in page
     assert "wrong blocks" not in page
