@@ -208,10 +208,9 @@ STYLE: Any = {
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem; padding: 0 1rem; }
 pre { overflow: auto; font-size: 13px; }
-table { border-collapse: collapse; margin: 0.5rem 0 1rem; }
+table { border-collapse: collapse; display: block; margin: 0.5rem 0 1rem; overflow-x: auto; }
 td, th { border-bottom: 1px solid #ddd; padding: 0.15rem 1rem 0.15rem 0; text-align: left;
-  vertical-align: top; overflow-wrap: anywhere; white-space: pre-wrap; }
-td:first-child, th { overflow-wrap: normal; }
+  vertical-align: top; white-space: pre-wrap; }
 .green { color: #2c6e2f; } .red { color: #b3261e; } .bold { font-weight: bold; }
 .dim { color: #666; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr)); }
@@ -253,7 +252,7 @@ def svg_of(chart: Chart) -> str:
             axes.set_xscale("log")
             axes.minorticks_off()
             axes.xaxis.set_major_formatter("{x:g}")  # the default sets each label as a formula
-        if len(chart.lines) > 1:
+        if any(chart.lines):  # a line without a name is what the title says
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
         figure.savefig(found, format="svg", metadata={"Date": None})
     text = found.getvalue()

@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.report import Report, count_text, print_figures, print_report
+from kvactors.scenario.report import Report, count_text, print_figures, print_proof, print_summary
 from kvactors.scenario.spec import Complaints, Positive, Scenario
 from kvactors.settings.check import Number, Seconds
 
@@ -127,8 +127,9 @@ FLEET = (
 
 def print_fleet(report: FleetReport, console: Console) -> None:
     """The report, and the figures of the fleet, a column for each placement of its requests."""
-    print_report(report, console)
+    print_summary(report, console, report.name)
     fleet = report.fleet
     placements = {name: figures for name, figures in fleet.items() if name != "namespaces"}
     where = "network namespaces" if fleet["namespaces"]["used"] else "processes on loopback"
     print_figures(f"fleet, {where}", FLEET, placements, console, cell=count_text)
+    print_proof(report, console)
