@@ -298,8 +298,9 @@ def table_html(table: Table) -> str:
 def origin() -> str:
     """The command line, the version, the machine and the time of the page, as HTML."""
     command = shlex.join(["kvactors", *sys.argv[1:]])
-    at = f"Python {platform.python_version()}, {platform.platform()}, {os.cpu_count()} cores"
-    text = f"kvactors {version()}, {at}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
+    at = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+    python = platform.python_version()
+    text = f"kvactors {version()}, Python {python}, {at}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
     return f'<p class="dim"><code>{escape(command)}</code><br>{escape(text)}</p>'
 
 

@@ -254,7 +254,7 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
         ("moved to lower tiers", f"{report.blocks_moved}"),
         ("sent to indexes", in_line(flush)),
         ("by sink", "\n".join(sinks) if several else ""),
-        ("storage", counts_text(stored, STORED) if stored else ""),
+        ("storage, blocks", counts_text(stored, STORED) if stored else ""),
         ("messages of actors", f"{report.messages}"),
         ("loop lag, ms", in_line(report.loop_lag_ms, ".2f")),
         ("lag on the core, ms", in_line(report.loop_own_lag_ms, ".2f")),
