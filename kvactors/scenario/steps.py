@@ -124,9 +124,10 @@ class ScriptStep(
     async def run(self, script: Script) -> Results:
         """Make the call. Raises the errors of the call, and KeyError: the request has no lease."""
         name = getattr(self, "request", None)
-        return await self._call(script, script.cache if name is None else script.lease(name))
+        owner = script.cache if name is None else script.lease(name)
+        return results_of(await self._call(script, owner))
 
-    async def _call(self, script: Script, owner: Any, **changed: Any) -> Results:
+    async def _call(self, script: Script, owner: Any, **changed: Any) -> Any:
         """The call of an owner, with the fields that are its parameters. changed: arguments that
         differ from the fields."""
         method = getattr(owner, self.verb)
@@ -139,7 +140,7 @@ class ScriptStep(
         given = {name: getattr(self, name) for name in self.__struct_fields__ if name in known}
         given = {name: value for name, value in given.items() if value is not None}
         found = method(**given | changed)
-        return results_of(await found if inspect.isawaitable(found) else found)
+        return await found if inspect.isawaitable(found) else found
 
 
 def results_of(found: Any) -> Results:
@@ -150,9 +151,9 @@ def results_of(found: Any) -> Results:
         return {"blocks": found.device_blocks}
     if isinstance(found, int):
         return {"blocks": found}
-    if isinstance(found, tuple) and all(isinstance(one, int) for one in found):
+    if isinstance(found, tuple):
         return {"blocks": len(found)}
-    return {"": found}
+    return {}
 
 
 # -- calls of the cache
@@ -224,9 +225,9 @@ class WakeStep(TimedStep, frozen=True, kw_only=True):
     """End a sleep."""
 
     async def run(self, script: Script) -> Results:
-        found = await self._call(script, script.cache)
+        await self._call(script, script.cache)
         script.engine.model = Model(script.cache.device)
-        return found
+        return {}
 
 
 # -- calls of the cache with a prompt
@@ -278,7 +279,7 @@ class AcquireStep(PromptStep, frozen=True, kw_only=True):
     hits: tuple[Number, Number, Number] | None = None
 
     async def run(self, script: Script) -> Results:
-        lease = (await self._call(script, script.cache, request_id=self.request))[""]
+        lease = await self._call(script, script.cache, request_id=self.request)
         request = script.requests[self.request] = script.engine.request(lease)
         await script.engine.begin(request)
         return {"cached_tokens": lease.cached_tokens, "hits": tuple(lease.hits)}
@@ -325,9 +326,9 @@ class TruncateStep(LeaseStep, frozen=True, kw_only=True):
 
     async def run(self, script: Script) -> Results:
         request = script.requests[self.request]
-        found = await self._call(script, request.lease)
+        dropped = await self._call(script, request.lease)
         request.computed = min(request.computed, self.num_tokens)
-        return found
+        return results_of(dropped)
 
 
 class CommitStep(LeaseStep, frozen=True, kw_only=True):
@@ -340,7 +341,7 @@ class CommitStep(LeaseStep, frozen=True, kw_only=True):
         request = script.requests[self.request]
         tokens = self.computed_tokens or request.lease.covered_tokens
         await request.compute(min(tokens, request.lease.covered_tokens))
-        return await self._call(script, request.lease, computed_tokens=tokens)
+        return results_of(await self._call(script, request.lease, computed_tokens=tokens))
 
 
 class ForkStep(LeaseStep, frozen=True, kw_only=True):
@@ -352,7 +353,7 @@ class ForkStep(LeaseStep, frozen=True, kw_only=True):
 
     async def run(self, script: Script) -> Results:
         parent = script.requests[self.request]
-        made = (await self._call(script, parent.lease, request_id=self.child))[""]
+        made = await self._call(script, parent.lease, request_id=self.child)
         script.add_forks(parent, [made])
         return {}
 
@@ -367,7 +368,7 @@ class ForkManyStep(LeaseStep, frozen=True, kw_only=True):
     async def run(self, script: Script) -> Results:
         parent = script.requests[self.request]
         names = {"count": len(self.children), "request_ids": self.children}
-        script.add_forks(parent, (await self._call(script, parent.lease, **names))[""])
+        script.add_forks(parent, await self._call(script, parent.lease, **names))
         return {}
 
 
@@ -377,8 +378,8 @@ class EndStep(LeaseStep, frozen=True, kw_only=True):
     async def run(self, script: Script) -> Results:
         request = script.requests[self.request]
         await script.engine.verify(request, 0, request.known, "held")
-        found = await self._call(script, request.lease)
-        return found | {"pinned_blocks": request.lease.pinned_blocks}
+        await self._call(script, request.lease)
+        return {"pinned_blocks": request.lease.pinned_blocks}
 
 
 class FinishStep(EndStep, frozen=True, kw_only=True):
