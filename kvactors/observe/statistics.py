@@ -163,6 +163,12 @@ class TenantStatistics(msgspec.Struct, frozen=True):
     host_quota_evictions: int
     storage_quota_evictions: int
 
+    @property
+    def hit_rate(self) -> float:
+        """Share of the looked up blocks that some tier had, 0.0 before the first."""
+        hits = self.device_hits + self.host_hits + self.storage_hits
+        return hits / max(1, self.blocks_looked_up)
+
 
 class Tenants(msgspec.Struct, frozen=True):
     """Statistics by salt. All entries add up to those of the cache.

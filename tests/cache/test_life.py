@@ -133,6 +133,7 @@ async def test_objects_show_what_matters():
         assert lease.hits.total == 2
         assert repr(lease).endswith("ended>")
         assert cache.statistics().hit_rate == 2 / 9
+        assert cache.tenants().others.hit_rate == 2 / 9
         assert "3 requests, hit rate 0.2222 of 9 blocks" in repr(cache.statistics())
     assert repr(cache).endswith("closed>")
 
