@@ -99,7 +99,7 @@ def test_a_store_is_used_again_when_it_has_recovered():
     async def serve(cache: Any, number: int) -> None:
         loop = asyncio.get_running_loop()
         began, tokens = loop.time(), prompt(number % 4, blocks, tail=1)
-        promised.append(cache.lookup(tokens).blocks)
+        promised.append(cache.lookup(tokens).total)
         lease = await cache.acquire(f"r{number}", tokens)
         await lease.wait_ready()
         waits.append(loop.time() - began)
