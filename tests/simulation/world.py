@@ -101,6 +101,8 @@ class World(Ground):
         )
         for store in self.stores:
             store.heal()
+            if isinstance(store, SimPool):
+                store.others = random.Random(f"others {drawn.seed}")
         self.sinks = [
             ReadSink(MemorySink(one, config.cache.block_size), self._lag(2)) for one in drawn.sinks
         ]
