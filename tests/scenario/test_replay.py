@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,8 @@ from kvactors.scenario.engine import Engine
 from kvactors.scenario.replay import ReplayConfig, cache_config, replay
 from kvactors.scenario.report import MAX_ERRORS, Totals
 from kvactors.settings import CacheConfig, DeviceConfig
+from tests.support.traces import SHORT
+from tests.support.valkey import MISSING, PROGRAM, valkey_server
 
 SHIPPED = sorted((Path(__file__).parents[2] / "scenarios" / "replay").glob("*.toml"))
 
@@ -141,3 +144,38 @@ def test_shipped_settings_are_exact_lru(path):
     assert shipped.replay.mode == "sequential"
     assert shipped.host.low_watermark == shipped.device.high_watermark == 0
     assert shipped.flush.sinks
+
+
+@contextmanager
+def storage(kind, folder):
+    """The table of a store of this kind, which runs meanwhile."""
+    if kind == "valkey":
+        with valkey_server() as server:
+            yield {"backend": kind, "valkey": {"url": server.url}}
+    elif kind == "object":
+        yield {"backend": kind, "url": f"file://{folder}"}
+    else:
+        yield {"backend": kind, "capacity_blocks": 10_000} | (
+            {"directory": str(folder)} if kind == "file" else {}
+        )
+
+
+VALKEY = pytest.param("valkey", marks=pytest.mark.skipif(PROGRAM is None, reason=MISSING))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["memory", "file", "object", VALKEY])
+async def test_a_conversation_hits_blocks_of_each_kind_of_store(kind, tmp_path):
+    with storage(kind, tmp_path) as table:
+        used = ReplayConfig.from_mapping(
+            {
+                "cache": {"model": "m", "block_size": 512},
+                "device": {"num_blocks": 10},
+                "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8"},
+                "storage": {"write_policy": "write_through", "timeout_s": 60.0, **table},
+                "replay": {"limit": 200, "coarse": 32},
+            }
+        )
+        report = await replay(SHORT, used)
+    assert (report.corrupt_blocks_served, report.errors, report.requests) == (0, [], 200)
+    assert report.storage["reads"] == report.verified_blocks > 20
