@@ -40,6 +40,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "tiers": (),
     "store": ("vllm",),
     "service": ("vllm", "lmcache"),
+    "shared": (),
     "engine": ("vllm",),
 }
 """The benchmarks in the order of the page, and the peers beside which each measures."""

@@ -108,18 +108,26 @@ class Disk:
         os.close(self._file)
 
 
+Place = dict[str, Any]
+"""The table `storage` of a cache."""
+
+
+def in_folder(folder: Path) -> Place:
+    """The file store."""
+    return {"backend": "file", "directory": str(folder), "capacity_blocks": 100_000}
+
+
 @asynccontextmanager
 async def opened(
-    folder: Path, blocks: int, slots: int, policy: str
+    place: Place, blocks: int, slots: int, policy: str
 ) -> AsyncIterator[kvactors.KVCache]:
     """A cache with random bytes in its device memory."""
-    storage = {"backend": "file", "directory": str(folder), "capacity_blocks": 100_000}
     settings = {
         "cache": {"model": "service", "block_size": TOKENS},
         "layout": LAYOUT,
         "device": {"num_blocks": blocks},
         "host": {"slots": slots},
-        "storage": storage | {"write_policy": policy},
+        "storage": place | {"write_policy": policy},
     }
     async with kvactors.open(settings) as cache:
         cache.device.fill(range(blocks), os.urandom(32 * blocks))
@@ -142,16 +150,16 @@ async def serve(cache: kvactors.KVCache, tokens: array[int]) -> int:
         return lease.cached_tokens // TOKENS
 
 
-async def store(folder: Path, work: Work) -> None:
+async def store(place: Place, work: Work) -> None:
     """Fill a store with all prompts."""
-    async with opened(folder, work.blocks + 1, 0, "write_through") as cache:
+    async with opened(place, work.blocks + 1, 0, "write_through") as cache:
         for number, tokens in enumerate(work.tokens(), 1):
             while written(cache) < number * work.blocks:
                 await serve(cache, tokens)
                 await cache.wait_idle(deadline=DEADLINE_S)
 
 
-async def come_back(folder: Path, work: Work, at_once: int, slots: int, *, full: bool) -> Moved:
+async def come_back(place: Place, work: Work, at_once: int, slots: int, *, full: bool) -> Moved:
     """Requests for stored prompts. full: device and host tier are full of other blocks before."""
     gate, capacity = asyncio.Semaphore(at_once), work.total + work.prompts
 
@@ -159,7 +167,7 @@ async def come_back(folder: Path, work: Work, at_once: int, slots: int, *, full:
         async with gate:
             return await serve(cache, tokens)
 
-    async with opened(folder, capacity, slots, "write_back") as cache:
+    async with opened(place, capacity, slots, "write_back") as cache:
         each = min(250, capacity - 1)
         for tokens in Work(
             full * -(-(capacity + slots) // each), each, 200 + 100 * at_once
@@ -174,18 +182,18 @@ async def come_back(folder: Path, work: Work, at_once: int, slots: int, *, full:
     return Moved(100 * found / work.total, seconds, found, saved)
 
 
-async def save(folder: Path, work: Work, slots: int, policy: str, pause: float = 0.0) -> Moved:
+async def save(place: Place, work: Work, slots: int, policy: str, pause: float = 0.0) -> Moved:
     """Requests one after another, until all that they save is in the store.
 
     Args:
-        folder: of the store.
+        place: of the store.
         work: the requests.
         slots: of the host tier.
         policy: under write_through the device holds all requests, under write_back two.
         pause: seconds from the start of a request to that of the next one, 0 for none.
     """
     requests = 2 if policy == "write_back" else work.prompts
-    async with opened(folder, requests * work.blocks + 1, slots, policy) as cache:
+    async with opened(place, requests * work.blocks + 1, slots, policy) as cache:
         began = time.perf_counter()
         for number, tokens in enumerate(work.tokens(), 1):
             await serve(cache, tokens)
@@ -233,7 +241,8 @@ def read_rows(
     rows = []
     for tier in ("empty", "full", "absent"):
         own = 0 if tier == "absent" else slots
-        found = run_terminable(come_back(folder / "ours", work, at_once, own, full=tier == "full"))
+        place = in_folder(folder / "ours")
+        found = run_terminable(come_back(place, work, at_once, own, full=tier == "full"))
         disk_s = found.share / 100 * disk.seconds(os.preadv, work, at_once)
         if found.written:
             disk_s += disk.seconds(os.pwritev, Work(1, found.written))
@@ -259,7 +268,7 @@ def save_rows(
         (f"write_back, {short}, back to back", short, short.blocks, "write_back", 0.0),
         (f"write_back, {short}, half the disk's rate", short, short.blocks, "write_back", half),
     ):
-        found = run_terminable(save(folder / case, work, own, policy, pause))
+        found = run_terminable(save(in_folder(folder / case), work, own, policy, pause))
         disk_s = None if pause else disk.seconds(os.pwritev, Work(1, found.written))
         beside = {
             name: by_peer(peer, name, "finish", folder / case, work, own + TRANSIT)
@@ -296,7 +305,7 @@ def run(*, quick: bool = False, vllm_python: str = "", lmcache_python: str = "")
             stack.callback(one.close)
         for work, numbers in ((short, counts), (long, (1,))):
             with tempfile.TemporaryDirectory(dir=top) as below:
-                run_terminable(store(Path(below, "ours"), work))
+                run_terminable(store(in_folder(Path(below, "ours")), work))
                 for peer, one in peers.items():
                     by_peer(one, peer, "save", Path(below), work, slots + TRANSIT)
                 for at_once in numbers:
