@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import tomllib
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvactors.decode_batch import Step
@@ -25,11 +28,13 @@ from kvactors.scenario.report import Totals
 from kvactors.scenario.trace import read_trace
 from kvactors.testing.loop import simulate
 from kvactors.testing.sim import problems_at_rest
+from tests.support import slow_store
 from tests.support.cache import BLOCK, opened, prompt
 from tests.support.traces import SHORT
 
-STORE = {"backend": "tests.support.slow_store:SlowStore", "write_policy": "write_through"}
-PACE = ReplaySettings(mode="timed", prefill_tokens_per_s=100_000.0)
+SETTINGS = tomllib.loads(Path(slow_store.__file__).with_suffix(".toml").read_text())
+STORE = SETTINGS["storage"]
+PACE = msgspec.convert(SETTINGS["replay"] | {"speed": 1.0}, ReplaySettings)
 NOISE = 1.05
 """A request that is late once changes which ones are computed together, and so their times."""
 
@@ -40,14 +45,9 @@ def replayed(
 ) -> tuple[ServingFigures, Any]:
     """Replay requests of a conversation trace on a cache without a host tier. link: seconds of a
     read of the store, and of each of its blocks, which are computed in 5 ms."""
+    cache_table = SETTINGS["cache"] | {"prefill_tokens_per_s": prefill}
     config = ReplayConfig.from_mapping(
-        {
-            "cache": {"model": "m", "block_size": 512, "prefill_tokens_per_s": prefill},
-            "device": {"num_blocks": 1500},
-            "layout": {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "dtype": "uint8"},
-            "host": {"transit_slots": 500},
-            "storage": STORE if stored else {},
-        }
+        SETTINGS | {"cache": cache_table, "storage": STORE if stored else {}}
     )
     requests = list(read_trace(SHORT, limit=600))
 
