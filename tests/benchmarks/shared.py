@@ -26,7 +26,7 @@ from tests.benchmarks.service import DEPTH, SIZE, Place, Work, come_back, save
 from tests.support.s3 import CREDENTIALS, s3_server
 from tests.support.valkey import PROGRAM, valkey_server
 
-ROUNDS = 5
+ROUNDS = 3
 AT_ONCE = 32
 """Requests at once that read."""
 
@@ -103,9 +103,11 @@ def rows_of(name: str, places: Iterator[Place], work: Work, raw: Raw, limit: str
 def run(*, quick: bool = False) -> Report:
     """All rows. There are none of Valkey without a server."""
     rounds = 1 if quick else ROUNDS
-    work, small = (Work(2, 8),) * 2 if quick else (Work(32, 64), Work(8, 32))
+    work, small = (Work(2, 8),) * 2 if quick else (Work(32, 64), Work(8, 16))
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(dir="."))
+        folder = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="kvactors-shared-", dir=".")
+        )
         stack.enter_context(mock.patch.dict(os.environ, CREDENTIALS))
         server = stack.enter_context(s3_server())
         top = Path(folder).resolve()
@@ -113,7 +115,7 @@ def run(*, quick: bool = False) -> Report:
             {"backend": "object", "url": f"file://{tempfile.mkdtemp(dir=top)}"}
             for _ in range(rounds)
         )
-        buckets = (server.storage(f"round-{n}") for n in range(rounds))
+        buckets = (server.storage(f"round-{n}", timeout_s=120.0) for n in range(rounds))
         rows = rows_of("object, a folder", folders, work, by_obstore, OBSTORE)
         rows += rows_of("object, moto's S3", buckets, small, by_obstore, OBSTORE)
         if PROGRAM is not None:
