@@ -28,7 +28,7 @@ def with_shards(seed: int) -> Draw | None:
     plan = FaultPlan(
         tuple(f for f in faults if not (f.kind == "actor_crash" and f.target.startswith("storage")))
     )
-    cache = replace(config.cache, model="m")
+    cache = replace(config.cache, model="m", prefill_tokens_per_s=None)
     return drawn._replace(
         config=replace(config, storage=storage, cache=cache), plan=plan, again=False
     )
