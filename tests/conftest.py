@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
 import sys
@@ -46,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell's background job ignores Ctrl-C, and so would the commands that tests start.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Else every command that a test starts compiles the package, half of a short one's time.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    # Passes while the tests are imported free nothing: `_earlier_objects_are_not_scanned` ends it.
+    gc.disable()
     config.addinivalue_line(
         "markers",
         "full: needs what `test-core` does not install (Paddle, Mooncake's client, pyzmq, cmake)",
@@ -144,6 +149,7 @@ def _earlier_objects_are_not_scanned() -> None:
     if not gc.get_freeze_count():
         gc.collect()
         gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
