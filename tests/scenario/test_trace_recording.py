@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import stat
-import subprocess
 import sys
 from contextlib import asynccontextmanager
 
@@ -17,6 +16,7 @@ import msgspec
 import pytest
 import zmq
 
+from kvactors.__main__ import main
 from kvactors.errors import ConfigError
 from kvactors.flush_notifier.sinks.kv_wire import END
 from kvactors.scenario import recording as module
@@ -252,18 +252,13 @@ async def test_a_message_of_another_format_ends_the_command_with_a_whole_file(tm
     ],
     ids=range(6),
 )
-def test_the_command_names_the_error(tmp_path, arguments, status, error):
-    words = [word.replace("{}", str(tmp_path)) for word in arguments]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvactors", "record", *words],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (status, "")
-    assert error in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_the_command_names_the_error(tmp_path, capsys, arguments, status, error):
+    with pytest.raises(SystemExit) as ended:
+        main(["record", *(word.replace("{}", str(tmp_path)) for word in arguments)])
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (status, "")
+    assert error in err
+    assert err.count("\n") == 1
 
 
 def test_a_missing_pyzmq_names_its_extra(tmp_path, monkeypatch):
