@@ -149,7 +149,7 @@ class Walk:
 
 def test_long_walks_agree_and_meet_every_situation() -> None:
     REACHED.clear()
-    for seed in range(240):
+    for seed in range(120):
         try:
             Walk(seed).run(250)
         except Exception as error:
@@ -162,7 +162,7 @@ def test_long_walks_agree_and_meet_every_situation() -> None:
 def test_long_chains(capacity: int) -> None:
     """A match, a use and a release handle the nodes of a chain together, over groups of nodes and
     chunks of memory (256 nodes of a tree without a capacity), in runs that end within them."""
-    for seed in range(12):
+    for seed in range(6):
         random, machine = Random(seed), TreeMachine()
         machine.start(1, capacity, seed % 3 == 0)
 

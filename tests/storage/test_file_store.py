@@ -345,7 +345,7 @@ def test_a_store_whose_loop_was_closed_before_it_gives_its_folder_up(tmp_path):
 async def test_after_a_kill_everything_announced_is_there_and_whole(tmp_path):
     """Each round a writer is killed (SIGKILL) at a random moment. The blocks announced as stored
     and not as gone are served, with right bytes."""
-    seen = await kill_loop(tmp_path, rounds=15, seed=7)
+    seen = await kill_loop(tmp_path, rounds=8, seed=7)
     assert seen.announced >= 8
     assert seen.served > 0
     assert (seen.missing, seen.wrong) == (0, 0)
