@@ -16,11 +16,12 @@ IFF_UP = 0x1
 
 
 def isolated(command: list[str]) -> list[str]:
-    """A command (of util-linux's unshare) that runs another one in new network and process
-    namespaces, with a /proc of the latter. Unprivileged users get a user namespace too. When it is
-    killed, every process inside ends."""
+    """A command (of util-linux's unshare) that runs another one in new network, process and mount
+    namespaces, with an own /proc and /dev/shm: two can run at once. Unprivileged users get a user
+    namespace too. When it is killed, every process inside ends."""
     user = [] if os.geteuid() == 0 else ["--map-root-user"]
-    return ["unshare", *user, "--net", "--pid", "--fork", "--kill-child", "--mount-proc", *command]
+    unshare = ["unshare", *user, "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return [*unshare, "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$0" "$@"', *command]
 
 
 def raise_loopback() -> None:
