@@ -13,6 +13,7 @@ from kvactors.device.events import StreamEvent
 from kvactors.lease import LeaseHandle
 from tests.benchmarks import copy_gpu
 from tests.benchmarks.copy_gpu import gpu_rows
+from tests.docs.pages import HOW_TO, blocks_of
 from tests.gpu import __main__ as command
 from tests.gpu import checks
 from tests.gpu.common import Wrong
@@ -49,7 +50,10 @@ def test_every_check_is_right_on_the_stand_in(fake, capsys, tmp_path, monkeypatc
     assert "| GPU | Stand-in, 132 multiprocessors, compute capability 9.0 |" in text
     assert "| CUDA driver | 13.0 |" in text
     assert "| vLLM with kvactors | not run |" in text
-    assert capsys.readouterr().out.count("right: ") == len(checks.CHECKS)
+    printed = [line.split(":")[:2] for line in capsys.readouterr().out.splitlines()[:-1]]
+    assert printed == [["right", f" {name}"] for name in checks.CHECKS]
+    [shown] = blocks_of(HOW_TO / "paddle_gpu.md", "text")
+    assert [line.split(":")[:2] for line in shown.splitlines()[:-1]] == printed
 
 
 @pytest.mark.parametrize(
