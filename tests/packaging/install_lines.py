@@ -68,7 +68,7 @@ def main() -> None:
             bin_ = environment(Path(folder), sys.executable, *resolve, named, *others)
             if not resolve:
                 run(bin_ / "python", "-c", "import kvactors; kvactors.open", cwd=Path(folder))
-            if "cli" in extras:
+            if "cli" in extras and not resolve:
                 run(bin_ / "kvactors", "--version", cwd=Path(folder))
         print(
             f"{time.monotonic() - began:4.0f} s  {named.rpartition('/')[2]} {' '.join(others)}",
