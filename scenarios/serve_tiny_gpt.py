@@ -30,11 +30,15 @@ import msgspec
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from tiny_gpt.model import BLOCK, KINDS, SIZES, WINDOW, Here, Trunk, layer_kinds, layout_config
-from tiny_gpt.rank import quiet, worker_processes
-from tiny_gpt.server import CacheLike, PlainCache, Server, Totals
 
 import kvactors
+
+try:
+    from tiny_gpt.model import BLOCK, KINDS, SIZES, WINDOW, Here, Trunk, layer_kinds, layout_config
+    from tiny_gpt.rank import quiet, worker_processes
+    from tiny_gpt.server import CacheLike, PlainCache, Server, Totals
+except kvactors.DeviceError as error:  # without Paddle
+    sys.exit(f"serve_tiny_gpt.py: {error}")
 
 SYSTEM, USER, NEW = 96, 56, 16
 """Tokens of a system prompt, of a user's message (about), and of an answer."""
@@ -409,8 +413,11 @@ async def serve(options: Options) -> tuple[Result, Result]:
 def serve_http(options: Options) -> None:
     """Answer over HTTP until SIGTERM or Ctrl-C. Requests that run are answered to the end, for
     DRAIN seconds at most, then the cache is closed."""
-    import uvicorn
-    from tiny_gpt.http_api import Api
+    try:
+        import uvicorn
+        from tiny_gpt.http_api import Api
+    except ModuleNotFoundError as error:
+        sys.exit(f"--http needs the extra `example` of kvactors: {error}")
 
     @asynccontextmanager
     async def opened(sample: Callable[[str, int, np.ndarray], int]) -> AsyncIterator[Any]:

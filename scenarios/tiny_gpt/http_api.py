@@ -226,7 +226,8 @@ class Api:
                 Route("/health", self.health),
             ],
             exception_handlers={
-                HTTPException: lambda _, error: refused(error.detail, error.status_code)
+                HTTPException: lambda _, error: refused(error.detail, error.status_code),
+                Exception: lambda _, error: failed(error),
             },
             lifespan=self.lifespan,
         )
