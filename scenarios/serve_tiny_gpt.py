@@ -28,17 +28,17 @@ from typing import Any, NamedTuple
 import anyio
 import msgspec
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import kvactors
 
 try:
+    from rich.console import Console
+    from rich.table import Table
     from tiny_gpt.model import BLOCK, KINDS, SIZES, WINDOW, Here, Trunk, layer_kinds, layout_config
     from tiny_gpt.rank import quiet, worker_processes
     from tiny_gpt.server import CacheLike, PlainCache, Server, Totals
-except kvactors.DeviceError as error:  # without Paddle
-    sys.exit(f"serve_tiny_gpt.py: {error}")
+except (ModuleNotFoundError, kvactors.DeviceError) as error:
+    sys.exit(f"serve_tiny_gpt.py needs the extra `example` of kvactors: {error}")
 
 SYSTEM, USER, NEW = 96, 56, 16
 """Tokens of a system prompt, of a user's message (about), and of an answer."""

@@ -272,7 +272,7 @@ class Api:
         """The response to a call: an ASGI application that serves its request."""
         try:
             call = msgspec.json.decode(body, type=kind)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return refused(str(error))
         if call.model != MODEL:
             text = f"there is no model {call.model!r}, only {MODEL!r}"
