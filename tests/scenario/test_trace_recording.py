@@ -263,5 +263,5 @@ def test_the_command_names_the_error(tmp_path, capsys, arguments, status, error)
 
 def test_a_missing_pyzmq_names_its_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"kvactors\[kv-events\]"):
+    with pytest.raises(ConfigError, match=r"kvactors\[cli,kv-events\]"):
         record_command("tcp://127.0.0.1:5557", out=tmp_path / "t.jsonl")
