@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 
 import pytest
 
@@ -139,13 +140,14 @@ def test_a_page_has_the_figures_the_charts_and_the_settings(monkeypatch):
         events=["1.0 s: sink a: down"],
         serving={"cache": figures, "none": figures},
     )
+    monkeypatch.setattr(sys, "argv", ["kvactors", "run", "chat.toml"])
     page = run_page(proof, recorder, {"device": {"num_blocks": 77}})
     assert page.count("<svg") == len(recorder.course()) + len(distributions(recorder.last)) + 3
     for text in ("&lt;run&gt;", "1234", "num_blocks", "Bandwidth"):
         assert text in page
     for text in ("what it proves", "at least 3", "1 of 1 expectations hold", "sink a: down"):
         assert text in page
-    for text in ("<code>kvactors ", "Python 3", "With and without the cache"):
+    for text in ("<code>kvactors run chat.toml<", "Python 3", "With and without the cache"):
         assert text in page
     assert "<run>" not in page
     assert "wrong blocks" not in page
