@@ -66,7 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "engines_full: as `engines`, for cases that take too long for every change"
     )
-    config.addinivalue_line("markers", "programs: runs Debian's prometheus (docs/contributing.md)")
+    config.addinivalue_line(
+        "markers", "ci: takes half a minute, or runs Debian's prometheus; .ci/run has it"
+    )
     config.addinivalue_line(
         "markers", "traces: replays whole request traces; needs --traces DIR (docs/contributing.md)"
     )
@@ -96,14 +98,14 @@ def pytest_terminal_summary(
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Interop tests run only when they are asked for, by their marker or by --interop, and those
-    with whole traces by theirs or by --traces. Tests inside engines, and those with
-    Debian's programs, need their marker."""
+    with whole traces by theirs or by --traces. Tests inside engines, and those that .ci/run has
+    beside the others, need their marker."""
     markers = config.getoption("-m")
     asked_for = {
         "interop": config.getoption("--interop") is not None or "interop" in markers,
         "engines": "engines" in markers,
         "engines_full": "engines_full" in markers,
-        "programs": "programs" in markers,
+        "ci": "ci" in markers,
         "traces": config.getoption("--traces") is not None or "traces" in markers,
     }
     unasked = [marker for marker, asked in asked_for.items() if not asked]

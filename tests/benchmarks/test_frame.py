@@ -61,6 +61,7 @@ def test_the_page_has_a_place_for_every_benchmark():
     assert found == list(PEERS)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [name for name in PEERS if name not in ("engine", "flush")])
 def test_a_quick_run_prints_a_table_and_writes_its_report(name, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -74,6 +75,7 @@ def test_a_quick_run_prints_a_table_and_writes_its_report(name, tmp_path, capsys
 
 
 @pytest.mark.full
+@pytest.mark.ci
 def test_several_run_in_turn_and_one_that_fails_stops_none(tmp_path, capfd):
     path = tmp_path / "page.md"
     path.write_text(page("flush", "lag"))

@@ -114,6 +114,7 @@ class Answers:
         store.run(quick=True, vllm_python=python(source.replace("FAILED", "3")))
 
 
+@pytest.mark.ci
 def test_whole_prompts_come_back_and_are_stored_and_a_peer_does_the_same_work(
     python: MakePython, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def test_every_query_uses_names_and_labels_of_the_collector():
     assert {f"{PREFIX}{name}_total" for name in ("prefix_cache_hits", "blocks_evicted")} <= used
 
 
-@pytest.mark.programs
+@pytest.mark.ci
 def test_the_dashboard_fits_grafanas_schema():
     from grafana_foundation_sdk.cog.encoder import JSONEncoder
     from grafana_foundation_sdk.models.dashboard import Dashboard
@@ -107,7 +107,7 @@ def wait_until(condition):
     return found
 
 
-@pytest.mark.programs
+@pytest.mark.ci
 def test_every_query_gives_results_on_a_real_prometheus(tmp_path, unused_tcp_port_factory):
     prometheus = shutil.which("prometheus")
     assert prometheus, "install Debian's package prometheus"

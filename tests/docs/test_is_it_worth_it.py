@@ -15,6 +15,7 @@ from tests.docs.pages import HOW_TO, blocks_of
 PAGE = HOW_TO / "is_it_worth_it.md"
 
 
+@pytest.mark.ci
 def test_the_commands_run_and_the_figures_are_theirs(tmp_path):
     for text in blocks_of(PAGE, "toml"):
         (tmp_path / re.findall(r"^# (\S+\.toml)", text)[0]).write_text(text)

@@ -72,7 +72,7 @@ def test_the_alerts_use_metrics_and_labels_of_the_collector():
     assert set(re.findall(r"\w+", " ".join(re.findall(r"by \(([^)]*)\)", text)))) <= labels
 
 
-@pytest.mark.programs
+@pytest.mark.ci
 def test_promtool_accepts_the_alerts():
     promtool = shutil.which("promtool")
     assert promtool, "install Debian's package prometheus"

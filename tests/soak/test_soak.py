@@ -14,6 +14,7 @@ from tests.soak.memory import Memory, grown, measure
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(600)
 def test_a_short_soak_finds_nothing(tmp_path):
     out = tmp_path / "soak.json"
