@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 HEAD = """
@@ -70,6 +72,7 @@ BODY = """
 """
 
 
+@pytest.mark.ci
 def test_mypy_rejects_wrong_messages_and_wrong_handlers(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(HEAD + BODY, "utf-8")

@@ -113,6 +113,7 @@ class Reader:
         return result.outlines
 
 
+@pytest.mark.ci
 def test_the_tutorial_is_true(pytester, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(Path(kvactors.__file__).parents[1]))
     monkeypatch.syspath_prepend(pytester.path)

@@ -205,6 +205,7 @@ def test_only_a_test_that_fails_or_hangs_has_caught_anything(code, output, caugh
     assert (verdict.caught, verdict.how) == (caught, how)
 
 
+@pytest.mark.ci
 def test_some_are_planted_and_caught(capsys):
     assert run.main([argument for name in FEW for argument in ("--only", name)]) == 0
     assert "3 of 3 caught; the unmutated copy passes" in capsys.readouterr().out
