@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ from tests.interop.engines.stores import offloading
 from tests.interop.engines.tiny_llama import write_model
 from tests.interop.engines.vllm_engine import SERVE, Served, Tokens, VllmEngine, prompts
 from tests.interop.processes import wait_until
+from tests.support.valkey import valkey_server
 
 pytestmark = pytest.mark.engines
 
@@ -194,11 +196,34 @@ def test_storage_after_an_end_with_other_weights_and_with_damage(
     computed_and_stored_again(start, extra, wanted, tmp_path / "store")
 
 
+@pytest.mark.parametrize("kind", ["object", "valkey"])
+def test_a_store_that_nodes_share_after_an_end(
+    start: Start, alone: Alone, tmp_path: Path, kind: str
+) -> None:
+    wanted, folder = alone(PROMPTS), tmp_path / "store"
+    folder.mkdir()
+    with valkey_server("--maxmemory", "64mb") as server:
+        given: dict[str, Any] = {
+            "object": {"url": folder.as_uri()},
+            "valkey": {"valkey": {"url": server.url}},
+        }
+        extra = offloading(SMALL) | {"storage": {"backend": kind, **given[kind]}}
+        for seen_before in (False, True):
+            engine = start(extra)
+            if not seen_before:
+                assert engine.serve(PROMPTS, at_once=2).tokens == wanted
+                assert engine.reset()
+            comes_whole(engine, wanted, 2)
+            engine.close()
+        if kind == "object":
+            computed_and_stored_again(start, extra, wanted, folder, "???/*")
+
+
 def computed_and_stored_again(
-    start: Start, extra: dict[str, object], wanted: Tokens, store: Path
+    start: Start, extra: dict[str, Any], wanted: Tokens, store: Path, files: str = "slab-*"
 ) -> None:
     """Chunks whose bits are flipped are misses, which are counted and logged, and stored again."""
-    stores.flip(store)
+    stores.flip(store, files)
     engine = start(extra)
     flipped: Served = engine.serve(PROMPTS, at_once=2)
     assert flipped.tokens == wanted
