@@ -196,6 +196,16 @@ async def test_a_file_that_cannot_be_renamed_is_an_error_that_writes_nothing(tmp
     assert (tmp_path / "f.1").read_bytes() == before
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+async def test_a_full_file_that_another_process_has_removed_is_begun_anew(tmp_path, kept):
+    config = JsonLinesSinkConfig(path=str(tmp_path / "f"), max_bytes=1, backup_count=kept)
+    sink = JsonLinesSink(config, BLOCK)
+    await sink.begin_epoch(1)
+    sink.path.unlink()
+    await sink.deliver([task(1)])
+    assert replay_jsonl(sink.path)[Tier.DEVICE] == set(names(1))
+
+
 @pytest.mark.parametrize("how", ["truncated", "moved", "removed"])
 async def test_a_file_that_another_process_changes_loses_written_lines_and_no_later_ones(
     tmp_path, how

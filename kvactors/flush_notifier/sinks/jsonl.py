@@ -145,7 +145,8 @@ class JsonLinesSink(Sink):
             with suppress(FileNotFoundError):
                 await aiofiles.os.replace(old, new, executor=self._threads)
         if not self._backups:
-            await aiofiles.os.unlink(self.path, executor=self._threads)
+            with suppress(FileNotFoundError):  # another program has removed the file
+                await aiofiles.os.unlink(self.path, executor=self._threads)
         self._full = False
 
     async def _whole_lines(self) -> int:
