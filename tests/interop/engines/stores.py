@@ -1,8 +1,7 @@
-"""Settings of kvactors in vLLM, and damage to its stores and its host memory."""
+"""Settings of kvactors in vLLM, and damage to its stores."""
 
 from __future__ import annotations
 
-import mmap
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +37,6 @@ def tier(host_chunks: int, directory: Path) -> dict[str, Any]:
         "cpu_bytes_to_use": host_chunks * CHUNK_BYTES,
         "secondary_tiers": [below],
     }
-
-
-def regions() -> list[Path]:
-    """The files of host tiers in shared memory."""
-    return sorted(Path("/dev/shm").glob("vllm_offload_kvactors_*.mmap*"))
-
-
-def zero_host_memory() -> int:
-    """Overwrite the host tiers of all engines on this machine with zeros. Returns their number."""
-    found = regions()
-    for path in found:
-        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
-            memory[:] = bytes(len(memory))
-    return len(found)
 
 
 def flip(directory: Path, pattern: str = "slab-*") -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.interop.engines import stores
 from tests.interop.engines.stores import offloading, tier
 from tests.interop.engines.test_offloading import Alone, Start
 from tests.interop.engines.vllm_engine import prompts
@@ -56,4 +55,4 @@ def test_requests_cancelled_and_caches_reset_at_any_step(
         assert tokens.count(None) == found["cancelled"] > 0
     assert engine.serve(wanted, max_tokens=TOKENS).tokens == right
     engine.close()
-    assert stores.regions() == []
+    assert engine.regions() == []

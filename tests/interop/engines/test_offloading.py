@@ -69,13 +69,13 @@ def test_hits_from_the_host_give_the_tokens_of_the_engine_alone(start: Start, al
     forgotten = engine.serve(PROMPTS)
     assert (forgotten.tokens, max(forgotten.cached) <= 64) == (wanted, True)
     # negative control: the bytes of the host tier decide
-    assert stores.zero_host_memory() == 1
+    engine.zero_host()
     assert engine.reset()
     control = engine.serve(PROMPTS)
     assert min(control.cached) >= WHOLE
     assert control.tokens != wanted
     engine.close()
-    assert stores.regions() == []
+    assert engine.regions() == []
 
 
 def comes_whole(engine: VllmEngine, wanted: Tokens, at_once: int | None = None) -> None:
@@ -161,7 +161,7 @@ def groups_come_whole(
     again = opened()
     come(again)
     # negative control: the bytes of the host tier decide
-    assert stores.zero_host_memory() == 1
+    again.zero_host()
     assert again.reset()
     assert again.serve(asked, at_once=2).tokens != wanted
     again.close()
@@ -233,7 +233,7 @@ def computed_and_stored_again(
     assert engine.reset()
     comes_whole(engine, wanted, 2)
     engine.close()
-    assert stores.regions() == []
+    assert engine.regions() == []
 
 
 def test_scheduler_and_worker_in_separate_processes_and_kill_9(
@@ -246,13 +246,13 @@ def test_scheduler_and_worker_in_separate_processes_and_kill_9(
     assert engine.reset()
     comes_whole(engine, wanted, 2)
     assert len(engine.children()) >= 2
+    assert len(engine.regions()) == 1
     engine.kill()
-    assert len(stores.regions()) == 1
-    engine = start(extra, one_process=False, distributed_executor_backend="mp")
-    assert len(stores.regions()) == 1
+    killed, engine = engine, start(extra, one_process=False, distributed_executor_backend="mp")
+    assert killed.regions() == []
     comes_whole(engine, wanted, 2)
     engine.close()
-    assert stores.regions() == []
+    assert engine.regions() == []
 
 
 def test_a_tier_below_vllms_host_tier_after_kill_9_and_under_the_next_version(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
 import signal
@@ -9,6 +10,7 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from tests.interop.environments import Environments, InteropError
 from tests.interop.processes import MODULES, Child, Lines, descendants, wait_until
@@ -117,12 +119,14 @@ class VllmEngine:
         one_process: bool = True,
         **settings: Any,
     ) -> None:
+        self._id = uuid4().hex
         if extra is not None:
             settings["kv_transfer_config"] = {
                 "kv_connector": "KVActorsConnector",
                 "kv_connector_module_path": "kvactors.integrations.vllm",
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": extra,
+                "engine_id": self._id,
             }
         self.log = log
         self._connection = host.connect()
@@ -184,6 +188,16 @@ class VllmEngine:
     def zero_device(self) -> None:
         """Overwrite the device cache with zeros."""
         self._ask(do="zero_device")
+
+    def regions(self) -> list[Path]:
+        """The files of its host tier in shared memory."""
+        return sorted(Path("/dev/shm").glob(f"vllm_offload_kvactors_{self._id}*.mmap*"))
+
+    def zero_host(self) -> None:
+        """Overwrite its host tier, which has one file, with zeros."""
+        (path,) = self.regions()
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            memory[:] = bytes(len(memory))
 
     def metrics(self) -> dict[str, float]:
         """vLLM's counters and gauges by name."""
