@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
+import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -90,7 +93,7 @@ def test_the_settings_of_mooncake_are_valid():
 @pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in ROUTERS if name.endswith(".toml")])
 async def test_a_node_opens_with_the_settings_of_each_router(name):
-    data = tomllib.loads(ROUTERS[name])
+    data = tomllib.loads(ROUTERS["dynamo.toml"]) | tomllib.loads(ROUTERS[name])
     (sink,) = data["flush"]["sinks"]
     for key in ("endpoint", "replay_endpoint"):
         sink[key] = f"tcp://127.0.0.1:{free_port()}"
@@ -109,6 +112,33 @@ def free_port():
 
 
 @pytest.mark.full
-def test_the_reader_prints_the_events_of_a_request(tmp_path):
-    output = output_of(ROUTERS["reader.py"], tmp_path)
-    assert "BlockStored GPU 2" in output
+async def test_the_reader_prints_the_events_of_a_request():
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    program = ROUTERS["reader.py"].replace("tcp://127.0.0.1:5557", endpoint)
+    reader = await asyncio.create_subprocess_exec(
+        sys.executable, "-u", "-c", program, stdout=subprocess.PIPE
+    )
+    data = tomllib.loads(ROUTERS["dynamo.toml"]) | {"device": {"num_blocks": 16}}
+    data["flush"] = {"sinks": [{"kind": "kv_events", "endpoint": endpoint}]}
+    try:
+        async with kvactors.open(data) as cache:
+            printed = asyncio.create_task(stored(reader.stdout))
+            for number in range(1000):  # the first ones come before the reader has connected
+                async with await cache.acquire("r", [number] * 40) as lease:
+                    await lease.finish(40)
+                await asyncio.sleep(0.05)
+                if printed.done():
+                    break
+            assert printed.done()
+            assert printed.result() == b"BlockStored GPU 2\n"
+    finally:
+        reader.kill()
+        await reader.wait()
+
+
+async def stored(lines):
+    """The first line about a stored block."""
+    async for line in lines:
+        if line.startswith(b"BlockStored"):
+            return line
+    raise AssertionError("the reader has ended")
