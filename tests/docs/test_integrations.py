@@ -13,7 +13,7 @@ import pytest
 
 import kvactors
 from kvactors.settings import Config
-from tests.docs.pages import HOW_TO, output_of
+from tests.docs.pages import HOW_TO, blocks_of, output_of
 
 BLOCK = re.compile(r"```(python|toml) title=\"([^\"]+)\"\n(.*?)```", re.DOTALL)
 STAND_IN = "tests.support.attentionstore_sdk"
@@ -31,13 +31,13 @@ def files_of(page):
 FASTDEPLOY, ROUTERS = files_of("fastdeploy.md"), files_of("routers.md")
 
 
-def test_a_cache_with_a_file_store_serves_the_program(tmp_path):
-    (tmp_path / "file.toml").write_text(FASTDEPLOY["file.toml"], "utf-8")
-    environment = {"PATH": "", "FILE_BACKEND_STORAGE_DIR": str(tmp_path / "kv")}
-    output = output_of(FASTDEPLOY["serve.py"], tmp_path, environment)
-    assert "first: 0 of 200 tokens" in output
-    assert "second: 192 of 200 tokens" in output
-    assert "3 blocks are stored" in output
+async def test_a_cache_opens_a_file_store_with_the_settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("FILE_BACKEND_STORAGE_DIR", str(tmp_path / "kv"))
+    async with kvactors.open(tomllib.loads(FASTDEPLOY["file.toml"])) as cache:
+        async with await cache.acquire("r", list(range(200))) as lease:
+            await lease.finish(200)
+        await cache.wait_idle()
+        assert cache.statistics().store.writes == 3
     assert (tmp_path / "kv").is_dir()
 
 
@@ -84,10 +84,13 @@ async def test_attention_store_opens_as_store_and_as_index(monkeypatch, only_flu
         assert (cache.statistics().store is None) == only_flush
 
 
-def test_the_settings_of_mooncake_are_valid():
-    config = Config.from_mapping(tomllib.loads(FASTDEPLOY["mooncake.toml"]))
+def test_the_settings_of_a_fleet_are_valid():
+    node, masters = blocks_of(HOW_TO / "fleet.md", "toml")
+    config = Config.from_mapping(tomllib.loads(node))
     assert config.storage.backend == "mooncake"
-    assert config.storage.mooncake.master_server_address == "127.0.0.1:50051"
+    assert config.storage.mooncake.master_server_address == "10.0.0.1:50051"
+    masters = tomllib.loads(masters)["storage"] | {"backend": "mooncake"}
+    assert Config.from_mapping({"cache": {"model": "m"}, "storage": masters}).storage.mooncake
 
 
 @pytest.mark.full
