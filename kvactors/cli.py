@@ -55,21 +55,18 @@ app.command(top)
 app.command(record_command, name="record")
 
 
-JsonFile = Annotated[Output, Parameter(help="Where to write the report.")]
-PageFile = Annotated[
-    Output, Parameter(help="Where to write a page with charts. Needs the extra [report].")
-]
+JsonFile = Annotated[Output, Parameter(help="Report.")]
+PageFile = Annotated[Output, Parameter(help="Page with charts. Needs the extra [report].")]
 TraceFile = Annotated[
-    Output, Parameter(help="Where to write a trace of messages and transfers, for ui.perfetto.dev.")
+    Output, Parameter(help="Trace of messages and transfers, for ui.perfetto.dev.")
 ]
 MetricsPort = Annotated[
     int,
     Parameter(
-        help="Serve /metrics, /health and /statistics on this port during the run. Needs the extra "
-        "[metrics]."
+        help="Port of /metrics, /health and /statistics during the run. Needs the extra [metrics]."
     ),
 ]
-MetricsHost = Annotated[str, Parameter(help="The address to serve them on.")]
+MetricsHost = Annotated[str, Parameter(help="Their address.")]
 
 
 @app.command
@@ -91,13 +88,13 @@ def run(
     Parameters
     ----------
     scenario
-        A TOML file, or the name of a scenario of the package such as quickstart.
+        A TOML file, or a scenario of the package such as quickstart.
     list
-        Print the scenarios of the package and what each proves.
+        Print the scenarios of the package.
     seed
         Replaces the scenario's seed.
     virtual
-        Run on a seeded loop of virtual time instead of the real clock.
+        Run on a seeded loop of virtual time.
     """
     if (scenario is None) != list:
         raise ConfigError("run needs a SCENARIO, or --list, which prints those of the package")
@@ -139,27 +136,27 @@ def replay_command(
     metrics_host: MetricsHost = "127.0.0.1",
 ) -> int:
     """Replay a request trace with real bytes, verifying every loaded block. The exit status is 0
-    only if nothing is wrong. With --timed a serving loop with continuous batching serves it, and
-    its latencies are reported beside those without a cache and with an exact LRU.
+    only if nothing is wrong. With --timed a serving loop with continuous batching reports
+    latencies with the cache, without one and with an exact LRU.
 
     Parameters
     ----------
     trace
         JSON lines, plain or gzip, or small_chat, a trace of the package.
     config
-        A TOML file with a cache's settings and a [replay] table, or the name of one of the package.
+        TOML with a cache's settings and a [replay] table, or one of the package.
     timed
-        Send the requests at the times of the trace.
+        Send requests at the times of the trace.
     speed
         Factor on the trace's clock, with --timed.
     prefill_tokens_per_s
-        Tokens of prompts that the modelled engine computes in a second, with --timed.
+        Prompt tokens that the modelled engine computes in a second, with --timed.
     decode_tokens_per_s
         Its decode steps in a second.
     step_tokens
-        Tokens of prompts that it computes in one step at most.
+        Prompt tokens in a step at most.
     limit
-        Maximum number of requests.
+        Requests at most.
     """
     check_distinct((trace, config), json=json, html=html, trace_out=trace_out)
     watching = Watching(json=json, html=html, trace=trace_out, port=metrics_port, host=metrics_host)
@@ -212,30 +209,28 @@ def sweep_command(
     json: JsonFile | None = None,
     html: Output | None = None,
 ) -> int:
-    """Compute the hit rates of caches of every size on a trace, to choose sizes and the eviction
-    policy. Least-recently-used tiers of all sizes and the offline optimum follow from one pass over
-    the trace. RETAIN takes a run for each size, without moving bytes.
+    """Compute the hit rates of caches of every size on a trace: LRU and the offline optimum in one
+    pass, RETAIN in a run for each size.
 
     Parameters
     ----------
     trace
         JSON lines, plain or gzip.
     config
-        A TOML file with a cache's settings and a [replay] table. The hits of its tiers are
-        reported, and its layout gives the bytes of a block.
+        TOML with a cache's settings and a [replay] table. Its tiers are reported, its layout gives
+        the bytes of a block.
     device
-        A size of the device, in blocks (4096) or in bytes ("8 GiB"). May be repeated.
+        Device size in blocks (4096) or bytes ("8 GiB"). May be repeated.
     block_bytes
-        Bytes of a block on all layers (65536 or "64 KiB"). By default those of the config's layout.
+        Bytes of a block on all layers (65536 or "64 KiB"). Default: of the config's layout.
     coarse
-        Keep every so many-th block id, for blocks so many times as large. A config's if there is
-        one.
+        Keep every so many-th block id, for larger blocks. A config's has precedence.
     limit
-        Maximum number of requests, 0 for all.
+        Requests at most, 0 for all.
     retain
-        Run RETAIN. --no-retain leaves it out, which saves most of the time.
+        Run RETAIN. --no-retain saves most of the time.
     html
-        Where to write a page with a chart. Needs the extra [report].
+        Page with a chart. Needs the extra [report].
     """
     from kvactors.layout import make_layout
     from kvactors.scenario.pages import sweep_page
@@ -294,11 +289,11 @@ def is_no_server(_: Any, place: str) -> None:
 StoreFolder = Annotated[
     str,
     Parameter(
-        help="As in storage.directory, or any folder below it, or a URL as in storage.url.",
+        help="As storage.directory, a folder below it, or a URL as storage.url.",
         validator=is_no_server,
     ),
 ]
-FoundFile = Annotated[Output, Parameter(help="Where to write what was found.")]
+FoundFile = Annotated[Output, Parameter(help="What was found.")]
 
 
 @store.command(name="list")
@@ -325,22 +320,21 @@ def store_prune(
     dry_run: Annotated[bool, Parameter(negative="")] = False,
     json: Output | None = None,
 ) -> int:
-    """Remove file stores of other layouts, of other format versions, and damaged ones, or those of
-    a namespace. Under a URL, remove the oldest objects. The exit status is 1 if one was refused.
+    """Remove file stores of other layouts and format versions, and damaged ones, or those of a
+    namespace. Under a URL, remove the oldest objects. The exit status is 1 if one was refused.
 
     Parameters
     ----------
     keep
-        Number of stores kept for each model, namespace and rank: those opened last.
+        Stores kept for each model, namespace and rank: those opened last.
     namespace
-        Remove every store of this namespace, and no other. Under a URL, remove only its objects.
+        Remove every store, or under a URL the objects, of this namespace only.
     max_bytes
-        Remove the oldest objects under a URL until the others have at most these bytes ("2 TiB").
-        Needed with a URL, for which keep has no use.
+        Bytes ("2 TiB") that may stay under a URL. Needed with a URL, for which keep has no use.
     dry_run
-        Print the stores that would be removed, and remove nothing.
+        Print what would be removed, and remove nothing.
     json
-        Where to write what was done.
+        What was done.
     """
     from kvactors.storage.inspect import prune, prune_lines
 

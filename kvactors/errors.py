@@ -12,9 +12,8 @@ class ConfigError(KVActorsError, ValueError):
 
 
 class NoRoom(KVActorsError):
-    """Not enough device blocks now, even after all possible evictions. `needed`, `available` and
-    `pinned` count blocks, `reason` is empty or a phrase. Nothing was changed. See `NeverFits` for a
-    request that is too large at any time."""
+    """Not enough device blocks now, even after all possible evictions. Nothing was changed.
+    `needed`, `available` and `pinned` count blocks, `reason` is empty or a phrase."""
 
     def __init__(self, needed: int, available: int, pinned: int = 0, reason: str = "") -> None:
         text = f"{_counted(needed, 'device block')} needed, {available} available"
@@ -27,8 +26,7 @@ class NoRoom(KVActorsError):
 
 
 class NeverFits(NoRoom):
-    """The request needs more blocks than the device has, so that it can never be admitted. `total`
-    is the device's number of blocks."""
+    """The request needs more blocks than the `total` of the device."""
 
     def __init__(self, needed: int, available: int, total: int) -> None:
         super().__init__(needed, available)
@@ -39,8 +37,7 @@ class NeverFits(NoRoom):
 
 
 class NumBlocksUnset(KVActorsError):
-    """The cache was opened with `device.num_blocks` 0, and its number of device blocks is not set
-    yet: call `set_num_blocks` first. Nothing was changed."""
+    """`device.num_blocks` is 0: call `set_num_blocks` first. Nothing was changed."""
 
     def __init__(self) -> None:
         super().__init__("device.num_blocks is 0: call set_num_blocks before the first request")
@@ -55,16 +52,15 @@ class Paused(KVActorsError):
 
 
 class CacheAsleep(KVActorsError):
-    """The cache sleeps, or is about to, and its memory is released: `await cache.wake()` first.
-    Nothing was changed."""
+    """The cache sleeps, or is about to: `await cache.wake()` first. Nothing was changed."""
 
     def __init__(self, text: str = "the cache sleeps: await cache.wake() first") -> None:
         super().__init__(text)
 
 
 class LeasesOpen(KVActorsError):
-    """The cache cannot sleep while leases are open or requests wait. Nothing was changed. `leases`
-    counts the open leases."""
+    """The cache cannot sleep: `leases` (a number) are open, or requests wait. Nothing was
+    changed."""
 
     def __init__(self, leases: int) -> None:
         super().__init__(
@@ -84,25 +80,23 @@ class NotReady(KVActorsError):
 
 
 class LeaseEnded(KVActorsError):
-    """The lease was finished, preempted or abandoned already, or its cache lost it in a restart."""
+    """The lease was finished, preempted, abandoned, or lost in a restart."""
 
 
 class LeaseBusy(KVActorsError, RuntimeError):
-    """Another call on the lease has not returned yet: await it first."""
+    """Another call on the lease has not returned: await it first."""
 
 
 class TokensCommitted(KVActorsError, ValueError):
-    """Tokens of committed blocks, or of a full block that a fork of the lease has too, cannot be
-    dropped: other requests may share the blocks."""
+    """Tokens of committed blocks, or of full blocks shared by a fork, cannot be dropped."""
 
 
 class WrongLoop(KVActorsError, RuntimeError):
-    """A call from another event loop or thread than the cache's: use `cache.from_thread` in other
-    threads."""
+    """A call from another event loop or thread than the cache's: use `cache.from_thread`."""
 
 
 class WrongThread(KVActorsError, RuntimeError):
-    """A call from another thread than the owner's: `TierCache.adopt` changes the owner."""
+    """A call from a thread that is not the owner: `TierCache.adopt` changes it."""
 
 
 class CacheClosed(KVActorsError):
@@ -122,8 +116,8 @@ class NotOpened(CacheClosed, AttributeError):
 
 
 class CacheFailed(KVActorsError):
-    """The cache has failed permanently: close it and open another. `component` is the actor that
-    failed too often, `__cause__` its last error."""
+    """The cache has failed permanently: close it and open another. `component` is the actor at
+    fault, `__cause__` its last error."""
 
     def __init__(self, component: str, cause: BaseException | None = None) -> None:
         super().__init__(
@@ -140,8 +134,7 @@ class ChannelClosed(KVActorsError):
 
 
 class ActorFailed(KVActorsError):
-    """An actor failed while, or before, it handled an ask. `actor` is its name, `__cause__` the
-    exception."""
+    """`actor` failed while, or before, it handled an ask. `__cause__` is the exception."""
 
     def __init__(self, actor: str, cause: BaseException | None = None) -> None:
         super().__init__(f"actor {actor!r} failed" + (f": {cause!r}" if cause else ""))
@@ -158,7 +151,7 @@ class LayoutError(KVActorsError, ValueError):
 
 
 class DeviceError(KVActorsError):
-    """A device cannot be used, or its memory has changed since it was registered."""
+    """A device cannot be used, or its memory has changed since its registration."""
 
 
 class RankError(KVActorsError):
@@ -190,8 +183,7 @@ class SdkError(SinkError):
 
 
 class LeakedError(KVActorsError, RuntimeError):
-    """A client library raised an exception that is not an `Exception` (a leaked CancelledError, a
-    panic). `__cause__` is that exception."""
+    """A client library raised `__cause__`, which is no `Exception` (a CancelledError, a panic)."""
 
 
 def as_exception(error: BaseException) -> Exception:

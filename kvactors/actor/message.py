@@ -38,7 +38,7 @@ class Stop(Control, frozen=True, eq=False):
 
 
 class PeerRestarted(Control, frozen=True, eq=False):
-    """An actor lost its state and restarted: its operations in flight will never be answered.
+    """An actor restarted without its state: its operations in flight are never answered.
     incarnation: the new one. When this arrives none of its child jobs runs any more."""
 
     name: str

@@ -69,8 +69,7 @@ class LayersLoaded(Control, frozen=True, eq=False):
 
 
 class Loaded(Control, frozen=True, eq=False):
-    """Answer to Load: leading blocks have their bytes, some from the host tier, the others from
-    storage."""
+    """Answer to Load: leading blocks have their bytes, from the host tier or storage."""
 
     op: int
     num_loaded: int
@@ -84,8 +83,8 @@ class LoadStalled(Control, frozen=True, eq=False):
 
 
 class PrefetchToHost(Message, frozen=True, eq=False):
-    """A request for this path is expected: read the blocks that storage has, from `start` on, into
-    the host tier. Not answered. `Load` explains the fields."""
+    """A request is expected: read the stored blocks of its path from `start` on into the host
+    tier. Not answered. `Load` explains the fields."""
 
     root: bytes
     hashes: bytes
@@ -142,29 +141,29 @@ class DropHostCopies(Message, frozen=True, eq=False):
 
 
 class KeepHostCopies(Message, frozen=True, eq=False):
-    """The device did not take these loaded blocks: the load of their parents did not complete.
-    Those that were leaving an exclusive host tier stay as far as the capacity allows, and the
-    others are evicted. An inclusive one ignores the message."""
+    """The device did not take these loaded blocks: their parents were not loaded. Those that
+    were leaving an exclusive host tier stay as far as the capacity allows, and the others are
+    evicted. An inclusive one ignores the message."""
 
     hashes: bytes
 
 
 class EvictFirst(Message, frozen=True, eq=False):
-    """The victims of the next evictions, in this order, chosen by the host tier's policy. Without
-    this message the least recently used blocks are evicted."""
+    """The next victims, in this order, by the host tier's policy. Without this message the least
+    recently used blocks are evicted."""
 
     hashes: bytes
 
 
 class PinHostBlocks(Message, frozen=True, eq=False):
-    """A run of blocks of a path is pinned: the host tier does not evict those that it has, or gets,
-    as far as its share of pinned blocks allows."""
+    """Blocks of a path are pinned: the host tier does not evict them, within its share of pinned
+    blocks."""
 
     hashes: bytes
 
 
 class UnpinHostBlocks(Message, frozen=True, eq=False):
-    """The blocks of a PinHostBlocks are not pinned any longer."""
+    """The pin of a PinHostBlocks ends."""
 
     hashes: bytes
 

@@ -107,16 +107,16 @@ class NamespaceChanged(Message, frozen=True, eq=False):
 
 
 class WaitFlushed(Ask[bool], frozen=True, eq=False):
-    """Wait until the sinks (all if None) have acknowledged everything that is due at this message.
-    healthy: leave out sinks whose last call failed. Answered with True."""
+    """Wait until sinks (all if None) have acknowledged everything due at this message. healthy:
+    leave out sinks whose last call failed. Answered with True."""
 
     sinks: tuple[str, ...] | None = None
     healthy: bool = False
 
 
 class Resync(Ask[bool], frozen=True, eq=False):
-    """Send the sink of this name everything again, as to an index that has lost its state. Answered
-    with True once it has taken all of that."""
+    """Send a sink everything again, for an index that lost its state. Answered with True once it
+    has taken all of that."""
 
     sink: str
 

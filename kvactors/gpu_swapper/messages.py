@@ -54,9 +54,8 @@ class Copied(Control, frozen=True, eq=False):
 
 
 class DataPlaneStatus(Control, frozen=True, eq=False):
-    """The data plane's status has changed: whether copies can be made, whether the bytes in device
-    blocks and host slots may be lost, and the memory generation from here on. While copies cannot
-    be made, those in flight may never complete.
+    """Whether copies can be made, whether bytes in blocks and slots may be lost, and the memory
+    generation from here on. While copies cannot be made, those in flight may never complete.
 
     GpuSwapper sends it to itself, and forwards it to the evictor and the index.
     """

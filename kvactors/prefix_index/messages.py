@@ -83,8 +83,8 @@ class Acquire(IndexAsk[AcquireResult], frozen=True, eq=False):
 
 
 class Prefetch(IndexAsk[Ack], frozen=True, eq=False):
-    """A request of these tokens is expected: the host tier may fetch from the store the blocks that
-    the device lacks. Ack counts the blocks looked for. Fields as in `Acquire`."""
+    """A request is expected: the host tier may fetch stored blocks that the device lacks. Ack
+    counts the blocks looked for. Fields as in `Acquire`."""
 
     path: Path
     deadline: float
@@ -93,14 +93,14 @@ class Prefetch(IndexAsk[Ack], frozen=True, eq=False):
 
 
 class Ready(IndexAsk[ReadyResult], frozen=True, eq=False):
-    """Wait until every load of the lease has completed or was written off."""
+    """Wait until every load of the lease has completed or failed."""
 
     lease: int
 
 
 class LayerReady(IndexAsk[LayerResult], frozen=True, eq=False):
-    """Wait until one layer, counted from the layout's first, of everything that the lease loads is
-    on the device."""
+    """Wait until one layer of everything that the lease loads is on the device. Layers count from
+    the layout's first."""
 
     lease: int
     layer: int
@@ -122,8 +122,8 @@ class Extend(IndexAsk[AcquireResult], frozen=True, eq=False):
 
 
 class Reserve(IndexAsk[AcquireResult], frozen=True, eq=False):
-    """Blocks until the block table covers the first `num_tokens` tokens, which the lease may not
-    have yet. Reply and position as of `Extend`."""
+    """Blocks for the first `num_tokens` tokens, which the lease may not have yet. Reply and
+    position as of `Extend`."""
 
     lease: int
     position: int
@@ -159,8 +159,8 @@ class Fork(IndexAsk[ForkResult], frozen=True, eq=False):
 
 
 class Truncate(IndexAsk[Ack], frozen=True, eq=False):
-    """Drop the tokens beyond the first `num_tokens`, and blocks that the rest does not need. Reply:
-    the blocks left in the table. Position as in `Extend`."""
+    """Drop the tokens beyond the first `num_tokens`, and their blocks. Reply: the blocks left in
+    the table. Position as in `Extend`."""
 
     lease: int
     position: int
@@ -168,7 +168,7 @@ class Truncate(IndexAsk[Ack], frozen=True, eq=False):
 
 
 class DropLeading(IndexAsk[Ack], frozen=True, eq=False):
-    """A lease of a flat path needs its first blocks no more: the others take their positions.
+    """A lease of a flat path gives its first blocks back: the others take their positions.
     Reply: the blocks left in the table. Position as in `Extend`."""
 
     lease: int
@@ -193,9 +193,8 @@ class StepResult(Message, frozen=True, eq=False):
 
 
 class StepLeases(IndexAsk[StepResult], frozen=True, eq=False):
-    """Append the tokens of a row to each lease, and commit its computed tokens, where blocks
-    are free or can be evicted at once. The message is about a part of the rows, and the fields
-    after `leases` are of all."""
+    """Append and commit tokens of many leases, where blocks are free or can be evicted at once.
+    The message is about a part of the rows, and the fields after `leases` are of all."""
 
     first: int  # row of the first lease
     leases: list[int]  # one a row, 0 for a row to be left out
@@ -280,8 +279,7 @@ class Resume(IndexAsk[Ack], frozen=True, eq=False):
 
 
 class SetNamespace(IndexAsk[Ack], frozen=True, eq=False):
-    """Requests admitted from now on cannot hit blocks cached under another namespace, for example
-    those of other weights."""
+    """Requests admitted from now on cannot hit blocks of another namespace."""
 
     namespace: str
 
@@ -296,15 +294,14 @@ class SetNumBlocks(Control, frozen=True, eq=False):
 
 
 class Abandon(Control, frozen=True, eq=False):
-    """The holder of a lease has gone (cancelled or garbage collected): release the lease. Unknown
+    """The holder of a lease was cancelled or garbage collected: release the lease. Unknown
     leases are ignored."""
 
     lease: int
 
 
 class Withdrawn(Control, frozen=True, eq=False):
-    """The waiting extend of a lease was cancelled: the blocks it has collected go to the next
-    request in the queue."""
+    """A waiting extend was cancelled: its blocks go to the next request in the queue."""
 
     lease: int
 

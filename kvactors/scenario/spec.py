@@ -28,9 +28,9 @@ class ScenarioInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the scenario is about.
 
     Attributes:
-        name: the title of reports.
-        description: what the scenario proves. It is shown with the expectations.
-        seed: of everything random in the workload.
+        name: title of reports.
+        description: what the scenario proves.
+        seed: of all random work.
     """
 
     name: str
@@ -45,22 +45,21 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The requests.
 
     Attributes:
-        kind: chat (conversations that grow by turns behind a shared system prompt) or script (the
-            steps, in order).
+        kind: chat (growing conversations behind a shared system prompt) or script (the steps in
+            order).
         sessions: conversations.
-        turns: turns of each conversation.
+        turns: turns of a conversation.
         concurrency: conversations at once.
-        system_tokens: shared beginning of all conversations.
-        user_tokens: mean length of a turn's question.
-        output_tokens: mean length of a turn's answer.
-        think: seconds between question and answer, as a model would take.
-        tenants: conversations that have the same text and differ in the salt alone. The first
-            tenant has no salt.
-        adapters: conversations that differ in the LoRA adapter alone. The first has none.
-        images: conversations that differ in the images alone.
-        image_tokens: placeholders of the image that each question begins with (0: no image).
-        settle: wait between turns until the cache is idle, so that what a turn hits does not depend
-            on how fast the disk is.
+        system_tokens: shared beginning of conversations.
+        user_tokens: mean length of a question.
+        output_tokens: mean length of an answer.
+        think: seconds between question and answer.
+        tenants: salts. Their conversations have the same text. The first has no salt.
+        adapters: likewise LoRA adapters.
+        images: likewise images.
+        image_tokens: placeholders of the image at the head of each question (0: no image).
+        settle: wait between turns until the cache is idle, so that hits do not depend on the speed
+            of the disk.
         step: the steps of a script.
     """
 
@@ -81,24 +80,23 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FaultSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A fault of a sink or of the store, and its time.
+    """A fault of a sink or of the store.
 
     Attributes:
-        kind: of a sink: down (refuses every call), hang (never answers), fail_every (refuses every
+        kind: of a sink: down (refuses calls), hang (never answers), fail_every (refuses every
             `every`-th call), lose_answers (carries out a call, then fails), loses_state (its index
-            is empty at once. At the end the run waits for a resync at its `resync_interval_s`, or
-            asks for one if that is 0). Of the store: down (refuses everything), full (refuses
-            writes), slow (every call takes `delay` seconds more), bit_rot (a bit of every
-            `every`-th slot of a file store is flipped, at once).
+            is emptied. At the end the run waits for a resync, or asks for one if
+            `resync_interval_s` is 0). Of the store: down (refuses everything), full (refuses
+            writes), slow (calls take `delay` seconds more), bit_rot (flips a bit of every
+            `every`-th slot of a file store).
         sink: name of the sink.
-        storage: whether it is a fault of the store.
-        delay: seconds more of every call, of kind slow.
-        at: seconds after the beginning of the run.
-        seconds: duration. With 0 the fault lasts until the end, and the run does not wait for
-            that sink.
-        turn: in place of at, the turn of a chat (from 1 on) before which the fault begins.
-        turns: in place of seconds, the number of turns it lasts (0: until the end).
-        every: calls, or slots, from one failure to the next.
+        storage: a fault of the store.
+        delay: additional seconds of a call.
+        at: seconds after the beginning.
+        seconds: duration. 0: until the end, where the run does not wait for that sink.
+        turn: in place of at, the turn of a chat (from 1) before which the fault begins.
+        turns: in place of seconds, its length in turns (0: until the end).
+        every: calls, or slots, between failures.
     """
 
     kind: Literal[
@@ -144,10 +142,10 @@ class ProcessSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Restarts, and further caches.
 
     Attributes:
-        restarts: number of times that the workload is run, and the cache closed and opened again,
-            before the run that counts.
-        engines: caches at once over one shared store. Each further one opens when the one before
-            has run the workload, and the last one's run, beside another run of the others, counts.
+        restarts: runs of the workload, each followed by a restart of the cache, before the run that
+            counts.
+        engines: caches over one shared store. Each opens when the one before has run the workload.
+            The run of the last, beside another of the others, counts.
     """
 
     restarts: Number = 0
@@ -181,7 +179,7 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A whole scenario file.
 
     Attributes:
-        expect: by dotted name of a report's field, a value or bounds. A list counts its entries.
+        expect: by dotted name of a report's field, a value or bounds. Of a list, its length.
     """
 
     scenario: ScenarioInfo

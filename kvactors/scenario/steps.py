@@ -53,7 +53,7 @@ class MediaSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A media item of a prompt.
 
     Attributes:
-        offset: tokens before it.
+        offset: tokens before the item.
         length: tokens.
         hash: of its content.
     """
@@ -80,39 +80,36 @@ class ScriptStep(
 
     Attributes:
         expect: ok, or the error that the call must raise.
-        deadline: seconds of the call, those of an acquire for its loads as well.
-        request: name of the request, which its lease is found by.
+        deadline: seconds of the call, and of the loads of an acquire.
+        request: name of the request and its lease.
         child: request of the fork.
         children: requests of the forks.
-        prompt: seed of the tokens. The same seed gives the same tokens from the first on.
-        tokens: number of the tokens.
-        media: media items of the tokens.
-        salt: of the requests.
-        lora: adapter of the requests.
+        prompt: seed of the tokens. Prompts of a seed begin alike.
+        tokens: number of tokens.
+        media: items in the tokens.
+        salt: of the prompt.
+        lora: adapter.
         lora_id: number of the adapter on KV events.
-        chunk_tokens: tokens after the cached ones that get device blocks, in a chunked prefill.
-        wait_for_evictions: whether to wait for evictions in flight.
-        wait_for_room: whether to wait until other requests release blocks.
-        hints: about the reuse of the request's blocks: priority, ttl, pin, session_ends,
-            returns_in.
+        chunk_tokens: tokens after the cached ones that get blocks (chunked prefill).
+        wait_for_evictions: wait for evictions in flight.
+        wait_for_room: wait for blocks of other requests.
+        hints: priority, ttl, pin, session_ends, returns_in.
         num_tokens: tokens to take blocks for, or (truncate) to keep.
-        computed_tokens: tokens that are computed and committed. Unset: of commit all that have
-            blocks.
-        output_tokens: trailing tokens that the request has generated.
+        computed_tokens: computed tokens. Unset in a commit: all that have blocks.
+        output_tokens: generated tokens, the last ones.
         namespace: of later requests.
-        device: quota in blocks, or in bytes such as "8 MiB".
-        host: as device, in the host tier.
-        storage: clear the store as well. Of a quota: as device, in the store.
-        erase: overwrite the bytes of objects that left the store.
+        device: quota, in blocks or bytes ("8 MiB").
+        host: quota in the host tier.
+        storage: clear the store too, or quota in the store.
+        erase: overwrite objects that left the store.
         sink: name of the sink.
-        sinks: names of the sinks to wait for. Unset: all.
-        at_rest: whether to wait until the cache is idle first.
+        sinks: to wait for. Unset: all.
+        at_rest: wait until the cache is idle first.
         level: 1 releases device memory, 2 host memory as well.
-        cached_tokens: expected cached tokens, after the loads of an acquire.
-        hits: expected blocks found on the device, in host memory and in storage.
-        blocks: expected count that the call returns: of blocks found, taken, dropped, committed or
-            freed.
-        pinned_blocks: expected blocks that the end of the request has pinned.
+        cached_tokens: expected, after the loads of an acquire.
+        hits: expected blocks on device, host and storage.
+        blocks: expected blocks found, taken, dropped, committed or freed.
+        pinned_blocks: expected, after the end of the request.
     """
 
     expect: Outcome = "ok"
@@ -178,7 +175,7 @@ class WaitIdleStep(TimedStep, frozen=True, kw_only=True):
 
 
 class WaitFlushedStep(TimedStep, frozen=True, kw_only=True):
-    """Wait until every sink's view equals the tiers."""
+    """Wait until the sinks have the state of the tiers."""
 
     sinks: tuple[str, ...] | None = None
     at_rest: bool = True
@@ -191,13 +188,13 @@ class ResyncStep(TimedStep, frozen=True, kw_only=True):
 
 
 class SetNamespaceStep(TimedStep, frozen=True, kw_only=True):
-    """Separate later requests from the blocks cached so far."""
+    """Hide cached blocks from later requests."""
 
     namespace: str
 
 
 class SetQuotaStep(TimedStep, frozen=True, kw_only=True):
-    """Change the most resident blocks of a salt."""
+    """Change the quota of a salt."""
 
     salt: str
     device: BlockSize | None = None
@@ -206,7 +203,7 @@ class SetQuotaStep(TimedStep, frozen=True, kw_only=True):
 
 
 class ClearStep(TimedStep, frozen=True, kw_only=True):
-    """Drop every cached block, or those of a salt or an adapter."""
+    """Drop all cached blocks, or those of a salt or adapter."""
 
     storage: bool = False
     erase: bool = False
@@ -244,14 +241,14 @@ class PromptStep(ScriptStep, frozen=True, kw_only=True):
 
 
 class LookupStep(PromptStep, frozen=True, kw_only=True):
-    """Count the cached blocks of a prompt. Takes nothing."""
+    """Count the cached blocks of a prompt."""
 
     cached_tokens: Number | None = None
     hits: tuple[Number, Number, Number] | None = None
 
 
 class PrefetchStep(PromptStep, frozen=True, kw_only=True):
-    """Fetch the stored blocks of an expected request into the host tier, in the background."""
+    """Fetch stored blocks into the host tier, in the background."""
 
     deadline: Seconds | None = None
     blocks: Number | None = None
@@ -265,8 +262,7 @@ class UnpinStep(PromptStep, frozen=True, kw_only=True):
 
 
 class AcquireStep(PromptStep, frozen=True, kw_only=True):
-    """Take device blocks for a prompt, wait for its loads and compare the loaded blocks with their
-    contents."""
+    """Take blocks for a prompt, await its loads and verify the loaded blocks."""
 
     request: str
     lora_id: Number | None = None
@@ -296,14 +292,14 @@ class LeaseStep(ScriptStep, frozen=True, kw_only=True):
 
 
 class NextChunkStep(LeaseStep, frozen=True, kw_only=True):
-    """Take device blocks for the next tokens of a chunked prompt."""
+    """Take blocks for the next chunk of a prompt."""
 
     num_tokens: Count
     blocks: Number | None = None
 
 
 class ExtendStep(LeaseStep, frozen=True, kw_only=True):
-    """Append tokens to the request."""
+    """Append tokens."""
 
     prompt: Number = 0
     tokens: Count
@@ -312,7 +308,7 @@ class ExtendStep(LeaseStep, frozen=True, kw_only=True):
 
 
 class ReserveStep(LeaseStep, frozen=True, kw_only=True):
-    """Take device blocks ahead of tokens."""
+    """Take blocks ahead of tokens."""
 
     num_tokens: Number
     blocks: Number | None = None
@@ -383,7 +379,7 @@ class EndStep(LeaseStep, frozen=True, kw_only=True):
 
 
 class FinishStep(EndStep, frozen=True, kw_only=True):
-    """Compare all computed blocks with their contents, and end the request."""
+    """Verify all computed blocks and end the request."""
 
     computed_tokens: Number | None = None
     output_tokens: Number | None = None
@@ -392,7 +388,7 @@ class FinishStep(EndStep, frozen=True, kw_only=True):
 
 
 class PreemptStep(EndStep, frozen=True, kw_only=True):
-    """End the lease of a request that is resumed by an acquire with its name."""
+    """End the lease. An acquire of this name resumes the request."""
 
     computed_tokens: Number = 0
 

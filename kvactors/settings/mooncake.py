@@ -36,22 +36,22 @@ SYNONYMS = {"device_name": "rdma_devices", "master_server_addr": "master_server_
 
 
 class MooncakeConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How a Mooncake pool is joined. Sizes may be written "4gb".
+    """How a Mooncake pool is joined. MOONCAKE_CONFIG_PATH names a JSON file with these settings.
 
     Attributes:
         master_server_address: host:port of mooncake_master, or etcd://host:port;host:port where
-            etcd elects one of several masters.
+            etcd elects one of several.
         metadata_server: P2PHANDSHAKE, http://host:port/metadata, or etcd://host:port;host:port.
-        local_hostname: by which other clients reach this one (this machine's address if empty).
-        global_segment_size: bytes of memory given to the pool (0: none).
+        local_hostname: this client's address for others. Empty: this machine's.
+        global_segment_size: bytes of memory given to the pool.
         local_buffer_size: bytes of staging.
         protocol: of transfers.
-        rdma_devices: names, comma-separated. With several, rank r takes the r-th (round robin).
-        timeout_s: seconds a call may take before the client gives it up.
+        rdma_devices: names, comma-separated. Rank r takes the r-th, round robin.
+        timeout_s: seconds a call may take.
         connect_timeout_s: seconds to join.
-        payload_checksums: whether objects are written with a checksum of their payload, and every
-            read verifies it. With false, changed bytes of a payload are served. Set the same value
-            on every node of a pool: nodes with true do not serve objects without a checksum.
+        payload_checksums: write and verify a checksum of each payload. If false, changed bytes are
+            served. Every node of a pool needs the same value: nodes with true do not serve objects
+            without a checksum.
     """
 
     master_server_address: Annotated[

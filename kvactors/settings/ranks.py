@@ -39,17 +39,16 @@ class Secret:
 
 
 class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Settings of tensor-parallel ranks.
+    """Tensor-parallel ranks.
 
     Attributes:
-        count: ranks. With more than one, each worker process runs `kvactors.serve_rank`, and
-            layout.tensor_parallel must be the same number.
-        endpoint: unix:///path or tcp://host:port, where the leader (this process) listens.
-        timeout_s: seconds an answer may take before a rank counts as silent.
-        startup_timeout_s: seconds all ranks together may take to join. A rank that is sending the
-            keys of its stored objects gets additional time for that.
-        secret: at least 16 characters that leader and ranks share, or the variable
-            KVACTORS_RANKS_SECRET. Required for tcp.
+        count: ranks. With more than one, worker processes run `kvactors.serve_rank`, and
+            layout.tensor_parallel must agree.
+        endpoint: unix:///path or tcp://host:port of the leader (this process).
+        timeout_s: seconds an answer may take.
+        startup_timeout_s: seconds in which all ranks must join. A rank that sends keys of stored
+            objects gets more.
+        secret: at least 16 characters shared by leader and ranks. Required for tcp.
     """
 
     count: RankCount = 1

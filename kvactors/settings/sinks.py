@@ -45,13 +45,13 @@ class SinkConfig(
     """Settings of every sink.
 
     Attributes:
-        name: unique, the kind if empty.
-        tiers: the tiers whose blocks are reported.
-        granularity: "per_tier" (a block is reported for each tier) or "node" (one report:
-            resident while any of the tiers holds it).
-        report_gains_at: when a new resident block is reported, at "commit" or at "request_finish".
-        resync_interval_s: seconds between complete repetitions of the state, for an index that may
-            lose its own unnoticed (0: never). See `KVCache.resync`.
+        name: unique. Empty: the kind.
+        tiers: whose blocks are reported.
+        granularity: "per_tier": a report for each tier. "node": one report, resident while any of
+            the tiers holds the block.
+        report_gains_at: when new resident blocks are reported.
+        resync_interval_s: seconds between repetitions of the complete state (`KVCache.resync`), for
+            an index that may lose it unnoticed (0: never).
     """
 
     name: str = ""
@@ -95,10 +95,10 @@ class JsonLinesSinkConfig(SinkConfig, frozen=True, tag="jsonl"):
     """JSON lines appended to a file.
 
     Attributes:
-        path: the file. Its folder must exist.
-        max_bytes: a file of this size or more is renamed to `path.1`, `path.1` to `path.2` and so
-            on, and a new one begins (None: the file grows).
-        backup_count: renamed files that stay, 0 to remove a full file.
+        path: the file, in an existing folder.
+        max_bytes: size from which a file is renamed to `path.1` (and `path.1` to `path.2`) and a
+            new one begins. None: it grows.
+        backup_count: renamed files that stay. 0: a full file is removed.
     """
 
     path: str = ""
@@ -117,7 +117,7 @@ class ClassSinkConfig(SinkConfig, frozen=True, tag=CLASS_KIND):
     """A sink of another package: `kind = "package.module:Class"` in TOML.
 
     Attributes:
-        class_path: `package.module:Class`, a `Sink`, called with this and the tokens of a block.
+        class_path: of the `Sink`, called with this and the tokens of a block.
         options: settings of the sink itself.
     """
 
@@ -137,16 +137,14 @@ class ClassSinkConfig(SinkConfig, frozen=True, tag=CLASS_KIND):
 
 
 class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
-    """AttentionStore's token index, through its SDK (see the table `[attention_store]`). It is sent
-    the state of the whole node: a block is resident while device or host holds it, and from the
-    finish of a request on.
+    """AttentionStore's token index, through its SDK (see `[attention_store]`). A block is resident
+    while device or host holds it, from the finish of a request on.
 
     Attributes:
-        announce: the blocks that the finish of a request sends. "difference": those not sent yet.
-            "full": the request's path from block 0, as FastDeploy does, which corrects an index
-            that lost its state for the requested paths.
-        journal: a file of the sent blocks, so that the next process can retract those that an
-            earlier one left in the index (empty: none).
+        announce: "difference": a finish sends blocks not sent yet. "full": it sends its path from
+            block 0, as FastDeploy does, which repairs an index that lost it.
+        journal: file of the sent blocks, with which the next process retracts blocks that this one
+            leaves in the index. Empty: none.
     """
 
     granularity: Literal["per_tier", "node"] = "node"
@@ -163,35 +161,33 @@ class AttentionStoreSinkConfig(SinkConfig, frozen=True, tag="attention_store"):
 class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
     """KV events over ZMQ as vLLM and SGLang publish them (format: docs/kv_events.md).
 
-    The events hold the token ids of all prompts: tcp://*, tcp://0.0.0.0 and tcp://[::] publish them
-    on every interface, which is logged as a warning.
+    Events hold the token ids of all prompts. tcp://*, tcp://0.0.0.0 and tcp://[::] publish them on
+    every interface (logged as a warning).
 
     Attributes:
-        endpoint: of the PUB socket. dp_rank is added to the port of a tcp endpoint.
-        replay_endpoint: of the ROUTER socket, in the same way. No socket if empty.
-        bind: whether the publisher listens or connects. "auto" listens at ipc, inproc and this
-            machine's addresses (*, ::, localhost, 127.*).
-        numbers: number of a process's first batch. "rising": the microseconds since 1970, above
-            every number of the previous process. For Dynamo and newer llm-d routers, which skip
-            lower numbers and request a replay after a jump. "from_zero": 0. For vLLM's router and
-            llm-d routers that refuse a replay which does not begin at the requested number. They
-            take a lower number for a restart.
-        heartbeat_s: seconds without a batch after which an empty one is published, so that a reader
-            that missed batches or has just joined sees a gap (0: none).
-        topic: of the events. In it, {model} stands for cache.model, {host} for this machine's name
-            (in Kubernetes the pod's) and {dp_rank} for dp_rank: llm-d expects "kv@{host}@{model}".
+        endpoint: of the PUB socket. dp_rank is added to a tcp port.
+        replay_endpoint: likewise of the ROUTER socket. Empty: none.
+        bind: listen or connect. "auto" listens at ipc, inproc and addresses of this machine (*, ::,
+            localhost, 127.*).
+        numbers: of a process's first batch. "rising": microseconds since 1970, for Dynamo and newer
+            llm-d routers, which skip lower numbers and request a replay after a jump. "from_zero":
+            0, for vLLM's router and llm-d routers that refuse a replay which begins at another
+            number than requested. They take a lower number for a restart.
+        heartbeat_s: seconds after which an empty batch is published, so that a reader that missed
+            batches or has just joined sees a gap (0: never).
+        topic: of the events. {model} is cache.model, {host} this machine's name (the pod's, in
+            Kubernetes), {dp_rank} dp_rank. llm-d expects "kv@{host}@{model}".
         dialect: "map" (vLLM after 0.23, SGLang) or "array" (older readers).
-        maps_for: readers that salts and media are written for in maps (docs/kv_events.md). "all"
-            writes fields for every reader. vLLM's router refuses a batch with a field that vLLM
-            does not send.
-        arrays_for: readers that salts and media are written for in arrays.
-        media: names of the tiers, "vllm" (GPU, CPU, STORAGE) or "sglang" (GPU, CPU_PINNED, DISK).
-        hashes: "int" (the last 8 bytes of a block hash, unsigned) or "bytes" (all 32).
+        maps_for: readers of salts and media in maps (docs/kv_events.md). "all": every reader.
+            vLLM's router refuses fields that vLLM does not send.
+        arrays_for: readers of salts and media in arrays.
+        media: names of tiers: "vllm" (GPU, CPU, STORAGE) or "sglang" (GPU, CPU_PINNED, DISK).
+        hashes: "int" (last 8 bytes of a block hash, unsigned) or "bytes" (all 32).
         dp_rank: data-parallel rank of this engine.
         replay: "five_frames" (with the topic) or "four_frames" (older readers).
         replay_window: batches kept for replay.
-        replay_bytes: bytes of them at most.
-        high_water_mark: messages queued for a subscriber before it loses some.
+        replay_bytes: their bytes at most.
+        high_water_mark: messages queued for a subscriber before some are lost.
         max_blocks: blocks in one event batch.
     """
 
@@ -312,25 +308,25 @@ NAMESPACE, POD_NAME, MODEL_VERSION = "default_ns", "default_pod", "v0"
 class AttentionStoreConfig(
     msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """Settings of AttentionStore's SDK. The sink and the storage back end share one SDK object. An
-    unset value is taken from a variable, or else derived (see docs/attention_store.md).
+    """AttentionStore's SDK, one object for sink and storage back end. Unset values come from a
+    variable, or are derived (docs/attention_store.md).
 
     Attributes:
-        sdk: the package to import.
+        sdk: package to import.
         namespace, pod_name, model_version: as FastDeploy passes them.
         shard_id: tensor-parallel rank, from `[ranks]` or the layout. Rank 0 alone reports.
-        shard_num: number of ranks, derived in the same way.
-        layer_num: taken from the layout if 0.
-        bytes_per_shard_layer_per_block: taken from the layout if 0.
+        shard_num: number of ranks, likewise.
+        layer_num: 0: the layout's.
+        bytes_per_shard_layer_per_block: 0: the layout's.
         device_id: the GPU's number.
-        dp_id: data-parallel rank, part of the role's suffix.
-        splitwise_role: part of the role's suffix.
+        dp_id: data-parallel rank.
+        splitwise_role: of the role's suffix.
         role_suffix: append `_{splitwise_role}_{dp_id}` to the pod's name. None: yes.
-        platform: "cuda" passes the constructor's longer argument list. None: depends on the device.
-        ready_timeout_s: seconds to wait while the SDK reports "cuda memory not ready".
-        ready_interval_s: seconds between the attempts.
-        write_slice_blocks: as storage, blocks of one write (100).
-        write_slice_timeout_s: as storage, seconds of one write (10).
+        platform: "cuda" passes the constructor's longer argument list. None: as the device.
+        ready_timeout_s: seconds to wait while it reports "cuda memory not ready".
+        ready_interval_s: seconds between attempts.
+        write_slice_blocks: blocks of one write of the back end (100).
+        write_slice_timeout_s: seconds of one write of the back end (10).
         write_total_timeout_s: seconds of a request's writes (0: the rest of `storage.timeout_s`).
     """
 

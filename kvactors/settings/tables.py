@@ -101,7 +101,7 @@ class SaltQuota(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
     """The quota of one salt.
 
     Attributes:
-        device: the most resident device blocks, or bytes such as "8 GiB". None: no limit.
+        device: resident device blocks, or bytes such as "8 GiB". None: no limit.
         host: as `device`, in the host tier.
         storage: as `device`, in the store.
     """
@@ -112,16 +112,16 @@ class SaltQuota(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_
 
 
 class QuotaConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The most resident blocks of each salt, beyond which its own blocks are evicted first. A quota
-    refuses no request, and applies only while blocks must be evicted.
+    """The most resident blocks of each salt. Above it the salt's own blocks are evicted first. A
+    quota refuses no request.
 
     Attributes:
-        device: device blocks of a salt that is not named, and of requests without a salt, or bytes
+        device: device blocks of each salt that is not named, and of requests without one, or bytes
             such as "8 GiB". None: no limit.
         host: as `device`, in the host tier.
-        salts: quotas of named salts, in place of the defaults.
-        storage: as `device`, in a store of this process (`storage.backend` "file" or "memory").
-            Numbers of salts are written to it beside the blocks then.
+        salts: quotas of named salts.
+        storage: as `device`, in a file or memory store, which then keeps numbers of salts beside
+            the blocks.
     """
 
     device: BlockSize | None = None
@@ -134,36 +134,36 @@ class HintsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     """Hints of requests.
 
     Attributes:
-        pin_share: share of the device blocks, and of the host tier, that may be pinned. A pin
-            beyond it is refused, and the request is not.
+        pin_share: share of device and host blocks that may be pinned. A pin beyond it is refused,
+            its request served.
     """
 
     pin_share: Share = 0.25
 
 
 class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The layout of a block. The defaults are a small GQA model's.
+    """The layout of a block. The defaults are those of a small GQA model.
 
     Attributes:
         kind: gqa (num_kv_heads, head_dim, dtype, quantization, scale_dtype), mla (kv_lora_rank,
             qk_rope_head_dim, dtype, quantization, scale_dtype), dsa (kv_lora_rank,
             qk_rope_head_dim, index_head_dim), state (options, of a group), or package.module:Class.
-        num_kv_heads: KV heads of all ranks together, or a list of them, a number for each layer.
-        head_dim: elements of a head, or a list of them.
-        dtype: of an element. uint8 for fp8.
-        quantization: block_wise_fp8 keeps bytes, and a scale for each token of each head (of gqa)
-            or for each token (of mla).
-        scale_dtype: of these scales.
+        num_kv_heads: KV heads of all ranks, or a list with the number of each layer.
+        head_dim: elements of a head, or a list.
+        dtype: of an element (uint8 for fp8).
+        quantization: block_wise_fp8 keeps bytes and a scale for each token of each head (gqa) or
+            each token (mla).
+        scale_dtype: of the scales.
         kv_lora_rank: elements of the latent.
         qk_rope_head_dim: elements with rotary positions.
         index_head_dim: elements of the indexer.
         num_layers: main layers.
-        layer_offset: number of the first main layer (of a pipeline stage).
-        extra_layers: MTP or draft layers after the main ones.
-        extra_block_ratio: blocks of the extra layers for each block of the main ones.
-        tensor_parallel: ranks that num_kv_heads are shared among.
-        options: settings of a layout of another package. Of a state: by name of each tensor of a
-            layer, its shape and dtype, as {ssm = {shape = [16, 128], dtype = "float32"}}.
+        layer_offset: number of the first main layer of a pipeline stage.
+        extra_layers: MTP or draft layers.
+        extra_block_ratio: blocks of extra layers for each block of main layers.
+        tensor_parallel: ranks that share num_kv_heads.
+        options: settings of another package's layout. Of a state: shape and dtype of each tensor of
+            a layer, as {ssm = {shape = [16, 128], dtype = "float32"}}.
     """
 
     kind: str = "gqa"
@@ -188,22 +188,22 @@ class LayoutConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
 
 class GroupConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """Layers of a model that need less than every block of a prefix (docs/groups.md). The
-    layers of `[layout]` are those with full attention.
+    """Layers that need less than every block of a prefix (docs/groups.md). Those of `[layout]` have
+    full attention.
 
     Attributes:
         name: unique.
-        kind: window (layers with a sliding window, or that attend within a chunk) or state (layers
-            that keep a state a request: Mamba, linear attention).
+        kind: window (attention to a sliding window or a chunk) or state (one a request: Mamba,
+            linear attention).
         layout: of a block. For state, layout.kind is state: a block is a snapshot.
-        num_blocks: device blocks of the group.
-        window: tokens that the layers attend to, the newest included. For kind window.
-        every: blocks between two snapshots of a request. 0: only at the end of its prompt, and
-            where its prompt leaves a cached one. For kind state.
-        slots: blocks of the group that the host tier may hold.
-        transit_slots: as in `host`, of this group.
-        stored_blocks: objects of the group in a store that `storage.capacity_blocks` or
-            `storage.capacity_bytes` bounds, None for as many blocks as those settings allow.
+        num_blocks: device blocks.
+        window: tokens attended to, the newest included, for kind window.
+        every: blocks between snapshots of a request, for kind state. 0: only at the end of its
+            prompt, and where it leaves a cached prompt.
+        slots: host blocks.
+        transit_slots: as in `host`.
+        stored_blocks: objects in a store with a capacity. None: the store's capacity_blocks or
+            capacity_bytes.
     """
 
     name: str
@@ -218,19 +218,19 @@ class GroupConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
 
 
 class CacheConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The scope of the cache, and defaults of its operations.
+    """The scope of the cache, and defaults.
 
     Attributes:
         block_size: tokens a block.
-        model: the model's name and version. Blocks of different models never mix.
-        namespace: requests of different ones, for instance weight versions, never share blocks.
-        recompute_last_token: on a hit of the whole prompt give the last block back, to compute.
-        split_media: whether a media item may be cached in part. Without it `cached_tokens` ends
-            before an item that would be split.
-        default_deadline_s: seconds an operation may take unless its caller gives a deadline.
-        prefill_tokens_per_s: tokens of prompts that the engine computes in a second. A fetch from
-            storage that takes longer than computing its tokens is not begun. None: measured from
-            commits. 0: every fetch is begun.
+        model: name and version of the model. Models share no blocks.
+        namespace: namespaces, for instance versions of weights, share no blocks.
+        recompute_last_token: compute the last block of a prompt that is cached completely.
+        split_media: cache parts of a media item. If false, `cached_tokens` ends before an item that
+            would be split.
+        default_deadline_s: seconds of an operation whose caller gives no deadline.
+        prefill_tokens_per_s: prompt tokens that the engine computes in a second. A fetch from
+            storage that would take longer is not begun. None: measured from commits. 0: every fetch
+            is begun.
         groups: layers with a sliding window or a state, one table for each group of them.
     """
 
@@ -248,18 +248,16 @@ class DeviceConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     """The device memory.
 
     Attributes:
-        kind: host (numpy arrays standing in for device memory), paddle (Paddle's tensors, at
-            `place`) or cuda (memory of the GPU numbered `ordinal`, without any framework).
-        place: where Paddle's tensors are: cpu, gpu:0, ..
-        ordinal: number of the GPU, for cuda.
-        num_blocks: device blocks. 0: `KVCache.set_num_blocks` sets the number after opening, when
-            the serving loop has measured how much device memory is left.
-        capacity_bytes: bytes of the device blocks, in place of num_blocks.
-        low_watermark: the used fraction of `num_blocks` at which an eviction ahead of need ends.
-        high_watermark: the used fraction of `num_blocks` above which blocks are evicted ahead of
-            need (both 0: on demand only).
+        kind: host (numpy arrays as a stand-in), paddle (Paddle's tensors) or cuda (GPU memory
+            without a framework).
+        place: of Paddle's tensors: cpu, gpu:0, ..
+        ordinal: the GPU's number, for cuda.
+        num_blocks: device blocks. 0: the serving loop calls `KVCache.set_num_blocks` after opening.
+        capacity_bytes: bytes of the blocks, in place of num_blocks.
+        low_watermark: used fraction at which eviction ahead of need ends.
+        high_watermark: used fraction above which it begins (both 0: on demand only).
         layerwise: load layer by layer (`Lease.wait_layer`).
-        policy: order of eviction: retain, which learns which blocks are used again, or lru.
+        policy: order of eviction: retain (learns which blocks are used again) or lru.
     """
 
     kind: Literal["host", "paddle", "cuda"] = "host"
@@ -290,22 +288,21 @@ class HostConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
     """The host tier.
 
     Attributes:
-        slots: blocks it may hold (0: no host tier).
-        capacity_bytes: bytes of those blocks, in place of slots.
-        transit_slots: extra slots for blocks in transit between device and storage.
+        slots: blocks (0: no host tier).
+        capacity_bytes: bytes of the blocks, in place of slots.
+        transit_slots: extra slots for blocks between device and storage.
         transit_bytes: bytes of these slots, in place of transit_slots.
-        policy: order of eviction, lru or retain as in `device`. None: that of the device. The guard
-            of retain on the device covers the hits of both tiers only if both have it.
-        mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied to the
-            host at request finish and stay).
-        low_watermark: the used fraction of `slots` at which an eviction ahead of need ends.
-        high_watermark: the used fraction of `slots` above which blocks are evicted ahead of need
-            (both 0: on demand only).
-        pinned: try to lock the arena's pages (a CUDA device's are locked in any case).
-        numa_node: the NUMA node of the arena's memory (Linux), None for the system's choice.
-        copy_threads: threads that move bytes between device and arena.
-        dma_min_bytes: for a CUDA device, the size in bytes from which on a piece goes by the copy
-            engines instead of kvactors' kernel.
+        policy: as in `device`. None: the device's. The guard of retain on the device covers the
+            hits of both tiers only if both have it.
+        mode: exclusive (a loaded block leaves the host) or inclusive (blocks are copied at request
+            finish and stay).
+        low_watermark: as in `device`.
+        high_watermark: as in `device`.
+        pinned: try to lock the arena's pages (always, with a CUDA device).
+        numa_node: NUMA node of the arena (Linux). None: the system's choice.
+        copy_threads: threads that copy between device and arena.
+        dma_min_bytes: smallest piece in bytes that goes by a CUDA device's copy engines instead of
+            the kernel.
     """
 
     slots: Number = 0
@@ -351,22 +348,21 @@ class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
             package.module:Class.
         directory: of the file store.
         url: of the object store: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX, or
-            file:///FOLDER, which must be there. Credentials are those of the environment.
-        endpoint: http(s)://HOST:PORT of an object store, None for the provider's.
-        region: of an S3 bucket, None for AWS_REGION or us-east-1.
-        capacity_blocks: objects it may hold. With neither this nor capacity_bytes a file store
-            follows 80 % of the space that its file system can give, and the other back ends set no
-            limit.
-        capacity_bytes: bytes it may hold. With capacity_blocks too, the smaller of both counts.
-        namespace: a part of the store's identity. Objects of different namespaces never mix.
-        rank: number of the tensor-parallel rank whose share of each block this process stores.
-        ranks: number of these ranks. Objects of different ranks, or numbers of ranks, never mix.
-        free_space_floor: bytes of the file system that the file store leaves free.
-        durability: an object of the file store counts as stored when the system has it (written)
-            or the device has it (synced).
-        io_depth: reads at once of a file store, or of a batch of an object store.
-        min_hits: uses of a block from which on write_through_selective writes it.
-        timeout_s: seconds one batch may take.
+            file:///FOLDER (which must exist). Credentials come from the environment.
+        endpoint: http(s)://HOST:PORT of the object store. None: the provider's.
+        region: of an S3 bucket. None: AWS_REGION or us-east-1.
+        capacity_blocks: objects at most. With neither capacity, a file store follows 80 % of the
+            space that its file system can give, other back ends have no limit.
+        capacity_bytes: bytes at most. The smaller of both capacities counts.
+        namespace: part of the store's identity. Namespaces share no objects.
+        rank: tensor-parallel rank whose share of each block this process stores.
+        ranks: number of these ranks. Objects of different ranks or numbers of ranks never mix.
+        free_space_floor: bytes that the file store leaves free.
+        durability: an object of the file store counts as stored when the system (written) or the
+            device (synced) has it.
+        io_depth: parallel reads of a file store, or of a batch of an object store.
+        min_hits: uses after which write_through_selective writes a block.
+        timeout_s: seconds a batch may take.
     """
 
     backend: str = "none"
@@ -405,28 +401,27 @@ class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
 
 
 class StorageConfig(StoreSettings, frozen=True):
-    """The storage tier. Sizes may be written "4GB".
+    """The storage tier.
 
     Attributes:
-        head_ranges: objects of a block, in a shared store: each has one of so many ranges of the
-            KV heads of all ranks, so that caches with other numbers of ranks find them. A multiple
-            of the number of ranks. None: as many as ranks.
-        io_write_depth: likewise writes, as many as reads if unset.
-        keep_tokens: the file store keeps each block's tokens beside it, so that stored blocks are
-            announced to the sinks after a restart (not those under a salt).
-        exclusive: a block loaded from storage leaves it.
+        head_ranges: in a shared store, objects of a block, each with one range of all ranks' KV
+            heads, for caches with other numbers of ranks. A multiple of the ranks. None: one a
+            rank.
+        io_write_depth: parallel writes. None: io_depth.
+        keep_tokens: the file store keeps tokens beside blocks, to announce them to sinks after a
+            restart (not under a salt).
+        exclusive: a loaded block leaves storage.
         write_policy: none, write_through (at request finish), write_through_selective (at finish,
-            blocks used at least `min_hits` times), write_back (when the host tier evicts). If it is
-            left out, write_through for attention_store and write_back for the others.
-        fetch: whether acquire looks in storage beyond the blocks in the index.
-        max_fetch_blocks: stored blocks at most that a request fetches. It computes the others.
-        readers: actors that read, each with one batch at a time.
-        writers: actors that write, each with one batch at a time.
-        on_full: whether blocks that are to be written wait while writes in flight use all transit
-            slots, or are shed (not written, and counted). A store that falls behind is not waited
-            for until half of the slots are free again.
-        on_full_wait_s: seconds that an eviction waits for slots, and the request that needs its
-            device blocks with it. The blocks of a finished request wait up to timeout_s.
+            blocks used `min_hits` times) or write_back (when the host tier evicts). None:
+            write_through for attention_store, else write_back.
+        fetch: look up stored blocks in acquire.
+        max_fetch_blocks: stored blocks that a request fetches at most.
+        readers: actors that read a batch each.
+        writers: actors that write a batch each.
+        on_full: wait or shed (do not write, and count) when writes in flight fill all transit
+            slots. After a wait in vain blocks are shed until half of the slots are free.
+        on_full_wait_s: seconds that an eviction, and its request, waits for slots. Blocks of a
+            finished request wait up to timeout_s.
         mooncake: settings of that back end.
         valkey: settings of that back end.
     """
@@ -455,12 +450,12 @@ class FlushConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
     """The flush notifier.
 
     Attributes:
-        mode: normal, or flush_only, in which storage is neither read nor written, and which needs
-            a sink. FD_AS_ONLY_FLUSH decides if it is left out.
-        timeout_s: seconds a sink may take for a batch.
-        retry_min_s: seconds until a failed call is repeated. Each further pause is twice as long.
-        retry_max_s: seconds of the longest pause.
-        batch: blocks reported in one call, about: a path that has begun is completed.
+        mode: normal or flush_only (storage is neither read nor written, a sink is needed). None:
+            FD_AS_ONLY_FLUSH decides.
+        timeout_s: seconds a call of a sink may take.
+        retry_min_s: seconds before a failed call is repeated, doubled each time.
+        retry_max_s: longest pause in seconds.
+        batch: blocks in a call, about: a path is completed.
         sinks: the indexes to inform, one table each.
     """
 
@@ -485,9 +480,9 @@ class ActorsConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
 
     Attributes:
         channel_bound: messages a forward channel holds.
-        open_timeout_s: seconds that each part (store, sink, copy engine) may take to open.
+        open_timeout_s: seconds a store, sink or copy engine may take to open.
         drain_timeout_s: seconds a stop may take.
-        max_restarts_per_minute: failures a group may have in 60 s.
+        max_restarts_per_minute: failures that a group may have in 60 s.
     """
 
     channel_bound: SmallCount = 256

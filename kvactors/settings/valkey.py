@@ -25,16 +25,16 @@ FAULT = (
 
 
 class ValkeyConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How a Valkey or Redis server, or a cluster of them, is reached.
+    """A Valkey or Redis server, or a cluster.
 
     Attributes:
-        url: valkey://USER:PASSWORD@HOST:PORT/DB, valkeys:// with TLS, unix:///PATH?db=DB, or the
-            schemes redis and rediss. For a cluster, some of its nodes: valkey://HOST:PORT,HOST:PORT.
-            Options: ?ssl_ca_certs=FILE&ssl_certfile=FILE&ssl_keyfile=FILE. A user and a password
-            that the URL does not have come from the last two variables.
-        ttl_s: seconds after which the server drops an object that was not written again. 0: it
-            stays until the server evicts it.
-        timeout_s: seconds that the server may take to connect, or to answer, before a call fails.
+        url: valkey://USER:PASSWORD@HOST:PORT/DB, valkeys:// with TLS, unix:///PATH?db=DB, or redis
+            and rediss. Nodes of a cluster: valkey://HOST:PORT,HOST:PORT. Options:
+            ?ssl_ca_certs=FILE&ssl_certfile=FILE&ssl_keyfile=FILE. The last two variables give a
+            user and a password that the URL lacks.
+        ttl_s: seconds until the server drops an object that is not written again. 0: until it
+            evicts it.
+        timeout_s: seconds that connecting or an answer may take.
     """
 
     url: Annotated[str, *map(Variable, VARIABLES)] = ""

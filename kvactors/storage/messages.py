@@ -24,7 +24,7 @@ class Outcome(IntEnum):
 
 
 class ProbeStore(Message, frozen=True, eq=False):
-    """Find out how many keys, from the first on, can be read. Answered with Probed."""
+    """How many leading keys can be read. Answered with Probed."""
 
     op: int
     keys: bytes
@@ -76,8 +76,8 @@ class Written(Control, frozen=True, eq=False):
 
 
 class ClearStore(Message, frozen=True, eq=False):
-    """Remove every object of this store, or those of a salt, and drop the batches that were sent
-    before this, to any writer. Answered with StoreCleared."""
+    """Remove every object of this store, or those of a salt, and drop batches sent before to any
+    writer. Answered with StoreCleared."""
 
     op: int
     salt: int | None = None  # see `quotas.salt_id`
@@ -109,7 +109,7 @@ class FetchDevice(Message, frozen=True, eq=False):
 
 
 class DeviceFetched(Control, frozen=True, eq=False):
-    """Answer to FetchDevice: so many blocks, from the first on, have their bytes."""
+    """Answer to FetchDevice: so many leading blocks have their bytes."""
 
     op: int
     num_blocks: int
@@ -128,7 +128,7 @@ class SaveDevice(Message, frozen=True, eq=False):
 
 
 class DeviceSaved(Control, frozen=True, eq=False):
-    """Answer to SaveDevice: so many blocks, from the first on, are stored."""
+    """Answer to SaveDevice: so many leading blocks are stored."""
 
     op: int
     num_blocks: int

@@ -49,7 +49,7 @@ def test_every_argument_of_every_command_is_described():
 
 def test_every_error_is_on_the_page():
     for error in error_classes():
-        assert f"| `{error.__name__}` |" in PAGES["errors.md"]
+        assert f"* `{error.__name__}`" in PAGES["errors.md"]
     known = {error.__name__ for error in error_classes()}
     strange = set(raisers()) - known
     assert all(hasattr(__builtins__, n) or n in __builtins__ for n in strange), strange

@@ -45,28 +45,27 @@ def render() -> str:
     lines = [
         "# Messages",
         "",
-        "Generated from the classes by `python -m tests.docs.generators`. Lanes: *data* is bounded",
-        "and flows forward, *control* overtakes it and is bounded by the work in flight, an *ask* is",
+        "Generated from the classes by `python -m tests.docs.generators`. *data* messages are bounded",
+        "and flow forward, *control* overtakes them and is bounded by the work in flight, an *ask* is",
         "a data message that is answered. Fields and replies are in `messages.py` of each package.",
     ]
     for actor in ACTORS:
-        lines += ["", f"## {actor.__name__} (`{actor.ROLE}`)", "", first_line(actor), ""]
-        lines += ["| message | lane | from | meaning |", "|---|---|---|---|"]
-        lines += [
-            row(actor, message)
-            for message in actor.HANDLERS
-            if not first_line(message).startswith(ITSELF)
-        ]
+        lines += ["", f"## {actor.__name__} (`{actor.ROLE}`)", "", first_line(actor)]
+        groups: dict[str, list[str]] = {}
+        for message in actor.HANDLERS:
+            if not (text := first_line(message)).startswith(ITSELF):
+                title = f"{lane(message)} from {', '.join(senders(actor, message))}:"
+                groups.setdefault(title, []).append(f"* `{message.__name__}`: {text}")
+        for title, messages in groups.items():
+            lines += ["", title, "", *messages]
     return "\n".join(lines) + "\n"
 
 
-def row(actor: type[Actor], message: type[Message]) -> str:
-    """One message's line."""
-    lane = (
-        "control" if issubclass(message, Control) else "ask" if issubclass(message, Ask) else "data"
-    )
-    cells = (f"`{message.__name__}`", lane, ", ".join(senders(actor, message)), first_line(message))
-    return "| " + " | ".join(cell.replace("|", "or") for cell in cells) + " |"
+def lane(message: type[Message]) -> str:
+    """The lane of a message."""
+    if issubclass(message, Control):
+        return "Control"
+    return "Asks" if issubclass(message, Ask) else "Data"
 
 
 def senders(actor: type[Actor], message: type[Message]) -> Iterator[str]:
