@@ -319,7 +319,7 @@ async def test_a_cache_with_failing_sinks_leaves_no_task_and_no_unseen_exception
 
 
 class Small(kvactors.flush_notifier.sinks.Sink):
-    """As docs/flush.md shows it."""
+    """A sink as small as can be."""
 
     def __init__(self):
         super().__init__("small")

@@ -65,7 +65,7 @@ def settings_page() -> str:
         "`kvactors.open` takes the path of a TOML file, a mapping or a `Config`. `kvactors config",
         "check` names every fault of a file, `config show` prints the effective settings, `config",
         "schema` a JSON schema for editors. A setting without a use beside the others is an error.",
-        "Variables fill unset settings.",
+        "Variables fill unset settings, in `kvactors.open` and `Config.from_env`.",
         "",
         'A size is bytes, or a text such as "8 GiB". k, M, G and T are powers of 1024, with',
         "or without an i or a B. Bounds from a thousand million on are left out.",
