@@ -189,17 +189,18 @@ def scenarios_page() -> str:
     steps, docs = structs_of(AnyStep), field_docs_of_steps()
     lines += ["", "## Verbs of a script", ""]
     lines += [
-        "A verb is the call of `KVCache` or `Lease` with its name ([calls](../api/cache.md)).",
+        "A verb is the call of `KVCache` or `Lease` with its name ([calls](../api/cache.md)). Required",
+        "fields are bold.",
         "",
     ]
-    lines += ["| verb | fields (bold: required) | what the step does |", "|---|---|---|"]
     for step in steps:
-        fields = (
+        fields = ", ".join(
             f"**{field.name}**" if field.required else field.name
             for field in msgspec.structs.fields(step)
             if field.name not in ("expect", "deadline")
         )
-        lines.append(_row((f"`{step.__struct_config__.tag}`", ", ".join(fields), summary(step))))
+        verb = f"`{step.__struct_config__.tag}`" + (f" ({fields})" if fields else "")
+        lines.append(f"* {verb}: {summary(step)}")
     lines += ["", "Steps that wait have a `deadline` as well, and all have `expect`.", ""]
     lines += [f"* `{name}` ({values}): {text}" for name, (values, text) in docs.items()]
     lines += _table("media", MediaSpec)
