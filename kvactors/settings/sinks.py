@@ -173,8 +173,8 @@ class KvEventsSinkConfig(SinkConfig, frozen=True, tag="kv_events"):
             llm-d routers, which skip lower numbers and request a replay after a jump. "from_zero":
             0, for vLLM's router and llm-d routers that refuse a replay which begins at another
             number than requested. They take a lower number for a restart.
-        heartbeat_s: seconds after which an empty batch is published, so that a reader that missed
-            batches or has just joined sees a gap (0: never).
+        heartbeat_s: seconds without a batch after which an empty one is published, so that a reader
+            that missed batches or has just joined sees a gap (0: never).
         topic: of the events. {model} is cache.model, {host} this machine's name (the pod's, in
             Kubernetes), {dp_rank} dp_rank. llm-d expects "kv@{host}@{model}".
         dialect: "map" (vLLM after 0.23, SGLang) or "array" (older readers).
