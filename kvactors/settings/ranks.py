@@ -45,7 +45,7 @@ class RanksConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknow
         count: ranks. With more than one, worker processes run `kvactors.serve_rank`, and
             layout.tensor_parallel must agree.
         endpoint: unix:///path or tcp://host:port of the leader (this process).
-        timeout_s: seconds an answer may take.
+        timeout_s: seconds an answer may take before a rank counts as silent.
         startup_timeout_s: seconds in which all ranks must join. A rank that sends keys of stored
             objects gets more.
         secret: at least 16 characters shared by leader and ranks. Required for tcp.

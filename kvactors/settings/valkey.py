@@ -28,12 +28,12 @@ class ValkeyConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
     """A Valkey or Redis server, or a cluster.
 
     Attributes:
-        url: valkey://USER:PASSWORD@HOST:PORT/DB, valkeys:// with TLS, unix:///PATH?db=DB, or redis
-            and rediss. Nodes of a cluster: valkey://HOST:PORT,HOST:PORT. Options:
+        url: valkey://USER:PASSWORD@HOST:PORT/DB, valkeys:// with TLS (or redis, rediss), or
+            unix:///PATH?db=DB. Nodes of a cluster: valkey://HOST:PORT,HOST:PORT. Options:
             ?ssl_ca_certs=FILE&ssl_certfile=FILE&ssl_keyfile=FILE. The last two variables give a
             user and a password that the URL lacks.
-        ttl_s: seconds until the server drops an object that is not written again. 0: until it
-            evicts it.
+        ttl_s: seconds until the server drops an object that is not written again. 0: only eviction
+            drops it.
         timeout_s: seconds that connecting or an answer may take.
     """
 
