@@ -55,7 +55,7 @@ app.command(top)
 app.command(record_command, name="record")
 
 
-JsonFile = Annotated[Output, Parameter(help="Report.")]
+JsonFile = Annotated[Output, Parameter(help="The report as JSON.")]
 PageFile = Annotated[Output, Parameter(help="Page with charts. Needs the extra [report].")]
 TraceFile = Annotated[
     Output, Parameter(help="Trace of messages and transfers, for ui.perfetto.dev.")
@@ -66,7 +66,7 @@ MetricsPort = Annotated[
         help="Port of /metrics, /health and /statistics during the run. Needs the extra [metrics]."
     ),
 ]
-MetricsHost = Annotated[str, Parameter(help="Their address.")]
+MetricsHost = Annotated[str, Parameter(help="The address of the metrics port.")]
 
 
 @app.command
@@ -293,7 +293,7 @@ StoreFolder = Annotated[
         validator=is_no_server,
     ),
 ]
-FoundFile = Annotated[Output, Parameter(help="What was found.")]
+FoundFile = Annotated[Output, Parameter(help="What was found, as JSON.")]
 
 
 @store.command(name="list")
@@ -334,7 +334,7 @@ def store_prune(
     dry_run
         Print what would be removed, and remove nothing.
     json
-        What was done.
+        What was done, as JSON.
     """
     from kvactors.storage.inspect import prune, prune_lines
 
