@@ -143,9 +143,13 @@ class TenantStatistics(msgspec.Struct, frozen=True):
     Attributes:
         requests: requests that got their device blocks. Forks, and requests that come again after
             they were preempted, are not counted again.
-        host_blocks: None without a quota of the host tier: it does not follow blocks by salt then.
-        storage_blocks: known to be of the salt, None without a quota of the store.
-        storage_quota_evictions: with the blocks that the store did not take.
+        host_blocks: resident blocks. None without a quota of the host tier or of a named salt: it
+            does not follow blocks by salt then.
+        storage_blocks: known to be of the salt, None without a store that keeps salts.
+        device_quota, host_quota, storage_quota: None for no limit.
+        device_quota_evictions, host_quota_evictions, storage_quota_evictions: of salts with a named
+            quota and, in each tier, of the first 4,096 others. Those of the store count the blocks
+            that it did not take, too.
     """
 
     requests: int
