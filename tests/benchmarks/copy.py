@@ -63,7 +63,7 @@ def piece_rows(piece: int, total: int, rounds: int) -> list[Row]:
     ids = np.random.default_rng(3).permutation(blocks).astype(np.int64)
     slots = np.arange(blocks, dtype=np.int64)
     arguments = (regions, pieces, blocks, ids, host, piece * count, blocks, slots)
-    size, nbytes = f"pieces of {piece // KIB} KiB", blocks * piece * count
+    size, nbytes = f"{piece // KIB} KiB", blocks * piece * count
     work = {
         f"gather, {size}": partial(gather, *arguments),
         f"scatter, {size}": partial(scatter, *arguments),

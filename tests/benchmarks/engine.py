@@ -20,7 +20,7 @@ KINDS = ("none", "vllm", "ours")
 PAUSE = 0.3
 """Seconds between two turns, in which the threads of the engine before fall asleep."""
 
-PLACES = {"new": "that is new", "host": "from host", "storage": "from storage"}
+PLACES = {"new": "new prompt", "host": "prompt from host", "storage": "prompt from storage"}
 """Where the tokens of a prompt come from."""
 
 VLLM = "vLLM's tiers"
@@ -57,7 +57,7 @@ def rows_of(found: Rounds) -> list[Row]:
 
     rows = []
     for place, what in PLACES.items():
-        case = f"first token of a prompt {what}"
+        case = f"first token, {what}"
         none, theirs, ours = (1e3 * middle(kind, place, "seconds") for kind in KINDS)
         rows.append(time_row(case, ours, theirs, "ms", VLLM))
         rows.append(time_row(f"{case}, without tiers", ours, none, "ms", NONE))
@@ -89,7 +89,7 @@ def run(*, quick: bool = False, vllm_python: str = "") -> Report:
     rounds = 2 if quick else 12
     found = measured(vllm_python, rounds)
     cached = {
-        f"cached tokens {what}": found["ours"][-1][place]["cached"]
+        f"cached tokens of a {what}": found["ours"][-1][place]["cached"]
         for place, what in PLACES.items()
     }
     return Report(rows_of(found), {"rounds": rounds, "quick": quick, **cached})

@@ -258,10 +258,10 @@ async def rows(*, quick: bool, vllm_python: str) -> tuple[list[Row], dict[str, A
             result.append(time_row(case, value, 1.0, "ms", "the bar for p99"))
         for load in (Load(1, 16, 1, count), Load(8, 16, 1, count), Load(1, 16, 64, count // 16)):
             ours, bare, peer = await beside_vllm(vllm_python, load, folder, rounds)
-            case = f"batches of {load.blocks} x {load.tokens} tokens to another process"
+            case = f"batches of {load.blocks} x {load.tokens} tokens"
             if load.events > 1:
-                case = f"{load.events} events of 1 x 16 tokens a batch to another process"
-            result.append(rate_row(case, ours, bare, "batches/s", "bare socket, ready-made bytes"))
+                case = f"{load.events} events of 1 x 16 tokens a batch"
+            result.append(rate_row(case, ours, bare, "batches/s", "a bare socket"))
             if peer:
                 beside, limit = f"{case}, vLLM beside it", "vLLM's publisher"
                 result.append(rate_row(beside, ours, peer, "batches/s", limit))

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -308,16 +309,31 @@ def put_table(page: str, name: str, text: str) -> str:
 
 
 def table(report: Report, origin: str = "") -> str:
-    """The rows of a report, and the lines below them: rows that are not met, settings, and when and
-    where it was taken."""
-    lines = ["", f"| {' | '.join(HEAD)} |", "|---|---:|---:|---:|---|---|"]
-    lines += [
-        f"| {' | '.join(cell.replace('|', '/') for cell in row.cells())} |" for row in report.rows
-    ]
-    less = sum(row.ratio < 1 for row in report.rows)
-    below = [f"{less} of {len(report.rows)} rows are below 1."]
-    if report.settings.get("quick"):
-        below.append("A quick run, which proves nothing about speed.")
+    """The rows of a report, and the lines below them: settings, and when and where it was taken. A
+    figure beside several limits is one row. The heading has the most frequent unit and limit."""
+    figures: list[list[Row]] = []
+    for row in report.rows:
+        last = figures[-1][0] if figures else None
+        if last and row.ours == last.ours and row.case.startswith(last.case):
+            figures[-1].append(row)
+        else:
+            figures.append([row])
+    unit, limit = (
+        Counter(getattr(row, name) for row in report.rows).most_common(1)[0][0]
+        for name in ("unit", "limit_name")
+    )
+    lines = ["", f"| case | ours ({unit}) | ratio: limit ({limit}, if not named) |"]
+    lines.append("|---|---:|---|")
+    for rows in figures:
+        ours = f"{number(rows[0].ours)} {rows[0].unit}".removesuffix(f" {unit}")
+        limits = (
+            f"{one.ratio:.2f}: {number(one.limit)}"
+            + (f" {one.limit_name}" if one.limit_name != limit else "")
+            for one in rows
+        )
+        cells = (rows[0].case, ours, "; ".join(limits))
+        lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    below = ["A quick run, which proves nothing."] if report.settings.get("quick") else []
     shown = {key: value for key, value in report.settings.items() if key != "quick"}
     if shown:
         below.append(", ".join(f"{key} {value}" for key, value in shown.items()) + ".")
@@ -338,6 +354,5 @@ def origin(peers: Mapping[str, str], load: float, seconds: float) -> str:
     return (
         f"{time.strftime('%Y-%m-%d')}: {at['cores']} cores of {at['processor']}, {at['memory']}, "
         f"{at['disk']}, {at['kernel']}, Python {at['Python']}, kvactors {at['kvactors']}, "
-        f"{f'beside {beside}' if beside else 'no peer'}. Load average at the start {load:.1f}, "
-        f"{seconds:.0f} s."
+        f"{f'beside {beside}, ' if beside else ''}load {load:.1f}, {seconds:.0f} s."
     )

@@ -35,7 +35,7 @@ ABOVE_IDLE = 1.0
 WAKE_EVERY = 0.0005
 """Mean seconds between two wake-ups of the loop by a thread."""
 
-WOKEN = "the idle loop, woken by a thread"
+WOKEN = "the woken loop"
 
 ROUNDS = 7
 """Idle, woken and saturated in turn. A figure is the median of the rounds."""

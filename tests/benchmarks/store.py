@@ -54,7 +54,6 @@ LEAST, MOST = 16, 256
 PLAIN = {f"{depth} threads": depth for depth in (4, 8, 16, 32)}
 """Plain threads by the name of the variant."""
 
-DISK = f"plain threads, best of {len(PLAIN)}:"
 VLLM = "vLLM's fs tier"
 
 ORDERS = 1
@@ -89,7 +88,7 @@ class Load(NamedTuple):
     @property
     def case(self) -> str:
         size = self.size
-        return f"{size >> 20} MiB blocks" if size >= 1 << 20 else f"{size >> 10} KiB blocks"
+        return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def load_of(size: int, total: int) -> Load:
@@ -317,7 +316,7 @@ def rows_of(load: Load, found: dict[str, list[Round]]) -> list[Row]:
         case = f"{load.case}, {what}"
         best = max(PLAIN, key=lambda name: rate(name, i))
         mine = rate("ours", i)
-        rows.append(rate_row(case, mine, rate(best, i), "MB/s", f"{DISK} {best}"))
+        rows.append(rate_row(case, mine, rate(best, i), "MB/s", f"by {best}"))
         if "vLLM" in found:
             rows.append(rate_row(f"{case}, beside vLLM", mine, rate("vLLM", i), "MB/s", VLLM))
             name = f"{case}, processor time"

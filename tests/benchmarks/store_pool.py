@@ -141,6 +141,6 @@ def pool_rows(*, quick: bool = False) -> list[Row]:
             limit = median(found[RUNNERS[2], what])
             for runner in RUNNERS[:2]:
                 how = runner.removeprefix("ours ")
-                case = f"Mooncake over TCP, {size >> 10} KiB blocks, {what}, {how}"
+                case = f"Mooncake, {size >> 10} KiB, {what}, {how}"
                 rows.append(rate_row(case, median(found[runner, what]), limit, "MB/s", RUNNERS[2]))
     return rows

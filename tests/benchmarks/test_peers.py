@@ -103,9 +103,9 @@ class Answers:
     rows = by_case(store.run(quick=True, vllm_python=python(source.replace("FAILED", "0"))))
     load = store.load_of(64 << 10, 2 << 20)
     for what in ("write", "read"):
-        beside = rows[f"64 KiB blocks, {what}, beside vLLM", store.VLLM]
+        beside = rows[f"64 KiB, {what}, beside vLLM", store.VLLM]
         assert beside.limit == pytest.approx(1.0486, rel=1e-3)
-        assert rows[f"64 KiB blocks, {what}, processor time", store.VLLM].limit == pytest.approx(
+        assert rows[f"64 KiB, {what}, processor time", store.VLLM].limit == pytest.approx(
             1e9 / (2 << 20), rel=1e-3
         )
     moved = [f"{what} {load.objects} {load.batch}" for what in ("write", "read")]
@@ -160,10 +160,10 @@ class Answers:
 """)
     report = engine.run(quick=True, vllm_python=slower)
     rows = by_case(report)
-    assert report.settings["cached tokens from host"] == 480
-    from_host = rows["first token of a prompt from host", engine.VLLM]
+    assert report.settings["cached tokens of a prompt from host"] == 480
+    from_host = rows["first token, prompt from host", engine.VLLM]
     assert (from_host.ours, from_host.limit, from_host.ratio) == (150.0, 300.0, 2.0)
-    assert rows["first token of a prompt from host, without tiers", engine.NONE].ratio == 8.0
+    assert rows["first token, prompt from host, without tiers", engine.NONE].ratio == 8.0
     steps = rows["steps with transfers in flight", engine.VLLM]
     assert steps.ratio == pytest.approx(2.0)
     prepared = [f"{kind} prepare" for kind in engine.KINDS]
