@@ -63,14 +63,14 @@ class ActorStatistics(NamedTuple):
     """A moment's picture of an actor's present incarnation.
 
     Attributes:
-        name: the name of the actor.
+        name: its name.
         state: starting, running, stopping or stopped.
-        restarts: restarts so far.
-        turns: messages that it handled.
-        sent: messages that it has sent.
-        jobs: child jobs running now.
-        outbox: messages waiting for a place in their receivers' channels.
-        open_replies: asks taken in and not answered yet.
+        restarts: restarts.
+        turns: messages handled.
+        sent: messages sent.
+        jobs: child jobs running.
+        outbox: messages waiting for a place in a channel.
+        open_replies: asks not answered yet.
         late_replies: answers whose asker no longer waited.
         skipped: asks given up before their turn, or meant for an earlier incarnation.
         channel: its channel.

@@ -25,11 +25,11 @@ class ChannelStatistics(NamedTuple):
 
     Attributes:
         bound: places in the data lane.
-        queued: items in the data lane.
+        queued: items in it.
         control: items in the control lane, and steps of the receiver's own work.
         senders_waiting: senders parked because the data lane is full.
-        peak: most items that the data lane ever held.
-        taken: items that the receiver has taken, both lanes.
+        peak: most items that the data lane held.
+        taken: items taken, both lanes.
     """
 
     bound: int

@@ -207,9 +207,9 @@ class SupervisorStatistics(NamedTuple):
     """Counts of failures and restarts.
 
     Attributes:
-        failures: failures of actors.
-        restarts: restarts of actors.
-        last_failure: name of the actor and cause, or empty.
+        failures: failures.
+        restarts: restarts.
+        last_failure: actor and cause, or empty.
     """
 
     failures: int

@@ -44,41 +44,40 @@ class HostStatistics(NamedTuple):
     """The host tier at one moment. The fields from `evicted` on count blocks.
 
     Attributes:
-        slots: slots of the arena, those for blocks in transit included.
+        slots: slots, those for blocks in transit included.
         resident: blocks that count against the capacity.
         free_slots: slots without a block.
         pinned: slots that a transfer uses.
         capacity: resident blocks at most.
-        small_pages: why the slots are in pages of 4 KiB, which makes direct I/O and the device's
-            copies slower. Empty if they are in huge pages.
-        read_block_s: predicted seconds of a read of one block from storage, 0.0 before the first.
-        read_window_s: predicted seconds of reads of 64 blocks.
-        evicted: blocks that left the tier for others.
-        offloaded: blocks that arrived from the device.
-        loaded: blocks that were copied to the device.
-        fetched: blocks that were read from storage.
-        written: blocks that were written to storage.
-        shed: blocks that were due and not written to storage, for lack of slots.
-        not_stored_refused: blocks of `write_failures` that a quota or the capacity of the store
-            refused.
-        not_stored_no_space: such blocks that found no space.
-        not_stored_unavailable: such blocks whose write failed, or was not made during a pause.
-        not_stored_late: such blocks whose write did not begin before its deadline or a clear.
-        not_fetched_late: blocks that storage had when a request asked for them, and that did not
-            come before its deadline.
-        not_fetched_gone: such blocks that the store had evicted since, or that were damaged.
-        not_fetched_failed: such blocks whose read or copy failed.
-        not_fetched_many: such blocks beyond `storage.max_fetch_blocks`.
-        not_fetched_slow: such blocks, or blocks that storage was not asked for, that are computed
-            because fetching them takes longer, or because it took as long already.
-        not_fetched_backlog: such blocks whose fetch takes longer because of the reads before it.
-        not_fetched_cleared: such blocks of a cache that was cleared.
-        not_fetched_no_slot: such blocks while every slot was in use and none about to come back.
-        copy_failures: blocks whose copy between device and host failed.
-        write_failures: blocks that the store did not take.
-        quota_evictions: evicted blocks that were chosen because their salt was above its quota.
+        small_pages: why slots are in pages of 4 KiB, which slows direct I/O and the device's
+            copies. Empty: they are in huge pages.
+        read_block_s: predicted seconds of a read of a block from storage, 0.0 before the first.
+        read_window_s: predicted seconds of a read of 64 blocks.
+        evicted: blocks that left the tier for others. The fields below count blocks as well.
+        offloaded: arrived from the device.
+        loaded: copied to the device.
+        fetched: read from storage.
+        written: written to storage.
+        shed: due and not written to storage, for lack of slots.
+        not_stored_refused: of `write_failures`: refused by a quota or the capacity of the store.
+        not_stored_no_space: likewise, found no space.
+        not_stored_unavailable: likewise, the write failed, or was not made during a pause.
+        not_stored_late: likewise, the write did not begin before its deadline or a clear.
+        not_fetched_late: in storage when a request asked for them, and did not come before its
+            deadline.
+        not_fetched_gone: likewise, evicted by the store since, or damaged.
+        not_fetched_failed: likewise, the read or copy failed.
+        not_fetched_many: likewise, beyond `storage.max_fetch_blocks`.
+        not_fetched_slow: likewise, or storage was not asked: fetching takes longer than computing,
+            or took as long already.
+        not_fetched_backlog: likewise, fetching takes longer because of the reads before it.
+        not_fetched_cleared: likewise, of a cache that was cleared.
+        not_fetched_no_slot: likewise, every slot was in use and none about to come back.
+        copy_failures: the copy between device and host failed.
+        write_failures: not taken by the store.
+        quota_evictions: evicted because their salt was above its quota.
         pins_refused: pinned paths beyond the share of pinned blocks.
-        pinned_blocks: blocks that are pinned, resident or not.
+        pinned_blocks: pinned, resident or not.
     """
 
     slots: int

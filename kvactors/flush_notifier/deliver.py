@@ -34,20 +34,20 @@ class SinkStatistics(NamedTuple):
     """Counters of one sink as of now.
 
     Attributes:
-        name: the name of the sink.
+        name: its name.
         pending: blocks on which its view differs from the due state.
-        delivered: tasks that it acknowledged.
-        resident: acknowledged tasks about blocks that became resident.
+        delivered: acknowledged tasks.
+        resident: acknowledged tasks about resident blocks.
         gone: acknowledged tasks about blocks that are gone.
-        blocks: blocks in these tasks.
-        retried: calls that failed. Each is repeated after a pause.
+        blocks: blocks in acknowledged tasks.
+        retried: failed calls. Each is repeated after a pause.
         coalesced: differences that ended before they were sent.
-        oldest_pending_age: seconds since the oldest pending difference arose.
+        oldest_pending_age: age of the oldest pending difference, seconds.
         in_flight: whether a call has not returned.
-        failures: calls in a row that failed.
-        failing_for: seconds since the first of them, 0 if there is none.
-        last_error: error of the last call that failed, kept after a recovery.
-        resyncs: number of resyncs.
+        failures: failed calls in a row.
+        failing_for: seconds since the first of them, 0 without one.
+        last_error: error of the last failed call, kept after a recovery.
+        resyncs: resyncs.
     """
 
     name: str

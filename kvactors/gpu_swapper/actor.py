@@ -29,12 +29,12 @@ class SwapperStatistics(NamedTuple):
     Attributes:
         blocks_to_host: blocks copied to the host.
         blocks_to_device: blocks copied to the device.
-        bytes_to_host: bytes of the blocks copied to the host.
-        bytes_to_device: bytes of the blocks copied to the device.
-        seconds_to_host: durations of the copies to the host, added up.
-        seconds_to_device: durations of the copies to the device, added up.
+        bytes_to_host: their bytes.
+        bytes_to_device: their bytes.
+        seconds_to_host: seconds of copies to the host, added up.
+        seconds_to_device: seconds of copies to the device, added up.
         failed: blocks whose copy failed.
-        in_flight: batches of copies that have not ended.
+        in_flight: batches of copies in flight.
         blocks_within_device: blocks copied from one device block to another.
     """
 

@@ -37,19 +37,19 @@ class CacheStatistics(NamedTuple):
         device_hits: blocks found on the device.
         host_hits: blocks found in host memory.
         storage_hits: blocks found in storage.
-        no_room: acquires that were refused with NoRoom.
+        no_room: acquires refused with NoRoom.
         messages: messages sent by actors.
-        late_replies: answers of actors whose asker no longer waited.
-        prefix: the prefix index: requests, leases, device blocks.
+        late_replies: answers whose asker no longer waited.
+        prefix: the prefix index.
         host: the host tier.
-        store: the store, None without one.
-        flush: one record for each sink.
+        store: the store.
+        flush: the sinks.
         swapper: copies between device and host.
-        copies: the copy engine: of a GPU, of each rank, or None for host memory.
-        actors: one record for each actor.
-        supervisor: failures and restarts of actors.
-        groups: by name, the statistics of each group of layers beside `[layout]`. A hit of a group
-            is a found item (docs/groups.md).
+        copies: the copy engine of a GPU, those of each rank, or None for host memory.
+        actors: the actors.
+        supervisor: failures and restarts.
+        groups: each group of layers beside `[layout]`. A hit of a group is a found item
+            (docs/groups.md).
     """
 
     requests: int

@@ -161,41 +161,41 @@ class IndexStatistics(NamedTuple):
 
     Attributes:
         requests: requests that got their device blocks, each counted once.
-        blocks_looked_up: full blocks of their prompts, counted with their hits when the loads of a
-            request have ended.
+        blocks_looked_up: full blocks of their prompts, counted with their hits when the loads have
+            ended.
         device_hits: blocks found on the device.
         host_hits: blocks found in host memory.
         storage_hits: blocks found in storage.
-        no_room: acquires that were refused with NoRoom.
-        refused_size: those of them that need more blocks than the device has.
-        refused_pins: those of them that pinned blocks kept out.
-        preempted: requests that were preempted.
+        no_room: acquires refused with NoRoom.
+        refused_size: refused acquires that need more blocks than the device has.
+        refused_pins: refused acquires that pinned blocks kept out.
+        preempted: preempted requests.
         abandoned: leases whose holder had gone: cancelled, garbage-collected or left by an
             exception.
         leases: leases in use.
-        waiting: requests that wait for device blocks.
+        waiting: requests waiting for device blocks.
         blocks_total: device blocks.
-        blocks_free: device blocks that no block of a request is in.
+        blocks_free: device blocks without a block of a request.
         nodes: blocks in the block tree.
-        nodes_referenced: blocks in the tree that a lease or a transfer uses.
-        evictable: cached device blocks that no request uses.
+        nodes_referenced: tree blocks in a lease or a transfer.
+        evictable: cached device blocks in no request.
         evicted: blocks that left the device for others.
-        rescued: blocks that were matched again while they were being offloaded, and stayed.
-        loads_in_flight: loads from host memory or storage that have not ended.
-        offloads_in_flight: offloads that have not ended.
-        saves_in_flight: saves after a request finish that have not ended.
+        rescued: blocks matched again while they were offloaded.
+        loads_in_flight: loads in flight from host or storage.
+        offloads_in_flight: offloads in flight.
+        saves_in_flight: saves in flight after a request finish.
         overdue_loads: loads that missed their deadline.
-        resumed: preempted requests that were acquired again, in none of the counts above it.
-        forks: leases that `Lease.fork` has made, in none of the counts above it except `leases`.
-        tails_copied: device blocks that were copied for them, since they were not full.
-        blocks_shared: device blocks with more than one owner: full blocks of forks that are not
-            committed by all of them, and blocks that are being copied.
-        pinned: device blocks that are pinned.
+        resumed: preempted requests acquired again, in none of the counts above.
+        forks: leases made by `Lease.fork`, in none of the counts above except `leases`.
+        tails_copied: device blocks copied for them, since they were not full.
+        blocks_shared: device blocks with several owners: full blocks not committed by every fork,
+            and blocks being copied.
+        pinned: pinned device blocks.
         pins_refused: pins beyond the share of pinned blocks.
-        pins_expired: pins that ended with their time to live.
-        quota_evictions: evicted blocks that were chosen because their salt was above its quota.
-        prefill_tokens_per_s: tokens of prompts that the engine computes in a second, as set or
-            measured. 0.0 if not known, or not used.
+        pins_expired: pins ended by their time to live.
+        quota_evictions: blocks evicted because their salt was above its quota.
+        prefill_tokens_per_s: prompt tokens that the engine computes in a second, as set or
+            measured. 0.0 if unknown or unused.
     """
 
     requests: Count

@@ -265,26 +265,26 @@ class StoreStatistics(NamedTuple):
     """Sizes and counters of a store, in objects. The counters start at zero when it is opened.
 
     Attributes:
-        objects: objects in the store, 0 if the store does not tell.
+        objects: objects in the store, 0 if it does not tell.
         object_bytes: bytes of one object.
-        reads: objects that were read and verified.
-        writes: objects that were written.
-        existing: objects that were to be written and were there already.
-        misses: objects that were to be read and were not there.
-        corrupt: objects that a checksum refused.
-        no_space: objects that found no space.
-        unavailable: objects of calls that failed, or that were not made during a pause.
-        late: objects that missed the deadline of their call.
-        evicted: objects that the store removed for others.
-        breaker: worst state of the circuit breakers of look-ups, reads and writes: closed, open, or
-            half open until a trial.
-        faults: calls that raised, or returned something that the contract does not allow.
+        reads: objects read and verified. The fields below count objects as well.
+        writes: written.
+        existing: to be written, and there already.
+        misses: to be read, and not there.
+        corrupt: refused by a checksum.
+        no_space: found no space.
+        unavailable: of calls that failed, or were not made during a pause.
+        late: missed the deadline of their call.
+        evicted: removed for others.
+        breaker: worst circuit breaker of look-ups, reads and writes: closed, open, or half open
+            until a trial.
+        faults: calls that raised, or broke the contract otherwise.
         capacity: objects at most, 0 without a limit or if the store does not tell.
-        quota_evictions: objects removed, or not taken, because their salt was above its quota.
-        without_checksum: misses of objects that have no checksum of their payload, because another
-            node of the pool has `storage.mooncake.payload_checksums` off.
-        refused: objects that were not written because of a quota of a salt, or because a batch has
-            more of them than the store holds.
+        quota_evictions: removed or not taken because their salt was above its quota.
+        without_checksum: misses without a checksum, since another node of the pool has
+            `storage.mooncake.payload_checksums` off.
+        refused: not written because of a salt's quota, or because a batch has more than the store
+            holds.
     """
 
     objects: int

@@ -72,20 +72,21 @@ class TierStatistics(NamedTuple):
     Attributes:
         host_hits: keys loaded that an engine had stored on the host, or loaded before.
         storage_hits: keys loaded for the first time after they came from storage.
-        stored: keys that entered the host tier from the device.
-        failed_stores: copies to the host that failed.
+        stored: keys copied from the device to the host.
+        failed_stores: failed copies to the host.
         evicted: keys that left the host tier for others.
-        refused_stores: keys that were not stored on the host because no slot was free for too long.
-        unsaved: evicted keys that were to be saved, and that storage did not hold.
-        fetched: keys that came from storage, verified.
+        refused_stores: keys not stored on the host: no slot was free for too long.
+        unsaved: evicted keys that were to be saved, and not in storage.
+        fetched: keys from storage, verified.
         failed_fetches: keys that storage did not return: corrupt, missing, late, no answer.
-        refused_fetches: stored keys that became misses because no host slot was free for too long.
+        refused_fetches: stored keys that were misses: no host slot was free for too long.
         saved: keys written to storage, or found there.
-        failed_saves: keys that storage did not take.
-        fetched_bytes, saved_bytes: bytes read and written.
+        failed_saves: keys not taken by storage.
+        fetched_bytes: bytes read from storage.
+        saved_bytes: bytes written to storage.
         slots: host slots.
         resident: keys with a host slot.
-        pinned: host slots in use by a copy, a read or a write.
+        pinned: host slots in use by a transfer.
         stored_objects: objects in storage.
     """
 

@@ -51,12 +51,12 @@ class CudaStatistics(NamedTuple):
         batches: calls for many copies.
         launches: launches of the copy kernel.
         singles: calls for one copy.
-        errors: operations that failed.
-        bytes_to_host: bytes put on the stream to the host, whether they arrived or not.
-        bytes_to_device: bytes put on the stream to the device, whether they arrived or not.
-        batch_from: bytes from which on a piece goes by the copy engines.
+        errors: failed operations.
+        bytes_to_host: bytes put on the stream to the host, arrived or not.
+        bytes_to_device: bytes put on the stream to the device, arrived or not.
+        batch_from: bytes from which on the copy engines move a piece.
         has_batch: whether the driver copies many pieces with one call.
-        has_kernel: whether the copy kernel can be used.
+        has_kernel: whether the copy kernel works.
         broken: why copies are impossible from now on, or None.
     """
 

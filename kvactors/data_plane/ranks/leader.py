@@ -138,13 +138,13 @@ class RankStatistics(NamedTuple):
     Attributes:
         rank: its number.
         health: healthy, joining (connected, not admitted yet), away or silent.
-        operations: operations sent to it.
-        in_flight: operations that it has not answered.
-        losses: how often its connection was lost.
-        silences: how often an answer was late.
-        violations: how often it violated the protocol.
+        operations: operations sent.
+        in_flight: operations not answered.
+        losses: lost connections.
+        silences: late answers.
+        violations: violations of the protocol.
         reason: why it is not healthy.
-        since: when that began, on the clock of the loop.
+        since: when that began, on the loop's clock.
     """
 
     rank: int
