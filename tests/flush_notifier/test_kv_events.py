@@ -30,7 +30,7 @@ pytestmark = pytest.mark.full
 
 BLOCK = 4
 DOC = (Path(__file__).parents[2] / "docs" / "kv_events.md").read_text("utf-8")
-GOLDEN = dict(re.findall(r"^\| `([a-z_]+)` \|[^|]*\| `([0-9a-f]+)` \|$", DOC, re.MULTILINE))
+GOLDEN = dict(re.findall(r"^\* `([a-z_]+)`, [^`]*: `([0-9a-f]+)`$", DOC, re.MULTILINE))
 KEYS = [bytes(24) + bytes([0x80 + i, 0, 0, 0, 0, 0, 0, i]) for i in range(8)]
 ROOT = bytes([9]) * 32
 TOKENS = np.arange(100, 100 + 8 * BLOCK, dtype="<u4").tobytes()
