@@ -322,8 +322,7 @@ def table(report: Report, origin: str = "") -> str:
         Counter(getattr(row, name) for row in report.rows).most_common(1)[0][0]
         for name in ("unit", "limit_name")
     )
-    lines = ["", f"| case | ours ({unit}) | ratio: limit ({limit}, if not named) |"]
-    lines.append("|---|---:|---|")
+    lines = ["", f"| case | ours ({unit}) | ratio: {limit} |", "|---|---:|---|"]
     for rows in figures:
         ours = f"{number(rows[0].ours)} {rows[0].unit}".removesuffix(f" {unit}")
         limits = (

@@ -59,7 +59,7 @@ class Work(NamedTuple):
             yield array("I", range(start, start + self.blocks * TOKENS + 1))
 
     def __str__(self) -> str:
-        return f"{self.prompts} x {self.blocks * TOKENS:,} tokens"
+        return f"{self.prompts} x {self.blocks * TOKENS:,}"
 
 
 class Moved(NamedTuple):

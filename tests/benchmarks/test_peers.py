@@ -130,9 +130,9 @@ class Answers:
     report = service.run(quick=True, vllm_python=twelve)
     rows = {row.case: row for row in report.rows}
     shares = {case: row.ours for case, row in rows.items() if case.endswith("share")}
-    assert len(shares) == 13 + 5
+    assert len(shares) == 1 + 5
     assert set(shares.values()) == {100.0}
-    case = "6 x 128 tokens, 1 at once, host absent, beside vllm"
+    case = "6 x 128, 1 at once, host absent, beside vllm"
     assert (rows[f"{case}, share"].limit, rows[f"{case}, share"].ratio) == (25.0, 4.0)
     assert rows[case].limit == round(12 * service.SIZE / 2.0 / 1e6, 4)
     lines = (tmp_path / "log").read_text().splitlines()
