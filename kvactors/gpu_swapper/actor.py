@@ -27,12 +27,9 @@ class SwapperStatistics(NamedTuple):
     """Copies by direction.
 
     Attributes:
-        blocks_to_host: blocks copied to the host.
-        blocks_to_device: blocks copied to the device.
-        bytes_to_host: their bytes.
-        bytes_to_device: their bytes.
-        seconds_to_host: seconds of copies to the host, added up.
-        seconds_to_device: seconds of copies to the device, added up.
+        blocks_to_host, blocks_to_device: copied blocks.
+        bytes_to_host, bytes_to_device: their bytes.
+        seconds_to_host, seconds_to_device: seconds of these copies, added up.
         failed: blocks whose copy failed.
         in_flight: batches of copies in flight.
         blocks_within_device: blocks copied from one device block to another.

@@ -32,12 +32,7 @@ class CacheStatistics(NamedTuple):
     blocks.
 
     Attributes:
-        requests: requests that got their device blocks.
-        blocks_looked_up: full blocks of their prompts.
-        device_hits: blocks found on the device.
-        host_hits: blocks found in host memory.
-        storage_hits: blocks found in storage.
-        no_room: acquires refused with NoRoom.
+        requests, blocks_looked_up, device_hits, host_hits, storage_hits, no_room: as in `prefix`.
         messages: messages sent by actors.
         late_replies: answers whose asker no longer waited.
         prefix: the prefix index.

@@ -163,9 +163,7 @@ class IndexStatistics(NamedTuple):
         requests: requests that got their device blocks, each counted once.
         blocks_looked_up: full blocks of their prompts, counted with their hits when the loads have
             ended.
-        device_hits: blocks found on the device.
-        host_hits: blocks found in host memory.
-        storage_hits: blocks found in storage.
+        device_hits, host_hits, storage_hits: blocks found, by tier.
         no_room: acquires refused with NoRoom.
         refused_size: refused acquires that need more blocks than the device has.
         refused_pins: refused acquires that pinned blocks kept out.
@@ -181,9 +179,7 @@ class IndexStatistics(NamedTuple):
         evictable: cached device blocks in no request.
         evicted: blocks that left the device for others.
         rescued: blocks matched again while they were offloaded.
-        loads_in_flight: loads in flight from host or storage.
-        offloads_in_flight: offloads in flight.
-        saves_in_flight: saves in flight after a request finish.
+        loads_in_flight, offloads_in_flight, saves_in_flight: operations that have not ended.
         overdue_loads: loads that missed their deadline.
         resumed: preempted requests acquired again, in none of the counts above.
         forks: leases made by `Lease.fork`, in none of the counts above except `leases`.

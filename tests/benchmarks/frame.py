@@ -219,7 +219,7 @@ def machine() -> dict[str, str]:
         "disk": disk(Path(tempfile.gettempdir()).resolve(), Path("/proc/self/mounts").read_text()),
         "kernel": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
-        "kvactors": f"{kvactors_version()}{commit()}",
+        "kvactors": commit() or kvactors_version(),
     }
 
 
@@ -255,7 +255,7 @@ def commit() -> str:
 
     try:
         changed = git("status", "--porcelain", "--", "kvactors", "native")
-        return f" {git('rev-parse', '--short', 'HEAD')}{'+' if changed else ''}"
+        return f"{git('rev-parse', '--short', 'HEAD')}{'+' if changed else ''}"
     except (OSError, subprocess.CalledProcessError):
         return ""
 
@@ -351,7 +351,7 @@ def origin(peers: Mapping[str, str], load: float, seconds: float) -> str:
     beside = ", ".join(f"{name} {one}" for name, one in found.items())
     at = machine()
     return (
-        f"{time.strftime('%Y-%m-%d')}: {at['cores']} cores of {at['processor']}, {at['memory']}, "
+        f"{time.strftime('%Y-%m-%d')}: {at['cores']} x {at['processor']}, {at['memory']}, "
         f"{at['disk']}, {at['kernel']}, Python {at['Python']}, kvactors {at['kvactors']}, "
         f"{f'beside {beside}, ' if beside else ''}load {load:.1f}, {seconds:.0f} s."
     )

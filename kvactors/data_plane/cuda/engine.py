@@ -52,8 +52,7 @@ class CudaStatistics(NamedTuple):
         launches: launches of the copy kernel.
         singles: calls for one copy.
         errors: failed operations.
-        bytes_to_host: bytes put on the stream to the host, arrived or not.
-        bytes_to_device: bytes put on the stream to the device, arrived or not.
+        bytes_to_host, bytes_to_device: bytes put on the stream, arrived or not.
         batch_from: bytes from which on the copy engines move a piece.
         has_batch: whether the driver copies many pieces with one call.
         has_kernel: whether the copy kernel works.

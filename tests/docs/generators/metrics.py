@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator
+from itertools import groupby
 from typing import Any
 
-from kvactors.actor import counters_of
 from kvactors.data_plane.cuda.engine import CudaStatistics
 from kvactors.observe.metrics import (
     FAMILIES,
@@ -50,8 +50,8 @@ TIERS_HEAD = """\
 STATISTICS_HEAD = """\
 ## Statistics
 
-The records of `cache.statistics()`. Its `as_dict()` has the same names. Fields without a type
-are integers. Those marked c are counters, which go on when an actor restarts.
+The records of `cache.statistics()`. Its `as_dict()` has the same names. Fields without a type are integers.
+Counts go on when an actor restarts, the other fields describe the present.
 """
 
 
@@ -111,14 +111,15 @@ def statistics(record: type[Any]) -> Iterator[str]:
         seen.append(record)
         yield f"### {record.__name__}"
         yield ""
-        meanings, counted = entries_of(record), counters_of(record)
+        meanings = entries_of(record)
         hints = typing.get_type_hints(record, localns={"CudaStatistics": CudaStatistics})
-        for name, hint in hints.items():
-            inner = records_in(hint)
-            waiting += inner
-            kind = "" if hint is int else f": {written(hint)}"
-            mark = " c" if name in counted else ""
-            yield f"* `{name}{kind}`{mark}: {meanings[name]}"
+        waiting += [inner for hint in hints.values() for inner in records_in(hint)]
+        for meaning, names in groupby(hints, meanings.__getitem__):
+            fields = (
+                f"`{name}`" if hints[name] is int else f"`{name}: {written(hints[name])}`"
+                for name in names
+            )
+            yield f"* {', '.join(fields)}: {meaning}"
         yield ""
 
 
