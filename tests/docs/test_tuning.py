@@ -18,11 +18,10 @@ HOST = {"slots": 8, "transit_slots": 16}
 STORE = {"backend": "memory", "write_policy": "write_through"}
 
 
-def names_in(column: int) -> set[str]:
-    """The code in a column of the page's tables, without arguments and values."""
-    rows = [line.split(" | ") for line in PAGE.read_text("utf-8").splitlines() if line[:2] == "| "]
-    cells = " ".join(row[column] for row in rows if len(row) > column)
-    return {re.split(r"[ (=]", code)[0] for code in re.findall(r"`([^`]+)`", cells)}
+def names() -> set[str]:
+    """The code in the page's lists, without arguments and values."""
+    items = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("* ")]
+    return {re.split(r"[ (=]", code)[0] for code in re.findall(r"`([^`]+)`", " ".join(items))}
 
 
 def resolves(table: object, dotted: str) -> bool:
@@ -51,7 +50,7 @@ async def test_every_name_exists():
     other = {"computed_tokens", "finish"}
     unknown = {
         name
-        for name in names_in(1) | names_in(2)
+        for name in names()
         if not (resolves(statistics, name) or resolves(settings, name))
         and name not in known | values | other
     }
