@@ -293,8 +293,7 @@ FAMILIES: tuple[Family, ...] = (
     counter("requests", "Requests that got their device blocks.", "prefix.requests"),
     counter("requests_no_room", "Acquires refused with NoRoom.", "prefix.no_room"),
     counter("requests_kept_out",
-            "Acquires refused because they need more blocks than the device has (size), or because "
-            "pinned blocks kept them out (pins).",
+            "Acquires refused for their size (more blocks than the device has), or for pins.",
             {"size": "prefix.refused_size", "pins": "prefix.refused_pins"}, "reason"),
     counter("num_preemptions", "Preempted requests.", "prefix.preempted"),
     counter("requests_abandoned", "Leases whose holder had gone.", "prefix.abandoned"),
@@ -350,7 +349,7 @@ FAMILIES: tuple[Family, ...] = (
             {name.removeprefix("not_fetched_"): f"host.{name}" for name in NOT_FETCHED}, "reason"),
     gauge("prefill_tokens_per_s", "Prompt tokens that the engine computes in a second, or 0.",
           "prefix.prefill_tokens_per_s"),
-    gauge("storage_read_seconds", "Predicted seconds of a read of 1 and of 64 blocks from storage.",
+    gauge("storage_read_seconds", "Predicted seconds of a read of 1 or 64 blocks.",
           {"1": "host.read_block_s", "64": "host.read_window_s"}, "blocks"),
     counter("copy_failures", "Blocks whose copy between device and host failed.",
             "host.copy_failures"),
@@ -382,14 +381,12 @@ FAMILIES: tuple[Family, ...] = (
     # store
     counter("store_objects", "Objects by outcome.", _outcomes, "outcome"),
     counter("blocks_not_stored",
-            "Blocks due in the store and not written: shed for lack of host slots, refused by a "
-            "quota or the capacity, no_space, unavailable, or late.",
+            "Blocks due in the store, not written: shed, refused, no_space, unavailable or late.",
             {"shed": "host.shed"}
             | {name.removeprefix("not_stored_"): f"host.{name}" for name in NOT_STORED}, "reason"),
     counter("store_faults", "Calls of the back end that broke its contract.", "store.faults"),
     counter("store_objects_without_checksum",
-            "Misses of objects without a checksum, in a pool whose nodes differ in "
-            "`storage.mooncake.payload_checksums`.", "store.without_checksum"),
+            "Misses of objects without a payload checksum.", "store.without_checksum"),
     gauge("store_breaker_open", "1 while the store's circuit breaker is not closed.",
           lambda s: float(_at(s, "store.breaker") not in ("closed", 0))),
     # sinks
