@@ -10,7 +10,6 @@ import argparse
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -43,7 +42,7 @@ def run_one(name: str, options: argparse.Namespace) -> int:
     """Run a benchmark in this process. Returns the exit status."""
     pythons = {peer: getattr(options, f"{peer}_python") for peer in PEERS[name]}
     peers = {peer: str(Path(python).absolute()) for peer, python in pythons.items() if python}
-    load, began = os.getloadavg()[0], time.monotonic()
+    load = os.getloadavg()[0]
     try:
         if options.write:
             put_table(options.page.read_text(), name, "")
@@ -58,7 +57,7 @@ def run_one(name: str, options: argparse.Namespace) -> int:
     if options.json is not None:
         write_json(report, options.json)
     if options.write:
-        text = table(report, origin(peers, load, time.monotonic() - began))
+        text = table(report, origin(peers, load))
         options.page.write_text(put_table(options.page.read_text(), name, text))
     return 0
 

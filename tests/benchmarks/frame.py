@@ -341,7 +341,7 @@ def table(report: Report, origin: str = "") -> str:
     return "\n".join([*lines, "", ""])
 
 
-def origin(peers: Mapping[str, str], load: float, seconds: float) -> str:
+def origin(peers: Mapping[str, str], load: float) -> str:
     """When and on which machine a report was taken. peers: interpreters by name."""
     found = {
         name: one
@@ -353,5 +353,5 @@ def origin(peers: Mapping[str, str], load: float, seconds: float) -> str:
     return (
         f"{time.strftime('%Y-%m-%d')}: {at['cores']} x {at['processor']}, {at['memory']}, "
         f"{at['disk']}, {at['kernel']}, Python {at['Python']}, kvactors {at['kvactors']}, "
-        f"{f'beside {beside}, ' if beside else ''}load {load:.1f}, {seconds:.0f} s."
+        f"{f'beside {beside}, ' if beside else ''}load {load:.1f}."
     )

@@ -31,7 +31,7 @@ transfers beyond those that it queues for a peer, which are 1,024 by default."""
 MEMCPY = "MC_STORE_MEMCPY"
 """Variable of the client: with 0 it moves objects in the same process over TCP as well."""
 
-RUNNERS = ("ours without checksums", "ours with checksums", "the raw client")
+RUNNERS = ("ours without checksums", "ours with checksums", "raw client")
 CALLS = {"write": "batch_put_from_multi_buffers", "read": "batch_get_into_multi_buffers"}
 """Calls of the client by direction."""
 

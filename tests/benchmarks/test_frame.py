@@ -43,7 +43,7 @@ def test_a_higher_ratio_is_better_in_every_kind_of_row():
 
 
 def test_a_table_stands_between_its_markers_and_nothing_else_changes():
-    new = table(Report(ROWS, {"rounds": 9, "quick": True}), origin({}, 0.5, 7.2))
+    new = table(Report(ROWS, {"rounds": 9, "quick": True}), origin({}, 0.5))
     text = put_table(page("lag", "acquire"), "acquire", new)
     assert "old lag" in text
     assert "old acquire" not in text
