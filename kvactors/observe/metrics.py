@@ -283,11 +283,11 @@ INFO = ("model", "block_size", "block_bytes", "device_blocks", "host_slots", "st
 
 FAMILIES: tuple[Family, ...] = (
     # hits
-    counter("prefix_cache_queries", "Tokens of full blocks that requests looked up.",
+    counter("prefix_cache_queries", "Tokens of full blocks looked up.",
             lambda s: s.statistics.prefix.blocks_looked_up * s.summary["block_size"]),
     counter("prefix_cache_hits", "Cached tokens, by tier.",
             _hit_tokens, "tier"),
-    counter("kv_block_queries", "Full blocks that requests looked up.", "prefix.blocks_looked_up"),
+    counter("kv_block_queries", "Full blocks looked up.", "prefix.blocks_looked_up"),
     counter("kv_block_hits", "Cached blocks, by tier.", HITS, "tier"),
     # requests
     counter("requests", "Requests that got their device blocks.", "prefix.requests"),
@@ -369,13 +369,13 @@ FAMILIES: tuple[Family, ...] = (
               "ready", "tier"),
     histogram("load_seconds", "Seconds of a load, by the lowest tier used.", "load", "tier"),
     histogram("offload_seconds", "Seconds of an offload to the host tier.", "offload"),
-    histogram("save_seconds", "Seconds until the device blocks of a save are free.", "save"),
+    histogram("save_seconds", "Seconds until a save frees its device blocks.", "save"),
     histogram("request_seconds", "Seconds from an acquire to the end of the lease.", "request"),
     # blocks
     histogram("kv_block_lifetime_seconds",
               "Seconds from taking a device block to its eviction.", "lifetime"),
     histogram("kv_block_idle_before_evict_seconds",
-              "Seconds from the last use of a device block to its eviction.", "idle"),
+              "Seconds from the last use of a block to its eviction.", "idle"),
     histogram("kv_block_reuse_gap_seconds", "Seconds between two uses of a cached device block.",
               "gap"),
     # store
