@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
+from itertools import compress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,6 +34,11 @@ from kvactors.errors import ConfigError
 
 BAR = 20
 """Columns of the bar of progress."""
+
+EDGES = 7
+"""Columns of the edges and the padding of a table of names and values."""
+
+NO_BREAK = "\xa0"
 
 Cells = Sequence[str]
 StyledRow = tuple[Cells, str | None]
@@ -128,9 +136,21 @@ def check_distinct(inputs: Iterable[Path | None], **outputs: Path | None) -> Non
 def print_fields(title: str, fields: Iterable[tuple[str, str]], console: Console) -> None:
     """Print a table of names and values."""
     table = Table(title=escape(title), show_header=False)
-    for name, value in fields:
-        table.add_row(escape(name), escape(value))
+    rows = list(fields)
+    width = max(1, console.width - max((len(name) for name, _ in rows), default=0) - EDGES)
+    for name, value in rows:
+        lines = (
+            textwrap.fill(unbroken(line), width, break_on_hyphens=False)
+            for line in value.splitlines()
+        )
+        table.add_row(escape(name), escape("\n".join(lines).replace(NO_BREAK, " ")))
     console.print(table)
+
+
+def unbroken(text: str) -> str:
+    """Text whose lines break only where it has two spaces, if it has: not between the name of a
+    number and the number."""
+    return re.sub(r"(?<! ) (?! )", NO_BREAK, text) if "  " in text else text
 
 
 def print_rows(
@@ -142,16 +162,18 @@ def print_rows(
     numbers: range,
     wrapped: bool = True,
 ) -> None:
-    """Print a table of rows under headings."""
-    table = Table(title=escape(title))
+    """Print a table of rows under headings, without columns that are empty in every row."""
+    table, shown = Table(title=escape(title)), list(rows)
+    filled = [any(cells[at] for cells, _ in shown) or not shown for at in range(len(columns))]
     for position, heading in enumerate(columns):
-        table.add_column(
-            heading,
-            justify="right" if position in numbers else "left",
-            no_wrap=not wrapped and position < len(columns) - 1,
-        )
-    for cells, style in rows:
-        table.add_row(*map(escape, cells), style=style)
+        if filled[position]:
+            table.add_column(
+                heading,
+                justify="right" if position in numbers else "left",
+                no_wrap=not wrapped and position < len(columns) - 1,
+            )
+    for cells, style in shown:
+        table.add_row(*map(escape, compress(cells, filled)), style=style)
     console.print(table)
 
 
