@@ -22,12 +22,12 @@ from kvactors.scenario.output import (
     Output,
     check_distinct,
     live_line,
-    shows_progress,
     to_stdout,
     version,
     write_json,
+    write_output,
 )
-from kvactors.scenario.pages import Watching, check_charts, write_page
+from kvactors.scenario.pages import Watching, check_charts, sweep_page
 from kvactors.scenario.recording import record_command
 from kvactors.scenario.replay import ReplayConfig, replay
 from kvactors.scenario.report import Totals, totals_line
@@ -113,6 +113,7 @@ def run(
             virtual=virtual,
             progress=lambda totals: show(totals_line(totals), totals.requests),
             observe=watching.observing,
+            record=watching.record,
         )
     return watching.conclude(report, spec, report.failures())
 
@@ -178,7 +179,7 @@ def replay_command(
         if speed is not None and settings.replay.mode != "timed":
             raise ConfigError("--speed needs --timed")
         total = None
-        if shows_progress():
+        if Console(stderr=True).is_terminal:
             bounds = {"coarse": settings.replay.coarse, "limit": settings.replay.limit}
             total = sum(1 for _ in read_trace(trace, **bounds))
         with live_line(total) as show:
@@ -233,7 +234,6 @@ def sweep_command(
         Page with a chart. Needs the extra [report].
     """
     from kvactors.layout import make_layout
-    from kvactors.scenario.pages import sweep_page
     from kvactors.scenario.sweep import print_sweep, sweep
 
     check_distinct((trace, config), json=json, html=html)
@@ -265,7 +265,7 @@ def sweep_command(
     if json is not None:
         write_json(report, json)
     if html is not None:
-        write_page(sweep_page(report), html)
+        write_output(sweep_page(report).encode(errors="replace"), html)
     return 0
 
 

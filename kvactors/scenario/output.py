@@ -182,11 +182,6 @@ def print_details(text: str, console: Console) -> None:
     console.print(text, style="dim", highlight=False, markup=False)
 
 
-def shows_progress() -> bool:
-    """Whether standard error is a terminal."""
-    return Console(stderr=True).is_terminal
-
-
 @contextmanager
 def live_line(total: float | None = None) -> Iterator[Callable[..., object]]:
     """A line of progress on a terminal's standard error, and nothing elsewhere."""

@@ -11,7 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -36,6 +36,7 @@ from kvactors.scenario.output import (
     need,
     print_details,
     to_stdout,
+    unbroken,
     version,
     write_json,
     write_output,
@@ -98,20 +99,21 @@ SAMPLED = {LOOKED_UP, *(name for panel in COURSE for name in panel.metrics)}
 
 class Recorder:
     """Samples the metrics of a cache while `observing`. interval: seconds between samples at the
-    start."""
+    start. began: the time of the loop from which seconds count. None: from the first sample."""
 
-    def __init__(self, interval: float = INTERVAL) -> None:
+    def __init__(self, interval: float = INTERVAL, began: float | None = None) -> None:
         self.seconds: list[float] = []
         self.samples: list[dict[Key, float]] = []
         self.last: Snapshot
         self._interval = interval
         self._lag = LagMonitor()
-        self._begin = 0.0
+        self.began = began
 
     @asynccontextmanager
     async def observing(self, cache: KVCache) -> AsyncIterator[Recorder]:
         """Sample a cache until the block ends, and once more then."""
-        self._begin = asyncio.get_running_loop().time()
+        if self.began is None:
+            self.began = asyncio.get_running_loop().time()
         watch = MetricsWatch(cache.system)
         self._sample(watch)
         watch.attach()
@@ -140,7 +142,7 @@ class Recorder:
             if family.name in SAMPLED:
                 for labels, value in family.read(self.last):
                     sample[family.name, *labels] = float(value)
-        self.seconds.append(asyncio.get_running_loop().time() - self._begin)
+        self.seconds.append(asyncio.get_running_loop().time() - (self.began or 0.0))
         self.samples.append(sample)
         if len(self.samples) >= POINTS:
             self._thin_out()
@@ -152,18 +154,24 @@ class Recorder:
         self.samples, self.seconds = self.samples[::2], self.seconds[::2]
         self._interval *= 2
 
-    def course(self) -> list[Chart]:
-        """The charts over time, without lines that are 0 throughout and charts without lines."""
-        charts = []
-        for panel in COURSE:
-            lines = {}
-            for key in sorted({key for one in self.samples for key in one}):
-                if key[0] in panel.metrics and any(one.get(key) for one in self.samples):
-                    name = " ".join(key[1:]) or key[0].removeprefix("num_").replace("_", " ")
-                    lines[name] = self._line(key, panel)
-            if lines:
-                charts.append(Chart(panel.title, "seconds", panel.unit, lines, top=panel.top))
-        return charts
+    def course(self, marks: Sequence[float] = ()) -> list[Chart]:
+        """The charts over time, without charts that have no lines. marks: seconds of events."""
+        marks = [mark for mark in marks if mark >= self.seconds[0]]
+        return [
+            Chart(panel.title, "seconds", panel.unit, lines, top=panel.top, marks=marks)
+            for panel in COURSE
+            if (lines := self.lines(panel))
+        ]
+
+    def lines(self, panel: Panel) -> Lines:
+        """The lines of a panel that are not 0 throughout."""
+        return {
+            " ".join(key[1:]) or key[0].removeprefix("num_").replace("_", " "): self._line(
+                key, panel
+            )
+            for key in sorted({key for one in self.samples for key in one})
+            if key[0] in panel.metrics and any(one.get(key) for one in self.samples)
+        }
 
     def _line(self, key: Key, panel: Panel) -> tuple[list[float], list[float]]:
         values = [one.get(key, 0.0) / panel.scale for one in self.samples]
@@ -191,35 +199,47 @@ def increase(values: ArrayLike, of: ArrayLike) -> tuple[list[int], list[float]]:
 Lines: TypeAlias = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 """By name, the x and the y values of each point."""
 
-INCHES = (6.0, 2.9)
+INCHES = (4.6, 2.2)
 COLORS = ("#0b6e99", "#d9730d", "#448361", "#9065b0", "#c14c8a", "#787774")
 """Of the lines in their order: distinguishable in grey and with the common colour blindnesses."""
 
+DASHES = ("solid", "dashed", "dotted")
+"""Of the lines that have one colour."""
+
 STYLE: Any = {
+    "axes.autolimit_mode": "round_numbers",
     "axes.grid": True,
     "axes.spines.right": False,
     "axes.spines.top": False,
+    "axes.xmargin": 0.0,
     "font.size": 9.0,
     "grid.alpha": 0.3,
-    "legend.frameon": False,
     "svg.fonttype": "none",  # text stays text: a page can be searched
     "svg.hashsalt": "kvactors",  # equal reports are equal files
 }
 CSS = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 74rem; padding: 0 1rem; }
-pre { overflow: auto; font-size: 13px; }
+pre { font-size: 13px; white-space: pre-wrap; overflow-wrap: anywhere; }
+code { overflow-wrap: anywhere; }
 table { border-collapse: collapse; display: block; margin: 0.5rem 0 1rem; overflow-x: auto; }
 td, th { border-bottom: 1px solid #ddd; padding: 0.15rem 1rem 0.15rem 0; text-align: left;
   vertical-align: top; white-space: pre-wrap; }
+h1::first-letter, h2::first-letter { text-transform: uppercase; }
 .green { color: #2c6e2f; } .red { color: #b3261e; } .bold { font-weight: bold; }
 .dim { color: #666; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(32rem, 100%), 1fr)); }
-svg { width: 100%; height: auto; max-width: 46rem; }
+.charts { display: grid; gap: 1.5rem 1rem;
+  grid-template-columns: repeat(auto-fill, minmax(min(22rem, 100%), 1fr)); }
+figure { margin: 0; display: flex; flex-direction: column; justify-content: space-between; }
+figcaption { font-size: 13px; } figcaption b { display: block; font-size: 15px; }
+figcaption span { display: inline-block; margin-right: 1rem; }
+figcaption i { display: inline-block; width: 1.2rem; margin-right: 0.3rem; vertical-align: middle; }
+svg { width: 100%; height: auto; }
+@media (max-width: 40rem) { td, th { font-size: 12px; padding-right: 0.35rem; } }
 """
 
 
 class Chart(NamedTuple):
-    """Lines over one axis."""
+    """Lines over one axis. marks: of events, on that axis."""
 
     title: str
     x_label: str
@@ -227,6 +247,7 @@ class Chart(NamedTuple):
     lines: Lines
     log_x: bool = False
     top: float | None = None
+    marks: Sequence[float] = ()
 
 
 def check_charts() -> None:
@@ -235,41 +256,45 @@ def check_charts() -> None:
 
 
 def svg_of(chart: Chart) -> str:
-    """The chart as an `<svg>` element."""
+    """The chart as a `<figure>` element: its title and its legend, then an `<svg>`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    found = io.StringIO()
+    def plain(value: float, _: float) -> str:
+        return f"{value:,.9g}"
+
+    found, legend = io.StringIO(), ""
     with rc_context(STYLE):
         figure = Figure(figsize=INCHES, layout="constrained")
         axes = figure.subplots()
         for position, (name, (x, y)) in enumerate(chart.lines.items()):
-            color = COLORS[position % len(COLORS)]
-            axes.plot(x, y, label=name, color=color, linewidth=1.5)
-        axes.set_title(chart.title, loc="left")
+            again, at = divmod(position, len(COLORS))
+            color, dash = COLORS[at], DASHES[again % len(DASHES)]
+            axes.plot(x, y, color=color, linestyle=dash, linewidth=1.5)
+            if name:  # a line without a name is what the title says
+                legend += f'<span><i style="border-top: 2px {dash} {color}"></i>'
+                legend += f"{escape(name.replace('_', ' '))}</span>"
+        for mark in chart.marks:
+            axes.axvline(mark, color="#b3261e", linestyle="dotted", linewidth=1.0)
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label, ylim=(0, chart.top))
+        axes.yaxis.set_major_formatter(plain)
         if chart.log_x:
-            axes.set_xscale("log")
+            sizes = chart.x_label == "bytes"
+            axes.set_xscale("log", base=4 if sizes else 10)
             axes.minorticks_off()
-            axes.xaxis.set_major_formatter("{x:g}")  # the default sets each label as a formula
-        if any(chart.lines):  # a line without a name is what the title says
-            axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
+            axes.xaxis.set_major_formatter((lambda x, _: human(x)) if sizes else plain)
         figure.savefig(found, format="svg", metadata={"Date": None})
     text = found.getvalue()
-    return text[text.index("<svg") :]
-
-
-def write_page(page: str, path: str | Path) -> None:
-    """Write a page, to standard output if the path is `-`."""
-    write_output(page.encode(errors="replace"), path)
+    caption = f"<b>{escape(chart.title)}</b>{legend}"
+    return f"<figure><figcaption>{caption}</figcaption>{text[text.index('<svg') :]}</figure>"
 
 
 class PageConsole(Console):
     """Makes HTML of what is printed: tables and paragraphs that fit any width."""
 
-    def __init__(self, title: str) -> None:
-        super().__init__(file=io.StringIO())
-        self.html = [f"<h1>{escape(title)}</h1>{origin()}"]
+    def __init__(self, title: str, program: str) -> None:
+        super().__init__(file=io.StringIO(), width=1000)  # a cell breaks where the page does
+        self.html = [f"<h1>{escape(title)}</h1>{origin(program)}"]
 
     def print(self, *objects: Any, style: Any = None, **options: Any) -> None:
         for one in objects:
@@ -283,7 +308,7 @@ def table_html(table: Table) -> str:
     """A table of rich as a `<table>` element."""
 
     def row(cells: Iterable[Any], tag: str, style: Any = None) -> str:
-        texts = (escape(Text.from_markup(str(cell)).plain) for cell in cells)
+        texts = (escape(unbroken(Text.from_markup(str(cell)).plain)) for cell in cells)
         inner = "".join(f"<{tag}>{text}</{tag}>" for text in texts)
         return f'<tr class="{style or ""}">{inner}</tr>'
 
@@ -295,18 +320,28 @@ def table_html(table: Table) -> str:
     return f"{title}<table>{head}{body}</table>"
 
 
-def origin() -> str:
+def origin(program: str) -> str:
     """The command line, the version, the machine and the time of the page, as HTML."""
-    command = shlex.join(["kvactors", *sys.argv[1:]])
+    command = f"{program} {shlex.join(sys.argv[1:])}"
     at = f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}"
     python = platform.python_version()
     text = f"kvactors {version()}, Python {python}, {at}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
     return f'<p class="dim"><code>{escape(command)}</code><br>{escape(text)}</p>'
 
 
-def _page(title: str, printed: Callable[[Console], object], charts: Iterable[str], end: str) -> str:
-    """A page: what is printed on a console, the charts, and further HTML."""
-    console = PageConsole(title)
+def page_of(
+    title: str,
+    printed: Callable[[Console], object],
+    charts: Iterable[str],
+    settings: Mapping[str, Any] | None = None,
+    program: str = "kvactors",
+) -> str:
+    """A page: what is printed on a console, the charts, and the settings."""
+    end = ""
+    if settings is not None:
+        text = msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
+        end = f"<details><summary>Settings</summary><pre>{escape(text)}</pre></details>"
+    console = PageConsole(title, program)
     printed(console)
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -316,7 +351,8 @@ def _page(title: str, printed: Callable[[Console], object], charts: Iterable[str
     )
 
 
-def _charts(heading: str, charts: Sequence[Chart], remark: str = "") -> str:
+def charts_of(heading: str, charts: Sequence[Chart], remark: str = "") -> str:
+    """Charts under a heading and a remark, as HTML."""
     drawn = "".join(map(svg_of, charts))
     return f'<h2>{heading}</h2><p>{remark}</p><div class="charts">{drawn}</div>'
 
@@ -324,8 +360,12 @@ def _charts(heading: str, charts: Sequence[Chart], remark: str = "") -> str:
 # -- runs and replays
 
 
-def run_page(report: Report, recorder: Recorder, settings: Mapping[str, Any]) -> str:
-    """The page of a run or a replay."""
+EACH = [panel for panel in COURSE if panel.title in ("Hit rate by tier", "Bandwidth")]
+"""Charts of all caches of a run that has several."""
+
+
+def run_page(report: Report, recorders: Sequence[Recorder], settings: Mapping[str, Any]) -> str:
+    """The page of a run or a replay. recorders: of its caches, that of the report is the last."""
 
     def printed(console: Console) -> None:
         if report.errors or report.corrupt_blocks_served:
@@ -340,22 +380,39 @@ def run_page(report: Report, recorder: Recorder, settings: Mapping[str, Any]) ->
             )
 
     shares = "Each line is the share of the values that are at most as large."
+    marks = [one.at for one in report.events]
+    events = "Dotted lines are the events." if marks else ""
+    *others, recorder = recorders
+    of = next(reversed(report.caches), "the run")
     charts = [
-        _charts("Course of the run", recorder.course(), "; ".join(report.events)),
-        _charts("Durations, sizes and ages", distributions(recorder.last), shares),
+        charts_of(f"Course of {of}", recorder.course(marks), "" if others else events),
+        charts_of("Durations, sizes and ages", distributions(recorder.last), shares),
     ]
+    if others:
+        names = dict(zip(report.caches, recorders, strict=True))
+        charts.insert(0, charts_of("Each cache", each_cache(names, marks), events))
     if report.serving:
-        charts.insert(0, _charts("With and without the cache", serving_charts(report.serving)))
-    text = msgspec.json.format(msgspec.json.encode(settings), indent=2).decode()
-    end = f"<details><summary>Settings</summary><pre>{escape(text)}</pre></details>"
-    return _page(report.name, printed, charts, end)
+        charts.insert(0, charts_of("With and without the cache", serving_charts(report.serving)))
+    return page_of(report.name, printed, charts, settings)
+
+
+def each_cache(recorders: Mapping[str, Recorder], marks: Sequence[float]) -> list[Chart]:
+    """The charts of EACH, one for each of their lines, with a line of each cache."""
+    charts = []
+    for panel in EACH:
+        found = {name: one.lines(panel) for name, one in recorders.items()}
+        for key in sorted({key for lines in found.values() for key in lines}):
+            lines = {name: lines[key] for name, lines in found.items() if key in lines}
+            title = f"{panel.title.partition(' by')[0]}: {key.replace('_', ' ')}"
+            charts.append(Chart(title, "seconds", panel.unit, lines, top=panel.top, marks=marks))
+    return charts
 
 
 def serving_charts(serving: Mapping[str, Mapping[str, Any]]) -> list[Chart]:
     """The latencies of a serving loop on each cache."""
     charts = []
     for label, field in FIGURES[:3]:
-        title = label.partition(",")[0].capitalize()
+        title = label.removesuffix(", s").capitalize()
         lines = {
             name: ([float(one[1:]) for one in figures[field]], list(figures[field].values()))
             for name, figures in serving.items()
@@ -378,10 +435,12 @@ def distributions(snapshot: Snapshot) -> list[Chart]:
 
 
 def shares_below(histogram: Histogram) -> tuple[list[float], list[float]]:
-    """The bounds, and the share of the values up to each. Values above the last bound are
-    missing from the end."""
+    """The bounds, and the share of the values up to each, from the last that is 0 to the first
+    that is 1. Values above the last bound are missing from the end."""
     shares = np.cumsum(histogram.counts[:-1]) / histogram.count
-    return list(histogram.bounds), shares.tolist()
+    low = max(0, int(np.searchsorted(shares, 0.0, "right")) - 1)
+    high = int(np.searchsorted(shares, 1.0)) + 1
+    return list(histogram.bounds[low:high]), shares[low:high].tolist()
 
 
 # -- sweeps
@@ -394,12 +453,12 @@ def sweep_page(report: SweepReport) -> str:
         "together like one cache of the sum of their sizes, inclusive ones like one of the "
         "largest. The offline optimum evicts the block whose next use is farthest."
     )
-    charts = [_charts("Hit rate by size", [sweep_chart(report)], remark)]
+    charts = [charts_of("Hit rate by size", [sweep_chart(report)], remark)]
 
     def printed(console: Console) -> None:
         print_sweep(report, console, len(report.points))
 
-    return _page(f"Sweep of {report.trace}", printed, charts, "")
+    return page_of(f"Sweep of {report.trace}", printed, charts)
 
 
 def sweep_chart(report: SweepReport) -> Chart:
@@ -437,10 +496,12 @@ class Watching:
     ) -> None:
         self._json, self._html, self._trace_file = json, html, trace
         self._observers: list[Observe] = []
+        self._recorders: list[Recorder] = []
+        self.record: Observe = nullcontext  # of each cache before the one that counts
         if html is not None:
             check_charts()
-            self._recorder = Recorder()
-            self._observers.append(self._recorder.observing)
+            self.record = self._record
+            self._observers.append(self.record)
         if trace is not None:
             self._trace = ChromeTrace()
             self._observers.append(self._trace.observing)
@@ -452,6 +513,11 @@ class Watching:
             from kvactors.observe.http_endpoint import serve_metrics
 
             self._observers.append(partial(serve_metrics, port=port, host=host))
+
+    def _record(self, cache: KVCache) -> AbstractAsyncContextManager[Any]:
+        recorder = Recorder(began=self._recorders[0].began if self._recorders else None)
+        self._recorders.append(recorder)
+        return recorder.observing(cache)
 
     @asynccontextmanager
     async def observing(self, cache: KVCache) -> AsyncIterator[None]:
@@ -466,8 +532,8 @@ class Watching:
         if self._trace_file is not None:
             write_output(self._trace.encode(), self._trace_file)
         if self._html is not None:
-            page = run_page(report, self._recorder, msgspec.to_builtins(settings))
-            write_page(page, self._html)
+            page = run_page(report, self._recorders, msgspec.to_builtins(settings))
+            write_output(page.encode(errors="replace"), self._html)
         files = (self._json, self._html, self._trace_file)
         print_report(report, Console(stderr=any(map(to_stdout, files))))
         if self._json is not None:

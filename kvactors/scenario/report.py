@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +13,8 @@ from kvactors.cache import KVCache
 from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.lease import Hits
 from kvactors.observe.lag import Lags
-from kvactors.scenario.output import print_fields, print_rows
+from kvactors.scenario.output import StyledRow, print_fields, print_rows
+from kvactors.settings.check import human
 from kvactors.types import Residency
 
 MAX_ERRORS = 50
@@ -77,12 +79,23 @@ class Expectation(msgspec.Struct, frozen=True):
         return f"{self.name} is {count_text(self.value)}, and {self.wanted} was expected"
 
 
+class Event(msgspec.Struct, frozen=True):
+    """What happened in a run. at: seconds since its beginning."""
+
+    at: float
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.at:.1f} s: {self.what}"
+
+
 class Report(msgspec.Struct):
     """The result of a run or a replay. corrupt_blocks_served and flush["divergence"] must be 0.
 
     Attributes:
         wall_s: real seconds, those of earlier runs included.
         events: faults, restarts and further caches, in the order of their times.
+        caches: of a run with several caches, at once or one after another, the figures of each.
         sinks: for each sink the reports it took, those pending, and the number of blocks on which
             it differs from the tiers.
         loop_own_lag_ms: the same without the time in which its thread waited for a core, empty
@@ -114,7 +127,8 @@ class Report(msgspec.Struct):
     loop_cpu_ms: dict[str, float] = msgspec.field(default_factory=dict)
     description: str = ""
     expectations: list[Expectation] = msgspec.field(default_factory=list)
-    events: list[str] = msgspec.field(default_factory=list)
+    events: list[Event] = msgspec.field(default_factory=list)
+    caches: dict[str, dict[str, int]] = msgspec.field(default_factory=dict)
 
     def failures(self) -> list[str]:
         """The expectations that do not hold, and the errors."""
@@ -213,7 +227,7 @@ def counts_text(counts: Mapping[str, float], labels: Mapping[str, str]) -> str:
 
 def count_text(value: float) -> str:
     """A count in full, and any other number with six digits."""
-    return f"{value:.0f}" if value == int(value) else f"{value:g}"
+    return f"{value:,.0f}" if value == int(value) else f"{value:g}"
 
 
 def in_line(values: Mapping[str, Any], form: str = "") -> str:
@@ -245,36 +259,43 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
         name: report.flush.get(name, 0) for name in ("resident", "gone", "pending", "divergence")
     }
     stored = {name: one for name, one in report.storage.items() if name != "object_bytes"}
+    refused = {"no room": report.no_room, "rejected": report.rejected}
     rows = [
-        ("requests", f"{report.requests}  (no room {report.no_room}, rejected {report.rejected})"),
+        ("requests", f"{report.requests:,}  {in_line(refused, ',')}"),
         ("hit rate", rates_text(report.hit_rate)),
         ("hit rate of LRU", rates_text(report.hit_rate_lru)),
-        ("blocks looked up", f"{report.blocks_looked_up}"),
-        ("verified blocks", f"{report.verified_blocks}  (corrupt {report.corrupt_blocks_served})"),
-        ("moved to lower tiers", f"{report.blocks_moved}"),
-        ("sent to indexes", in_line(flush)),
+        ("blocks looked up", f"{report.blocks_looked_up:,}"),
+        (
+            "verified blocks",
+            f"{report.verified_blocks:,}  corrupt {report.corrupt_blocks_served:,}",
+        ),
+        ("blocks moved down", f"{report.blocks_moved:,}"),
+        ("sent to indexes", in_line(flush, ",")),
         ("by sink", "\n".join(sinks) if several else ""),
         ("storage, blocks", counts_text(stored, STORED) if stored else ""),
-        ("messages of actors", f"{report.messages}"),
+        ("messages of actors", f"{report.messages:,}"),
         ("loop lag, ms", in_line(report.loop_lag_ms, ".2f")),
         ("lag on the core, ms", in_line(report.loop_own_lag_ms, ".2f")),
         ("processor time, ms", in_line(report.loop_cpu_ms, ".2f")),
         ("real time, s", f"{report.wall_s:.2f}"),
-        ("events", "\n".join(report.events)),
+        ("events", "\n".join(map(str, report.events))),
         ("errors", "; ".join(report.errors) or "none"),
     ]
     return [(name, value) for name, value in rows if value]
 
 
 def print_report(report: Report, console: Console) -> None:
-    """The summary, and what the run has proved."""
+    """The summary, the caches, and what the run has proved."""
     print_summary(report, console, report.name)
     print_proof(report, console)
 
 
 def print_summary(report: Report, console: Console, title: str) -> None:
-    """The figures of a run."""
-    print_fields(title, report_rows(report), console)
+    """The figures of a run, of its last cache if it has several."""
+    named = [name for name in (title, *list(report.caches)[-1:]) if name]
+    print_fields(": ".join(named), report_rows(report), console)
+    if report.caches:
+        print_caches("caches", report.caches, console)
     if report.serving:
         print_figures("serving loop", FIGURES, report.serving, console)
 
@@ -297,10 +318,46 @@ def print_proof(report: Report, console: Console) -> None:
         console.print(report.verdict(), style=f"bold {color}", highlight=False)
 
 
+TIERS = ("device", "host", "storage")
+MOVED = ("read", "written")
+
+
+def cache_figures(report: Report) -> dict[str, int]:
+    """The figures of a cache that is one of several: requests, blocks, and bytes of the store."""
+    looked_up, size = report.blocks_looked_up, report.storage.get("object_bytes", 0)
+    return {
+        "requests": report.requests,
+        "blocks_looked_up": looked_up,
+        **{tier: round(report.hit_rate[tier] * looked_up) for tier in TIERS},
+        "read": int(report.storage.get("reads", 0) * size),
+        "written": int(report.storage.get("writes", 0) * size),
+    }
+
+
+def print_caches(title: str, caches: Mapping[str, Mapping[str, int]], console: Console) -> None:
+    """Print the hits of each cache and what it moved to and from the store, beside those of all."""
+    fields = next(iter(caches.values()))
+    total = {field: sum(one[field] for one in caches.values()) for field in fields}
+    hits, moved = list[StyledRow](), list[StyledRow]()
+    for name, one in {**caches, "total": total}.items():
+        rates = [f"{one[tier] / max(1, one['blocks_looked_up']):.4f}" for tier in TIERS]
+        found, every = (sum(each[tier] for tier in TIERS) for each in (one, total))
+        share = f"{found / max(1, every):.1%}"
+        style = "bold" if one is total else None
+        hits.append(((name, f"{one['requests']:,}", *rates, f"{found:,}", share), style))
+        cells = ((human(one[way]), f"{one[way] / max(1, total[way]):.1%}") for way in MOVED)
+        moved.append(((name, *chain(*cells)), style))
+    heads = ["", "requests", *TIERS, "blocks hit", "of all hits"]
+    print_rows(f"{title}: hit rates", heads, hits, console, numbers=range(1, 7))
+    if total["read"] or total["written"]:
+        heads = ["", "read", "of all", "written", "of all"]
+        print_rows(f"{title}: bytes of the store", heads, moved, console, numbers=range(1, 5))
+
+
 FIGURES = (
-    ("first token, s (p50 / p90 / p99)", "first_token_s"),
-    ("in the queue, s (p50 / p90 / p99)", "queue_s"),
-    ("whole request, s (p50 / p90 / p99)", "request_s"),
+    ("first token, s", "first_token_s"),
+    ("in the queue, s", "queue_s"),
+    ("whole request, s", "request_s"),
     ("requests served", "requests"),
     ("requests per s", "requests_per_s"),
     ("output tokens per s", "output_tokens_per_s"),
@@ -313,24 +370,22 @@ FIGURES = (
 """The figures of a serving loop, and how they are labelled."""
 
 
-def figure_text(value: Any) -> str:
-    """A figure of a serving loop."""
-    if isinstance(value, dict):
-        return " / ".join(f"{one:.3g}" for one in value.values())
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
 def print_figures(
     title: str,
     figures: Iterable[tuple[str, str]],
     columns: Mapping[str, Mapping[str, Any]],
     console: Console,
-    cell: Callable[[Any], str] = figure_text,
 ) -> None:
-    """Print labelled figures, a row each, of each column."""
-    rows = [
-        ([label, *(cell(one.get(field, 0)) for one in columns.values())], None)
-        for label, field in figures
-    ]
+    """Print labelled figures, a row each, of each column. Percentiles have a row each too."""
+    rows = list[StyledRow]()
+    for label, field in figures:
+        values = [one.get(field, 0) for one in columns.values()]
+        if isinstance(values[0], dict):
+            rows += [
+                ([f"{label}, {share}", *(count_text(one[share]) for one in values)], None)
+                for share in values[0]
+            ]
+        else:
+            rows.append(([label, *map(count_text, values)], None))
     numbers = range(1, len(columns) + 1)
     print_rows(title, ["", *columns], rows, console, numbers=numbers)

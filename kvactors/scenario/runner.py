@@ -22,7 +22,7 @@ from kvactors.observe.lag import LagMonitor
 from kvactors.opening import open_cache
 from kvactors.scenario.engine import Engine, Observe, beside, reporting
 from kvactors.scenario.replay import cache_config
-from kvactors.scenario.report import Progress, Report, Totals, make_report
+from kvactors.scenario.report import Event, Progress, Report, Totals, cache_figures, make_report
 from kvactors.scenario.spec import FaultSpec, Scenario, outcomes
 from kvactors.scenario.steps import Script
 from kvactors.scenario.workload import chat
@@ -42,17 +42,26 @@ RESYNC = 60.0
 
 
 class Session:
-    """An open cache and the scenario that runs on it. sinks: by name, each able to misbehave."""
+    """An open cache and the scenario that runs on it. sinks: by name, each able to misbehave.
+    name: empty if the scenario has one cache. after: the session before, whose events go on."""
 
     def __init__(
-        self, scenario: Scenario, cache: KVCache, sinks: Mapping[str, FaultySink], *, virtual: bool
+        self,
+        name: str,
+        scenario: Scenario,
+        cache: KVCache,
+        sinks: Mapping[str, FaultySink],
+        after: Session | None,
+        *,
+        virtual: bool,
     ) -> None:
+        self.name = name
         self.scenario = scenario
         self.cache = cache
         self.sinks = sinks
         self.totals = Totals()
-        self.events = list[str]()
-        self._began = asyncio.get_running_loop().time()
+        self.events: list[Event] = after.events if after else []
+        self._began: float = after._began if after else asyncio.get_running_loop().time()
         # sinks whose index lost its state, and how often each had been sent everything by then
         self._lost: dict[str, int] = {}
         self.virtual = virtual
@@ -68,7 +77,6 @@ class Session:
         work = self.scenario.workload
         engine = Engine(self.cache, self.totals)
         monitor = LagMonitor()
-        self._began = asyncio.get_running_loop().time()
         async with (
             reporting(self.totals, progress),
             beside(*(self._fault(fault) for fault in self.scenario.fault if not fault.turn)),
@@ -85,9 +93,7 @@ class Session:
         # a loop whose time is not real has no lag
         lags = (LagMonitor() if self.virtual else monitor).results()
         name = self.scenario.scenario.name
-        report = make_report(name, self.totals, self.cache, lags, self.living)
-        report.events = self.events
-        return report
+        return make_report(name, self.totals, self.cache, lags, self.living)
 
     async def _fault(self, spec: FaultSpec) -> None:
         await anyio.sleep(spec.at)
@@ -126,9 +132,13 @@ class Session:
         self._note(spec, " ended")
 
     def _note(self, spec: FaultSpec, what: str) -> None:
-        seconds = asyncio.get_running_loop().time() - self._began
         place = f"sink {spec.sink}" if spec.sink else "storage"
-        self.events.append(f"{seconds:.1f} s: {place}: {spec.kind}{what}")
+        self.note(f"{place}: {spec.kind}{what}")
+
+    def note(self, what: str) -> None:
+        """Add an event, of this cache if there are several."""
+        seconds = round(asyncio.get_running_loop().time() - self._began, 3)
+        self.events.append(Event(seconds, f"{self.name}: {what}" if self.name else what))
 
     async def _resynced(self) -> None:
         """Wait until every sink whose index lost its state has been sent everything again: at its
@@ -150,7 +160,7 @@ class Session:
 
 @asynccontextmanager
 async def session(
-    scenario: Scenario, *, virtual: bool, observe: Observe = nullcontext
+    name: str, after: Session | None, observe: Observe, *, scenario: Scenario, virtual: bool
 ) -> AsyncIterator[Session]:
     """A scenario's cache, open, its sinks wrapped so that they can misbehave."""
     config = Config.from_env(base=cache_config(scenario))
@@ -177,7 +187,12 @@ async def session(
         ) as cache,
         observe(cache),
     ):
-        yield Session(scenario, cache, sinks, virtual=virtual)
+        one = Session(name, scenario, cache, sinks, after, virtual=virtual)
+        if name:
+            stored = cache.statistics().store
+            found = f", {stored.objects:,} blocks in the store" if stored and stored.objects else ""
+            one.note(f"opened{found}")
+        yield one
 
 
 # -- the scenario of a file
@@ -194,8 +209,10 @@ def run_scenario(
     virtual: bool = False,
     progress: Progress = lambda _: None,
     observe: Observe = nullcontext,
+    record: Observe = nullcontext,
 ) -> tuple[Scenario, Report]:
-    """Run the scenario of a file. observe: entered with the open cache of the run that counts."""
+    """Run the scenario of a file. observe: entered with the open cache of the run that counts.
+    record: entered with each open cache before that one."""
     with tempfile.TemporaryDirectory(prefix="kvactors-") as folder:
         data = with_temporary(data, folder)
         scenario = Scenario.from_mapping(data)
@@ -204,7 +221,7 @@ def run_scenario(
         if seed < 0:
             raise ConfigError(f"a seed is 0 or more, not {seed}")
         began = time.monotonic()
-        run = partial(run_session, scenario, seed, progress, virtual=virtual, observe=observe)
+        run = partial(run_caches, scenario, seed, progress, observe, record, virtual=virtual)
         if virtual:
             from kvactors.testing.loop import simulate
 
@@ -229,32 +246,42 @@ def check_virtual(scenario: Scenario) -> None:
         )
 
 
-async def run_session(
-    scenario: Scenario, seed: int, progress: Progress, *, virtual: bool, observe: Observe
+async def run_caches(
+    scenario: Scenario,
+    seed: int,
+    progress: Progress,
+    observe: Observe,
+    record: Observe,
+    *,
+    virtual: bool,
 ) -> Report:
-    """Run the scenario, after its `process.restarts` earlier runs. Wrong blocks and errors of all
-    `process.engines` count."""
-    for _ in range(scenario.process.restarts):
-        async with session(scenario, virtual=virtual) as one:
-            await one.run(seed, progress)
+    """Run the scenario, after its `process.restarts` earlier runs, on `process.engines` caches.
+    Wrong blocks and errors of all caches count."""
+    restarts, engines = scenario.process.restarts, scenario.process.engines
+    opened = partial(session, scenario=scenario, virtual=virtual)
+    reports, one = dict[str, Report](), None
+    for number in range(1, restarts + 1):
+        async with opened(f"run {number}", one, record) as one:
+            reports[one.name] = await one.run(seed, progress)
     async with AsyncExitStack() as stack:
-        engines = list[Session]()
-        for number in range(scenario.process.engines, 0, -1):
-            watched = {} if number > 1 else {"observe": observe}
-            one = await stack.enter_async_context(session(scenario, virtual=virtual, **watched))
-            if number > 1:
+        running = list[Session]()
+        for number in range(1, engines + 1):
+            last = number == engines
+            name = f"engine {number}" if engines > 1 else f"run {restarts + 1}" if restarts else ""
+            opening = opened(name, one, observe if last else record)
+            one = await stack.enter_async_context(opening)
+            running.append(one)
+            if not last:
                 await one.run(seed, progress)
-            engines.append(one)
-        reports = await asyncio.gather(*(one.run(seed, progress) for one in engines))
-    *others, report = reports
+        ended = await asyncio.gather(*(each.run(seed, progress) for each in running))
+        reports |= zip((each.name for each in running), ended, strict=True)
+    *others, report = reports.values()
     for other in others:
         report.corrupt_blocks_served += other.corrupt_blocks_served
         report.errors += other.errors
-    process = scenario.process
-    if process.restarts:
-        report.events.insert(0, f"runs before, the cache reopened after each: {process.restarts}")
+    report.events = running[0].events
     if others:
-        report.events.insert(0, f"{process.engines} caches over one store, this is the last")
+        report.caches = {name: cache_figures(each) for name, each in reports.items()}
     return report
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 
 import pytest
@@ -17,13 +18,16 @@ from kvactors.scenario.pages import (
     WINDOWS,
     Panel,
     Recorder,
+    Watching,
     distributions,
     increase,
     run_page,
     shares_below,
 )
-from kvactors.scenario.report import Expectation, Report
+from kvactors.scenario.report import TIERS, Event, Expectation, Report
+from kvactors.scenario.runner import run_scenario
 from kvactors.testing.loop import simulate
+from tests.scenario.test_runner import CHAT
 from tests.support.cache import opened, prompt, serve
 
 LOOKED = (LOOKED_UP,)
@@ -137,13 +141,13 @@ def test_a_page_has_the_figures_the_charts_and_the_settings(monkeypatch):
     proof = report(
         description="what it proves",
         expectations=[Expectation("requests", 1234, "at least 3", holds=True)],
-        events=["1.0 s: sink a: down"],
+        events=[Event(1.0, "sink a: down")],
         serving={"cache": figures, "none": figures},
     )
     monkeypatch.setattr(sys, "argv", ["kvactors", "run", "chat.toml"])
-    page = run_page(proof, recorder, {"device": {"num_blocks": 77}})
+    page = run_page(proof, [recorder], {"device": {"num_blocks": 77}})
     assert page.count("<svg") == len(recorder.course()) + len(distributions(recorder.last)) + 3
-    for text in ("&lt;run&gt;", "1234", "num_blocks", "Bandwidth"):
+    for text in ("&lt;run&gt;", "1,234", "num_blocks", "Bandwidth"):
         assert text in page
     for text in ("what it proves", "at least 3", "1 of 1 expectations hold", "sink a: down"):
         assert text in page
@@ -153,4 +157,46 @@ def test_a_page_has_the_figures_the_charts_and_the_settings(monkeypatch):
     assert "wrong blocks" not in page
     monkeypatch.setattr(pages, "svg_of", lambda _: "")  # seconds a page
     for bad in ({"corrupt_blocks_served": 1}, {"errors": ["a"]}):
-        assert "wrong blocks" in run_page(report(**bad), recorder, {})
+        assert "wrong blocks" in run_page(report(**bad), [recorder], {})
+
+
+def page_of_caches(tmp_path, monkeypatch, storage, process):
+    """The report of a run on several caches, the text of its page, and its charts."""
+    charts = []
+    monkeypatch.setattr(pages, "svg_of", lambda chart: charts.append(chart) or "")
+    watching = Watching(html=tmp_path / "page.html")
+    storage = {**storage, "write_policy": "write_through", "timeout_s": 60.0}
+    data = {**CHAT, "storage": storage, "process": process}
+    data["cache"] = {**CHAT["cache"], "default_deadline_s": 60.0}
+    data["workload"] = {**CHAT["workload"], "settle": True}
+    spec, found = run_scenario(data, observe=watching.observing, record=watching.record)
+    assert watching.conclude(found, spec, found.failures()) == 0
+    return found, re.sub("<[^>]+>", " ", (tmp_path / "page.html").read_text()), charts
+
+
+def test_the_page_of_a_fleet_has_the_share_of_each_cache_and_the_total(tmp_path, monkeypatch):
+    storage = {"backend": "object", "url": "file:///@temp"}
+    found, page, charts = page_of_caches(tmp_path, monkeypatch, storage, {"engines": 2})
+    first, second = found.caches.values()
+    assert first["written"] > 0 == second["written"], "the first has stored all"
+    assert second["read"] > 0
+    hits = [sum(one[tier] for tier in TIERS) for one in (first, second)]
+    for count in hits:
+        assert f"{count:,}  {count / sum(hits):.1%}" in re.sub(r"\s+", "  ", page)
+    assert re.search(rf"total\s+{first['requests'] + second['requests']}\s", page)
+    each = {chart.title: chart.lines for chart in charts}
+    assert list(each["Hit rate: storage"]) == ["engine 1", "engine 2"]
+    assert "Course of engine 2" in page
+
+
+def test_the_page_of_a_restart_has_its_time_and_what_came_back(tmp_path, monkeypatch):
+    storage = {"backend": "file", "directory": "@temp"}
+    found, page, charts = page_of_caches(tmp_path, monkeypatch, storage, {"restarts": 1})
+    opened = found.events[1]
+    assert re.fullmatch(r"run 2: opened, [1-9]\d* blocks in the store", opened.what)
+    assert str(opened) in page
+    assert found.caches["run 2"]["storage"] > found.caches["run 1"]["storage"]
+    both = next(chart for chart in charts if chart.title == "Hit rate: storage")
+    assert both.marks == [one.at for one in found.events]
+    (earlier, _), (later, _) = both.lines.values()
+    assert max(earlier) <= opened.at <= max(later)
