@@ -320,6 +320,7 @@ def print_proof(report: Report, console: Console) -> None:
 
 TIERS = ("device", "host", "storage")
 MOVED = ("read", "written")
+"""Figures of a cache that is one of several: blocks that its requests hit, and bytes of a store."""
 
 
 def cache_figures(report: Report) -> dict[str, int]:
@@ -340,7 +341,7 @@ def print_caches(title: str, caches: Mapping[str, Mapping[str, int]], console: C
     total = {field: sum(one[field] for one in caches.values()) for field in fields}
     hits, moved = list[StyledRow](), list[StyledRow]()
     for name, one in {**caches, "total": total}.items():
-        rates = [f"{one[tier] / max(1, one['blocks_looked_up']):.4f}" for tier in TIERS]
+        rates = [f"{one[tier] / max(1, one['blocks_looked_up']):.3f}" for tier in TIERS]
         found, every = (sum(each[tier] for tier in TIERS) for each in (one, total))
         share = f"{found / max(1, every):.1%}"
         style = "bold" if one is total else None

@@ -15,7 +15,7 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from signal import Signals
@@ -31,13 +31,13 @@ from kvactors.identity import CacheScope
 from kvactors.layout import make_layout
 from kvactors.native import Path
 from kvactors.scenario.engine import reporting
-from kvactors.scenario.report import Totals, report_of
+from kvactors.scenario.report import MOVED, TIERS, Event, Totals, report_of
 from kvactors.scenario.workload import Conversation, serve_turn
 from kvactors.signals import run_terminable
 from kvactors.types import split_hashes
 from tests.fleet.node import NodeAnswer, Order
 from tests.fleet.run import Network
-from tests.fleet.spec import FleetFault, FleetReport, FleetScenario, Placement
+from tests.fleet.spec import FleetFault, FleetReport, FleetScenario, Placement, Served
 from tests.support.child import Child, log_errors_only, say, start_child
 from tests.support.masters import Master, free_port
 from tests.support.mirror import Reader, differing
@@ -70,6 +70,8 @@ class NodeFigures:
         self.hits = [0, 0, 0]
         self.waits: list[float] = []
         self.faults = self.faults_left_out = 0
+        self.served: list[Served] = []
+        self.nodes: dict[str, dict[str, int]] = {}
 
     def dispatched(self, prompt: Sequence[bytes], whole: Sequence[bytes]) -> None:
         """A request is sent to a node: count it for one large cache."""
@@ -249,6 +251,8 @@ class Run:
         network: Network,
         placement: Placement,
         totals: Totals,
+        events: list[Event],
+        clock: Callable[[], float],
     ) -> None:
         scenario = FleetScenario.from_mapping(data)
         self.figures = NodeFigures()
@@ -258,9 +262,11 @@ class Run:
         self._size = scenario.cache.block_size
         self._aware, self._pooled = placement == "kv_aware", placement != "no_pool"
         self._totals, self._network = totals, network
+        self._placement, self._events, self._clock = placement, events, clock
         self._master = Master(host=network.hub)
         self._draw = random.Random(seed)
         layout = make_layout(scenario.layout, self._size)
+        self._block_bytes = int(layout.block_bytes)
         root = CacheScope(scenario.cache.model, scenario.cache.namespace).root(layout.fingerprint)
         sessions = range(self._work.sessions)
         self._texts = [Conversation(self._work, seed, number) for number in sessions]
@@ -343,6 +349,7 @@ class Run:
             finally:
                 member.in_flight -= tokens
         figures.ended(answer, whole)
+        figures.served.append(Served(self._clock(), member.number, len(blocks), answer.hits))
         totals.count_request(len(blocks), answer.hits)
 
     # -- faults
@@ -360,14 +367,20 @@ class Run:
             await self._reach(fault.after)
             if not self._served and await self._set(fault, on=True):
                 self.figures.faults += 1
+                self._note(fault, fault.kind)
                 until = self.figures.finished + fault.requests
                 self._pause_at = max(until, following.after) if following else math.inf
                 await anyio.sleep(fault.seconds)
                 await self._reach(until)
                 await self._set(fault, on=False)
+                self._note(fault, "started again" if fault.kind == "kill" else "fault ended")
             else:
                 self.figures.faults_left_out += 1
         self._pause_at = math.inf
+
+    def _note(self, fault: FleetFault, what: str) -> None:
+        where = "master" if fault.target == "master" else f"node {fault.node}"
+        self._events.append(Event(self._clock(), f"{self._placement}: {where}: {what}"))
 
     async def _reach(self, finished: int) -> None:
         while self.figures.finished < finished and not self._served:
@@ -409,6 +422,14 @@ class Run:
             for error in answer.errors:
                 self._totals.complain(f"node {member.number}: {error}")
             sums["router_divergence"] += await run_sync(member.divergence, answer)
+            own = [one for one in self.figures.served if one.node == member.number]
+            moved = (answer.counts.get(f"pool_{what}", 0) for what in ("reads", "writes"))
+            self.figures.nodes[f"node {member.number}"] = {
+                "requests": len(own),
+                "blocks_looked_up": sum(one.looked_up for one in own),
+                **{tier: sum(getattr(one.hits, tier) for one in own) for tier in TIERS},
+                **dict(zip(MOVED, (int(n) * self._block_bytes for n in moved), strict=True)),
+            }
         if self._pooled:
             address = f"{self._network.hub}:{self._master.metrics_port}"
             for name, metric in POOL.items():
@@ -435,9 +456,15 @@ async def drive(data: dict[str, Any], seed: int, *, isolated: bool) -> FleetRepo
     network = Network(isolated=isolated)
     began = time.monotonic()
     figures: dict[str, dict[str, float]] = {}
+    events, runs = list[Event](), dict[str, Run]()
+
+    def clock() -> float:
+        return round(time.monotonic() - began, 3)
+
     async with reporting(totals, say):
         for placement in scenario.fleet.placements:
-            figures[placement] = await Run(data, seed, network, placement, totals).run()
+            run = runs[placement] = Run(data, seed, network, placement, totals, events, clock)
+            figures[placement] = await run.run()
     divergence = sum(one["divergence"] + one["router_divergence"] for one in figures.values())
     return report_of(
         FleetReport,
@@ -448,7 +475,10 @@ async def drive(data: dict[str, Any], seed: int, *, isolated: bool) -> FleetRepo
         loop_lag_ms={},
         messages=int(sum(one["messages"] for one in figures.values())),
         errors=totals.errors,
+        events=events,
         fleet={"namespaces": {"used": float(isolated)}, **figures},
+        nodes={placement: run.figures.nodes for placement, run in runs.items()},
+        served={placement: run.figures.served for placement, run in runs.items()},
     )
 
 

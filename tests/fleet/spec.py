@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, Literal, NamedTuple, Self
 
 import msgspec
+import numpy as np
 from rich.console import Console
 
 from kvactors.errors import ConfigError
-from kvactors.scenario.report import Report, count_text, print_figures, print_proof, print_summary
+from kvactors.lease import Hits
+from kvactors.scenario.output import print_details
+from kvactors.scenario.pages import Chart, charts_of, increase, page_of
+from kvactors.scenario.report import (
+    TIERS,
+    Report,
+    print_caches,
+    print_figures,
+    print_proof,
+    print_summary,
+)
 from kvactors.scenario.spec import Complaints, Positive, Scenario
 from kvactors.settings.check import Number, Seconds
 
@@ -53,10 +66,22 @@ class FleetSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fault: tuple[FleetFault, ...] = ()
 
 
+class Served(NamedTuple):
+    """A request that has ended. at: seconds since the beginning. The others: blocks."""
+
+    at: float
+    node: int
+    looked_up: int
+    hits: Hits
+
+
 class FleetReport(Report):
-    """A report with the figures of each placement. namespaces: whether nodes had some."""
+    """A report with the figures of each placement, of its nodes, and of its requests in the order
+    of their ends. namespaces: whether nodes had some."""
 
     fleet: dict[str, dict[str, float]] = msgspec.field(default_factory=dict)
+    nodes: dict[str, dict[str, dict[str, int]]] = msgspec.field(default_factory=dict)
+    served: dict[str, list[Served]] = msgspec.field(default_factory=dict)
 
 
 class FleetScenario(Scenario, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -125,11 +150,51 @@ FLEET = (
 """The figures of a fleet, and how they are labelled."""
 
 
-def print_fleet(report: FleetReport, console: Console) -> None:
+def print_fleet(report: FleetReport, console: Console, title: str = "") -> None:
     """The report, and the figures of the fleet, a column for each placement of its requests."""
-    print_summary(report, console, report.name)
+    print_summary(report, console, title)
     fleet = report.fleet
     placements = {name: figures for name, figures in fleet.items() if name != "namespaces"}
     where = "network namespaces" if fleet["namespaces"]["used"] else "processes on loopback"
-    print_figures(f"fleet, {where}", FLEET, placements, console, cell=count_text)
-    print_proof(report, console)
+    print_figures(f"fleet, {where}", FLEET, placements, console)
+    for name, nodes in report.nodes.items():
+        print_caches(name, nodes, console)
+    print_details(
+        "A node that was killed counts its bytes of the store from its new start.", console
+    )
+
+
+def fleet_page(report: FleetReport, settings: Mapping[str, Any]) -> str:
+    """The page of a fleet: the report, and the course of each placement with its faults."""
+    charts = [course(name, served, report) for name, served in report.served.items()]
+    remark = "Dotted lines: a fault begins, or ends."
+    drawn = [charts_of("Hit rates of the placements", list(chain(*charts)), remark)]
+
+    def printed(console: Console) -> None:
+        print_proof(report, console)
+        print_fleet(report, console)
+
+    return page_of(report.name, printed, drawn, settings, "python -m tests.fleet")
+
+
+def course(placement: str, served: Sequence[Served], report: FleetReport) -> Iterator[Chart]:
+    """The charts of one placement: shares of the blocks that requests looked up."""
+    marks = [one.at for one in report.events if one.what.startswith(f"{placement}: ")]
+
+    def line(requests: Sequence[Served], hits: Sequence[int]) -> tuple[list[float], list[float]]:
+        looked_up = [one.looked_up for one in requests]
+        ends, shares = increase(np.cumsum([0, *hits]), np.cumsum([0, *looked_up]))
+        return [requests[end - 1].at for end in ends], shares
+
+    tiers = {
+        tier: line(served, [getattr(one.hits, tier) for one in served])
+        for tier in TIERS
+        if any(getattr(one.hits, tier) for one in served)
+    }
+    nodes = {}
+    for node in sorted({one.node for one in served}):
+        own = [one for one in served if one.node == node]
+        nodes[f"node {node}"] = line(own, [sum(one.hits) for one in own])
+    for what, lines in (("by tier", tiers), ("by node", nodes)):
+        title = f"{placement}: hit rate {what}"
+        yield Chart(title, "seconds", "share of blocks", lines, top=1.0, marks=marks)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
 
 from kvactors.errors import ConfigError, KVActorsError
+from kvactors.lease import Hits
+from kvactors.scenario import pages
+from kvactors.scenario.pages import Chart
+from kvactors.scenario.report import Event, Totals, report_of
 from kvactors.settings import read_toml
 from tests.fleet.driver import choose
 from tests.fleet.run import FLEET, run_fleet
-from tests.fleet.spec import FleetScenario
+from tests.fleet.spec import FleetReport, FleetScenario, Served, fleet_page
 
 
 @pytest.mark.parametrize("missing", ["zmq", "mooncake"])
@@ -66,6 +71,39 @@ def test_a_prompt_goes_to_a_node_that_runs():
         assert {chosen(stopped, Node(), aware=aware, seed=seed)[0] for seed in range(9)} == {1}
         with pytest.raises(KVActorsError, match="no node"):
             chosen(stopped, aware=aware)
+
+
+def test_the_page_of_a_fleet_shows_kills_and_what_each_node_served(monkeypatch):
+    charts: list[Chart] = []
+    monkeypatch.setattr(pages, "svg_of", lambda chart: charts.append(chart) or "")
+    hits = {"random": [Hits(0, 0, 0), Hits(1, 2, 0), Hits(0, 0, 3)], "no_pool": [Hits(1, 0, 0)]}
+    served = {
+        name: [Served(float(at), at % 2, 4, one) for at, one in enumerate(each)]
+        for name, each in hits.items()
+    }
+    node = {"requests": 2, "blocks_looked_up": 8, "device": 1, "host": 2, "storage": 3}
+    report = report_of(
+        FleetReport,
+        "fleet",
+        Totals(blocks_looked_up=16, device=2, host=2, storage=3),
+        1.0,
+        flush={},
+        loop_lag_ms={},
+        messages=0,
+        errors=[],
+        events=[Event(1.5, "random: node 1: kill"), Event(2.0, "random: node 1: started again")],
+        fleet={"namespaces": {"used": 0.0}, "random": {"hit_rate": 0.5}, "no_pool": {}},
+        nodes={"random": {"node 0": node | {"read": 3072, "written": 0}}},
+        served=served,
+    )
+    page = re.sub("(<[^>]+>)+", " ", fleet_page(report, {}))
+    for text in ("1.5 s: random: node 1: kill", "node 0 3 KiB 100.0% 0 B", "random no_pool"):
+        assert text in page.replace("\xa0", " ")
+    of_random, nodes, *_ = charts
+    assert of_random.marks == [1.5, 2.0]
+    assert of_random.lines["storage"] == ([0.0, 1.0, 2.0], [0.0, 0.0, 0.75])
+    assert list(nodes.lines) == ["node 0", "node 1"]
+    assert [chart.marks for chart in charts[2:]] == [[], []]
 
 
 def fleet(**changes: Any) -> dict[str, Any]:
