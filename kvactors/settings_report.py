@@ -635,7 +635,7 @@ def print_size(report: SizeReport, console: Console) -> None:
         print_rows(
             f"other layers, for requests of {report.request_tokens:,} tokens",
             ("group", "kind", "bytes of a block", "blocks a request"),
-            [(row, None) for row in rows],
+            rows,
             console,
             numbers=range(2, 4),
         )
@@ -652,11 +652,7 @@ def print_size(report: SizeReport, console: Console) -> None:
             for name, one in tiers
         ]
         print_rows(
-            "tiers",
-            ("tier", "blocks", "tokens", "bytes"),
-            [(row, None) for row in rows],
-            console,
-            numbers=range(1, 4),
+            "tiers", ("tier", "blocks", "tokens", "bytes"), rows, console, numbers=range(1, 4)
         )
     if report.groups and any(one.tier == "device" for one in report.tiers):
         text = f"{report.requests:,} requests of {report.request_tokens:,} tokens at once"

@@ -79,7 +79,7 @@ def print_shape(rows: list[dict[str, Any]], groups: list[list[str]], console: Co
     """The table and the import cycles."""
     cells = ((row["package"], f"{row['modules']}", f"{row['lines']:,}") for row in rows)
     titles = ("package", "modules", "lines")
-    print_rows("shape", titles, ((one, None) for one in cells), console, numbers=range(1, 3))
+    print_rows("shape", titles, cells, console, numbers=range(1, 3))
     for group in groups:
         console.print(f"import cycle: {', '.join(group)}")
     if not groups:

@@ -7,11 +7,12 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from itertools import compress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -41,7 +42,6 @@ EDGES = 7
 NO_BREAK = "\xa0"
 
 Cells = Sequence[str]
-StyledRow = tuple[Cells, str | None]
 
 
 def check_output(_kind: Any, path: Path | None) -> None:
@@ -156,24 +156,20 @@ def unbroken(text: str) -> str:
 def print_rows(
     title: str,
     columns: Sequence[str],
-    rows: Iterable[StyledRow],
+    rows: Iterable[Cells],
     console: Console,
     *,
     numbers: range,
-    wrapped: bool = True,
+    styles: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
-    """Print a table of rows under headings, without columns that are empty in every row."""
+    """Print a table of rows under headings, without columns that are empty in every row. styles: by
+    the position of the row."""
     table, shown = Table(title=escape(title)), list(rows)
-    filled = [any(cells[at] for cells, _ in shown) or not shown for at in range(len(columns))]
-    for position, heading in enumerate(columns):
-        if filled[position]:
-            table.add_column(
-                heading,
-                justify="right" if position in numbers else "left",
-                no_wrap=not wrapped and position < len(columns) - 1,
-            )
-    for cells, style in shown:
-        table.add_row(*map(escape, compress(cells, filled)), style=style)
+    filled = [any(cells[at] for cells in shown) or not shown for at in range(len(columns))]
+    for position, heading in compress(enumerate(columns), filled):
+        table.add_column(heading, justify="right" if position in numbers else "left")
+    for position, cells in enumerate(shown):
+        table.add_row(*map(escape, compress(cells, filled)), style=styles.get(position))
     console.print(table)
 
 

@@ -32,16 +32,8 @@ from kvactors.observe.chrome_trace import ChromeTrace
 from kvactors.observe.lag import LagMonitor
 from kvactors.observe.metrics import FAMILIES, MetricsWatch, Snapshot, take_snapshot
 from kvactors.scenario.engine import Observe, beside
-from kvactors.scenario.output import (
-    need,
-    print_details,
-    to_stdout,
-    unbroken,
-    version,
-    write_json,
-    write_output,
-)
-from kvactors.scenario.report import FIGURES, Report, print_proof, print_report, print_summary
+from kvactors.scenario.output import need, to_stdout, unbroken, version, write_json, write_output
+from kvactors.scenario.report import FIGURES, Report, print_proof, print_summary
 from kvactors.scenario.sweep import SweepReport, print_sweep
 from kvactors.settings import Config
 from kvactors.settings.check import human, in_bytes
@@ -164,14 +156,13 @@ class Recorder:
         ]
 
     def lines(self, panel: Panel) -> Lines:
-        """The lines of a panel that are not 0 throughout."""
-        return {
-            " ".join(key[1:]) or key[0].removeprefix("num_").replace("_", " "): self._line(
-                key, panel
-            )
-            for key in sorted({key for one in self.samples for key in one})
-            if key[0] in panel.metrics and any(one.get(key) for one in self.samples)
-        }
+        """The lines of a panel that are not 0 throughout, of two points or more."""
+        lines = {}
+        for key in sorted({key for one in self.samples for key in one}):
+            if key[0] in panel.metrics and any(one.get(key) for one in self.samples):
+                name = " ".join(key[1:]) or key[0].removeprefix("num_").replace("_", " ")
+                lines[name] = self._line(key, panel)
+        return {name: line for name, line in lines.items() if len(line[0]) > 1}
 
     def _line(self, key: Key, panel: Panel) -> tuple[list[float], list[float]]:
         values = [one.get(key, 0.0) / panel.scale for one in self.samples]
@@ -224,7 +215,7 @@ code { overflow-wrap: anywhere; }
 table { border-collapse: collapse; display: block; margin: 0.5rem 0 1rem; overflow-x: auto; }
 td, th { border-bottom: 1px solid #ddd; padding: 0.15rem 1rem 0.15rem 0; text-align: left;
   vertical-align: top; white-space: pre-wrap; }
-h1::first-letter, h2::first-letter { text-transform: uppercase; }
+td:first-child { white-space: nowrap; }
 .green { color: #2c6e2f; } .red { color: #b3261e; } .bold { font-weight: bold; }
 .dim { color: #666; }
 .charts { display: grid; gap: 1.5rem 1rem;
@@ -234,7 +225,9 @@ figcaption { font-size: 13px; } figcaption b { display: block; font-size: 15px; 
 figcaption span { display: inline-block; margin-right: 1rem; }
 figcaption i { display: inline-block; width: 1.2rem; margin-right: 0.3rem; vertical-align: middle; }
 svg { width: 100%; height: auto; }
-@media (max-width: 40rem) { td, th { font-size: 12px; padding-right: 0.35rem; } }
+@media (min-width: 60rem) { figure:only-child { grid-column: span 2; } }
+@media (max-width: 40rem) { td, th { font-size: 12px; padding-right: 0.25rem; }
+  td:first-child { white-space: pre-wrap; } }
 """
 
 
@@ -372,12 +365,6 @@ def run_page(report: Report, recorders: Sequence[Recorder], settings: Mapping[st
             console.print("errors or wrong blocks: see the table", style="bold red")
         print_proof(report, console)
         print_summary(report, console, "")
-        if report.serving:
-            print_details(
-                "On the cache, without a cache, and with an exact LRU of the same sizes whose "
-                "loads take no time. Seconds are those of the trace's clock.",
-                console,
-            )
 
     shares = "Each line is the share of the values that are at most as large."
     marks = [one.at for one in report.events]
@@ -392,7 +379,12 @@ def run_page(report: Report, recorders: Sequence[Recorder], settings: Mapping[st
         names = dict(zip(report.caches, recorders, strict=True))
         charts.insert(0, charts_of("Each cache", each_cache(names, marks), events))
     if report.serving:
-        charts.insert(0, charts_of("With and without the cache", serving_charts(report.serving)))
+        remark = (
+            "On the cache, without a cache, and with an exact LRU of the same sizes whose loads "
+            "take no time. Seconds are those of the trace's clock."
+        )
+        serving = serving_charts(report.serving)
+        charts.insert(0, charts_of("With and without the cache", serving, remark))
     return page_of(report.name, printed, charts, settings)
 
 
@@ -535,7 +527,9 @@ class Watching:
             page = run_page(report, self._recorders, msgspec.to_builtins(settings))
             write_output(page.encode(errors="replace"), self._html)
         files = (self._json, self._html, self._trace_file)
-        print_report(report, Console(stderr=any(map(to_stdout, files))))
+        console = Console(stderr=any(map(to_stdout, files)))
+        print_summary(report, console, report.name)
+        print_proof(report, console)
         if self._json is not None:
             write_json(report, self._json)
         for what in failed:

@@ -13,7 +13,7 @@ from kvactors.cache import KVCache
 from kvactors.cpu_evictor.memory import NOT_FETCHED
 from kvactors.lease import Hits
 from kvactors.observe.lag import Lags
-from kvactors.scenario.output import StyledRow, print_fields, print_rows
+from kvactors.scenario.output import Cells, print_fields, print_rows
 from kvactors.settings.check import human
 from kvactors.types import Residency
 
@@ -134,11 +134,6 @@ class Report(msgspec.Struct):
         """The expectations that do not hold, and the errors."""
         return [str(one) for one in self.expectations if not one.holds] + self.errors
 
-    def verdict(self) -> str:
-        """The number of expectations that hold."""
-        held = sum(one.holds for one in self.expectations)
-        return f"{held} of {len(self.expectations)} expectations hold"
-
 
 TOTALS = (
     *("requests", "rejected", "no_room"),
@@ -172,7 +167,7 @@ def make_report(
     each = {
         sink.name: {
             **{name: getattr(sink, name) for name in SINK_COUNTS},
-            "oldest_pending_age": round(sink.oldest_pending_age, 3),
+            "oldest_pending_s": round(sink.oldest_pending_age, 3),
             "divergence": cache.count_divergent_blocks([sink.name]),
         }
         for sink in flushed
@@ -284,18 +279,12 @@ def report_rows(report: Report) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
-def print_report(report: Report, console: Console) -> None:
-    """The summary, the caches, and what the run has proved."""
-    print_summary(report, console, report.name)
-    print_proof(report, console)
-
-
 def print_summary(report: Report, console: Console, title: str) -> None:
     """The figures of a run, of its last cache if it has several."""
     named = [name for name in (title, *list(report.caches)[-1:]) if name]
     print_fields(": ".join(named), report_rows(report), console)
     if report.caches:
-        print_caches("caches", report.caches, console)
+        print_caches("each cache", report.caches, console)
     if report.serving:
         print_figures("serving loop", FIGURES, report.serving, console)
 
@@ -306,16 +295,14 @@ def print_proof(report: Report, console: Console) -> None:
         console.print(report.description, markup=False, highlight=False)
     if report.expectations:
         rows = [
-            (
-                (one.name, count_text(one.value), one.wanted, "holds" if one.holds else "FAILS"),
-                None if one.holds else "red",
-            )
+            (one.name, count_text(one.value), one.wanted, "holds" if one.holds else "FAILS")
             for one in report.expectations
         ]
+        failed = {at: "red" for at, one in enumerate(report.expectations) if not one.holds}
         columns = ("expectation", "value", "expected", "")
-        print_rows("", columns, rows, console, numbers=range(1, 2))
-        color = "green" if all(one.holds for one in report.expectations) else "red"
-        console.print(report.verdict(), style=f"bold {color}", highlight=False)
+        print_rows("", columns, rows, console, numbers=range(1, 2), styles=failed)
+        verdict = f"{len(rows) - len(failed)} of {len(rows)} expectations hold"
+        console.print(verdict, style=f"bold {'red' if failed else 'green'}", highlight=False)
 
 
 TIERS = ("device", "host", "storage")
@@ -339,20 +326,19 @@ def print_caches(title: str, caches: Mapping[str, Mapping[str, int]], console: C
     """Print the hits of each cache and what it moved to and from the store, beside those of all."""
     fields = next(iter(caches.values()))
     total = {field: sum(one[field] for one in caches.values()) for field in fields}
-    hits, moved = list[StyledRow](), list[StyledRow]()
+    hits, moved, last = list[Cells](), list[Cells](), {len(caches): "bold"}
     for name, one in {**caches, "total": total}.items():
         rates = [f"{one[tier] / max(1, one['blocks_looked_up']):.3f}" for tier in TIERS]
         found, every = (sum(each[tier] for tier in TIERS) for each in (one, total))
         share = f"{found / max(1, every):.1%}"
-        style = "bold" if one is total else None
-        hits.append(((name, f"{one['requests']:,}", *rates, f"{found:,}", share), style))
+        hits.append((name, f"{one['requests']:,}", *rates, f"{found:,}", share))
         cells = ((human(one[way]), f"{one[way] / max(1, total[way]):.1%}") for way in MOVED)
-        moved.append(((name, *chain(*cells)), style))
+        moved.append((name, *chain(*cells)))
     heads = ["", "requests", *TIERS, "blocks hit", "of all hits"]
-    print_rows(f"{title}: hit rates", heads, hits, console, numbers=range(1, 7))
+    print_rows(f"{title}: hit rates", heads, hits, console, numbers=range(1, 7), styles=last)
     if total["read"] or total["written"]:
-        heads = ["", "read", "of all", "written", "of all"]
-        print_rows(f"{title}: bytes of the store", heads, moved, console, numbers=range(1, 5))
+        title, heads = f"{title}: bytes of the store", ["", "read", "of all", "written", "of all"]
+        print_rows(title, heads, moved, console, numbers=range(1, 5), styles=last)
 
 
 FIGURES = (
@@ -378,15 +364,15 @@ def print_figures(
     console: Console,
 ) -> None:
     """Print labelled figures, a row each, of each column. Percentiles have a row each too."""
-    rows = list[StyledRow]()
+    rows = list[Cells]()
     for label, field in figures:
         values = [one.get(field, 0) for one in columns.values()]
         if isinstance(values[0], dict):
             rows += [
-                ([f"{label}, {share}", *(count_text(one[share]) for one in values)], None)
+                [f"{label}, {share}", *(count_text(one[share]) for one in values)]
                 for share in values[0]
             ]
         else:
-            rows.append(([label, *map(count_text, values)], None))
+            rows.append([label, *map(count_text, values)])
     numbers = range(1, len(columns) + 1)
     print_rows(title, ["", *columns], rows, console, numbers=numbers)

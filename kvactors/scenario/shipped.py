@@ -46,8 +46,7 @@ def print_scenarios(console: Console) -> None:
     """Print the scenarios of the package with their descriptions."""
     found = {name: find_file(Path(name), "scenario") for name in names_of("scenario")}
     rows = [
-        ((name, read_toml(path)["scenario"].get("description", "")), None)
-        for name, path in found.items()
+        (name, read_toml(path)["scenario"].get("description", "")) for name, path in found.items()
     ]
     print_rows("scenarios", ("name", "what it proves"), rows, console, numbers=range(0))
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from kvactors.errors import ConfigError
 from kvactors.native import BlockTree, LifeTables, Path
 from kvactors.prefix_index.settings import OBSERVED_REQUESTS
-from kvactors.scenario.output import in_unicode, print_details, print_fields, print_rows
+from kvactors.scenario.output import in_unicode, print_fields, print_rows
 from kvactors.scenario.report import in_line
 from kvactors.scenario.trace import TraceRequest, read_trace
 from kvactors.settings import Config
@@ -467,20 +467,19 @@ def print_sweep(report: SweepReport, console: Console, most: int = ROWS) -> None
     for share, size in report.size_for.items():
         text = human(size * report.block_bytes) if report.block_bytes else ""
         fields.append((f"{float(share):.0%} of them", f"{size:,} blocks  {text}"))
+    if report.tiers:
+        fields.append(("tiers under LRU", in_line(report.tiers, "g")))
     print_fields(report.trace, fields, console)
-    table = []
-    for point in shown:
-        cells = (
+    table = [
+        (
             f"{point.blocks:,}",
             "" if point.bytes is None else human(point.bytes),
             f"{point.hit_rate:.4f}",
             "" if point.retain is None else f"{point.retain:.4f}",
             f"{point.optimum:.4f}",
             f"{point.hit_rate / report.most if report.most else 0.0:.1%}",
-            f"{point.refused}",
+            f"{point.refused or ''}",
         )
-        table.append((cells, None))
+        for point in shown
+    ]
     print_rows("hit rate of one tier", COLUMNS, table, console, numbers=range(len(COLUMNS)))
-    if report.tiers:
-        rates = in_line(report.tiers, "g")
-        print_details(f"the config's tiers under LRU: {rates}", console)

@@ -99,7 +99,7 @@ HEAD = ("case", "ours", "limit", "ratio", "unit", "limit is")
 
 
 def print_report(name: str, report: Report, console: Console) -> None:
-    rows = ((row.cells(), None) for row in report.rows)
+    rows = (row.cells() for row in report.rows)
     print_rows(name, HEAD, rows, console, numbers=range(1, 4))
     print_details("  ".join(f"{key} {value}" for key, value in report.settings.items()), console)
 

@@ -10,6 +10,7 @@ import sys
 from io import StringIO
 
 import pytest
+from rich.console import Console
 
 from kvactors.scenario.output import check_distinct, print_fields, print_rows
 from tests.cli.test_command_line import TRACE
@@ -86,13 +87,20 @@ def test_names_with_brackets_are_no_markup(kvactors, trace):
     status, out, err = kvactors("sweep", trace)
     assert (status, err) == (0, "")
     assert "größe [red].jsonl" in out
-    from rich.console import Console
-
     console = Console(file=StringIO(), width=80)
     print_fields("[/a]", [("[b]", "[/c]")], console)
-    print_rows("[/d]", ["e"], [(["[/f]"], "red")], console, numbers=range(0))
+    print_rows("[/d]", ["e"], [["[/f]"]], console, numbers=range(0), styles={0: "red"})
     text = console.file.getvalue()
     assert all(one in text for one in ("[/a]", "[b]", "[/c]", "[/d]", "[/f]"))
+
+
+def test_no_line_breaks_between_a_number_and_its_name():
+    pairs = [f"count {number}" for number in range(40)]
+    for width in (30, 47, 80):
+        console = Console(file=StringIO(), width=width)
+        print_fields("", [("counts", "  ".join(pairs))], console)
+        text = console.file.getvalue()
+        assert all(f"{pair} " in text for pair in pairs), width
 
 
 def test_no_output_is_an_input_or_another_output(kvactors, trace, tmp_path):

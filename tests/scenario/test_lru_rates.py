@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from kvactors.scenario.replay import ReplayConfig, replay
-from kvactors.scenario.report import print_report
+from kvactors.scenario.report import print_summary
 
 TRACE = [[0, 1, 2], [0, 1, 3, 4], [5], [0, 1, 2, 6, 7, 8], [0, 1, 3, 4], [5, 9], [0, 1, 2, 6]] * 3
 
@@ -43,7 +43,7 @@ async def test_they_are_those_of_an_lru_replay(tmp_path, tables):
     retain = await replay(trace, config_of("retain", **tables))
     assert retain.hit_rate_lru == lru.hit_rate
     out = Console(file=io.StringIO(), width=120)
-    print_report(retain, out)
+    print_summary(retain, out, "")
     assert f"device {lru.hit_rate['device']:.4f}" in out.file.getvalue().split("of LRU")[1]
 
 

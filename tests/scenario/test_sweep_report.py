@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -82,6 +83,13 @@ def test_the_table_has_every_size_that_is_asked_for(trace):
         out = io.StringIO()
         print_sweep(report, Console(file=out, width=160))
         assert f"{report.points[-1].hit_rate:.4f}" in out.getvalue()
+
+
+def test_columns_that_are_empty_in_every_row_are_left_out(trace):
+    out = Console(file=io.StringIO(), width=160)
+    print_sweep(sweep(trace, sizes=[6], retain=False), out)
+    head = next(line for line in out.file.getvalue().splitlines() if "optimum" in line)
+    assert re.findall(r"\w[\w ]*\w", head) == ["blocks", "LRU", "optimum", "LRU of the most"]
 
 
 class Tags(HTMLParser):
