@@ -215,7 +215,8 @@ code { overflow-wrap: anywhere; }
 table { border-collapse: collapse; display: block; margin: 0.5rem 0 1rem; overflow-x: auto; }
 td, th { border-bottom: 1px solid #ddd; padding: 0.15rem 1rem 0.15rem 0; text-align: left;
   vertical-align: top; white-space: pre-wrap; }
-td:first-child { white-space: nowrap; }
+td:first-child, td.right { white-space: nowrap; }
+.right { text-align: right; } .right + .left { padding-left: 0.5rem; }
 .green { color: #2c6e2f; } .red { color: #b3261e; } .bold { font-weight: bold; }
 .dim { color: #666; }
 .charts { display: grid; gap: 1.5rem 1rem;
@@ -227,7 +228,7 @@ figcaption i { display: inline-block; width: 1.2rem; margin-right: 0.3rem; verti
 svg { width: 100%; height: auto; }
 @media (min-width: 60rem) { figure:only-child { grid-column: span 2; } }
 @media (max-width: 40rem) { td, th { font-size: 12px; padding-right: 0.25rem; }
-  td:first-child { white-space: pre-wrap; } }
+  td.left:first-child { white-space: pre-wrap; } }
 """
 
 
@@ -302,7 +303,10 @@ def table_html(table: Table) -> str:
 
     def row(cells: Iterable[Any], tag: str, style: Any = None) -> str:
         texts = (escape(unbroken(Text.from_markup(str(cell)).plain)) for cell in cells)
-        inner = "".join(f"<{tag}>{text}</{tag}>" for text in texts)
+        inner = "".join(
+            f'<{tag} class="{column.justify}">{text}</{tag}>'
+            for column, text in zip(table.columns, texts, strict=True)
+        )
         return f'<tr class="{style or ""}">{inner}</tr>'
 
     columns = [column.cells for column in table.columns]
@@ -443,7 +447,8 @@ def sweep_page(report: SweepReport) -> str:
     remark = (
         "Share of the looked-up blocks that one cache of this size hits. Exclusive LRU tiers hit "
         "together like one cache of the sum of their sizes, inclusive ones like one of the "
-        "largest. The offline optimum evicts the block whose next use is farthest."
+        "largest. The offline optimum evicts the block whose next use is farthest. Requests that "
+        "are larger than the cache are refused: their number is in the table as too large."
     )
     charts = [charts_of("Hit rate by size", [sweep_chart(report)], remark)]
 
