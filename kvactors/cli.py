@@ -262,8 +262,7 @@ def sweep_command(
             progress=show,
         )
     print_sweep(report, Console(stderr=any(map(to_stdout, (json, html)))))
-    if json is not None:
-        write_json(report, json)
+    write_json(report, json)
     if html is not None:
         write_output(sweep_page(report).encode(errors="replace"), html)
     return 0
@@ -373,8 +372,7 @@ def show_lines(lines: Iterable[str], data: Any, json: Path | None) -> None:
     """Print lines, and write the data that they are about."""
     for line in lines:
         print(line, file=sys.stderr if to_stdout(json) else None)
-    if json is not None:
-        write_json(data, json)
+    write_json(data, json)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -464,8 +464,7 @@ def config_check(*files: Path, json: Output | None = None) -> int:
             console.print(f"  {escape(text)}")
         for text in one.notes:
             console.print(f"  {escape(text)}", style="dim")
-    if json is not None:
-        write_json(found, json)
+    write_json(found, json)
     return 1 if any(one.faults for one in found) else 0
 
 
@@ -606,8 +605,7 @@ def size(
         ],
     )
     print_size(report, Console(stderr=to_stdout(json)))
-    if json is not None:
-        write_json(report, json)
+    write_json(report, json)
     return 0
 
 
@@ -632,13 +630,9 @@ def print_size(report: SizeReport, console: Console) -> None:
             (one.name, one.kind, f"{one.device_bytes:,.0f}", f"{one.request_blocks:,}")
             for one in report.groups
         ]
-        print_rows(
-            f"other layers, for requests of {report.request_tokens:,} tokens",
-            ("group", "kind", "bytes of a block", "blocks a request"),
-            rows,
-            console,
-            numbers=range(2, 4),
-        )
+        title = f"other layers, for requests of {report.request_tokens:,} tokens"
+        heads = ("group", "kind", "bytes of a block", "blocks a request")
+        print_rows(title, heads, rows, console, numbers=range(2, 4))
     tiers = [("", one) for one in report.tiers]
     tiers += [(f"{group.name}, ", one) for group in report.groups for one in group.tiers]
     if tiers:
@@ -651,9 +645,8 @@ def print_size(report: SizeReport, console: Console) -> None:
             )
             for name, one in tiers
         ]
-        print_rows(
-            "tiers", ("tier", "blocks", "tokens", "bytes"), rows, console, numbers=range(1, 4)
-        )
+        heads = ("tier", "blocks", "tokens", "bytes")
+        print_rows("tiers", heads, rows, console, numbers=range(1, 4))
     if report.groups and any(one.tier == "device" for one in report.tiers):
         text = f"{report.requests:,} requests of {report.request_tokens:,} tokens at once"
         console.print(f"the device has room for {text}", highlight=False)

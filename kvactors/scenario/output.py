@@ -94,8 +94,10 @@ def write_output(data: bytes, path: str | Path) -> None:
         raise
 
 
-def write_json(data: Any, path: str | Path) -> None:
-    """Write a report as JSON, to standard output if the path is `-`."""
+def write_json(data: Any, path: str | Path | None) -> None:
+    """Write a report as JSON, to standard output if the path is `-`, nowhere if there is none."""
+    if path is None:
+        return
     try:
         text = msgspec.json.encode(data)
     except UnicodeEncodeError:  # the name of a file that is not UTF-8

@@ -254,9 +254,6 @@ def svg_of(chart: Chart) -> str:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    def plain(value: float, _: float) -> str:
-        return f"{value:,.9g}"
-
     found, legend = io.StringIO(), ""
     with rc_context(STYLE):
         figure = Figure(figsize=INCHES, layout="constrained")
@@ -271,12 +268,12 @@ def svg_of(chart: Chart) -> str:
         for mark in chart.marks:
             axes.axvline(mark, color="#b3261e", linestyle="dotted", linewidth=1.0)
         axes.set(xlabel=chart.x_label, ylabel=chart.y_label, ylim=(0, chart.top))
-        axes.yaxis.set_major_formatter(plain)
+        axes.yaxis.set_major_formatter("{x:,.9g}")
         if chart.log_x:
             sizes = chart.x_label == "bytes"
             axes.set_xscale("log", base=4 if sizes else 10)
             axes.minorticks_off()
-            axes.xaxis.set_major_formatter((lambda x, _: human(x)) if sizes else plain)
+            axes.xaxis.set_major_formatter((lambda x, _: human(x)) if sizes else "{x:,.9g}")
         figure.savefig(found, format="svg", metadata={"Date": None})
     text = found.getvalue()
     caption = f"<b>{escape(chart.title)}</b>{legend}"
@@ -494,10 +491,8 @@ class Watching:
         self._json, self._html, self._trace_file = json, html, trace
         self._observers: list[Observe] = []
         self._recorders: list[Recorder] = []
-        self.record: Observe = nullcontext  # of each cache before the one that counts
         if html is not None:
             check_charts()
-            self.record = self._record
             self._observers.append(self.record)
         if trace is not None:
             self._trace = ChromeTrace()
@@ -511,7 +506,10 @@ class Watching:
 
             self._observers.append(partial(serve_metrics, port=port, host=host))
 
-    def _record(self, cache: KVCache) -> AbstractAsyncContextManager[Any]:
+    def record(self, cache: KVCache) -> AbstractAsyncContextManager[Any]:
+        """Record the course of a cache, if that is for a page."""
+        if self._html is None:
+            return nullcontext()
         recorder = Recorder(began=self._recorders[0].began if self._recorders else None)
         self._recorders.append(recorder)
         return recorder.observing(cache)
@@ -535,8 +533,7 @@ class Watching:
         console = Console(stderr=any(map(to_stdout, files)))
         print_summary(report, console, report.name)
         print_proof(report, console)
-        if self._json is not None:
-            write_json(report, self._json)
+        write_json(report, self._json)
         for what in failed:
             print(f"not as expected: {what}", file=sys.stderr)
         return 1 if failed else 0

@@ -54,8 +54,7 @@ def run_one(name: str, options: argparse.Namespace) -> int:
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     print_report(name, report, Console(stderr=to_stdout(options.json)))
-    if options.json is not None:
-        write_json(report, options.json)
+    write_json(report, options.json)
     if options.write:
         text = table(report, origin(peers, load))
         options.page.write_text(put_table(options.page.read_text(), name, text))

@@ -113,6 +113,5 @@ def run_chaos(
         figures = (f"{count:,} {what}" for what, count in tally.figures.items())
         if words := [*figures, *tally.notes]:
             print(f"{name}: {'; '.join(words)}")
-    if json is not None:
-        write_json(tallies, json)
+    write_json(tallies, json)
     return 1 if any(tally.errors for tally in tallies.values()) else 0

@@ -67,8 +67,7 @@ def run_simulate(
     for group, names in never.items():
         if names:
             print(f"never reached, {group}: {'; '.join(names)}")
-    if json is not None:
-        write_json({"first": first, **figures, "never": never, "seen": seen}, json)
+    write_json({"first": first, **figures, "never": never, "seen": seen}, json)
     for one in violated[:SHOWN]:
         _print_violations(one)
     return 1 if violated else 0
@@ -83,8 +82,7 @@ def _run_one(seed: int, json: Path | None, how: Any) -> int:
         f"{report.requests} requests, {report.verified} blocks verified, {report.turns} turns, "
         f"trace {report.trace}"
     )
-    if json is not None:
-        write_json(report, json)
+    write_json(report, json)
     _print_violations(report)
     return 1 if report.violations else 0
 

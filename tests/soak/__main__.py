@@ -89,8 +89,7 @@ def main() -> int:
     print_details(f"reached: {seen}", console)
     for what in report["shown"]:
         print(f"FAILED {what}", file=sys.stderr)
-    if given.json is not None:
-        write_json(report, given.json)
+    write_json(report, given.json)
     return 1 if report["failures"] else 0
 
 
