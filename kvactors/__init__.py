@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvactors.errors import LeasesOpen as LeasesOpen
     from kvactors.errors import NeverFits as NeverFits
     from kvactors.errors import NoRoom as NoRoom
+    from kvactors.errors import NotOpened as NotOpened
     from kvactors.errors import NotReady as NotReady
     from kvactors.errors import NumBlocksUnset as NumBlocksUnset
     from kvactors.errors import Paused as Paused
@@ -63,8 +64,8 @@ NAMES = {
     "errors": (
         "ActorFailed CacheAsleep CacheClosed CacheFailed ConfigError DeadlineExceeded "
         "DeviceError KVActorsError LayoutError LeaseBusy LeaseEnded LeasesOpen NeverFits "
-        "NoRoom NotReady NumBlocksUnset Paused RankError RankLost SinkError SleepUnsupported "
-        "StoreError TokensCommitted WrongLoop WrongThread"
+        "NoRoom NotOpened NotReady NumBlocksUnset Paused RankError RankLost SinkError "
+        "SleepUnsupported StoreError TokensCommitted WrongLoop WrongThread"
     ),
     "hints": "Hints",
     "layout.gqa": "GQALayout",

@@ -122,6 +122,9 @@ class UnopenedCache(AbstractAsyncContextManager[KVCache]):
         self._opened = opened
         self._entered = False
 
+    def __repr__(self) -> str:
+        return f"<not an open cache: {NotOpened()}>"
+
     async def __aenter__(self) -> KVCache:
         if self._entered:
             raise NotOpened("this cache was opened before: call kvactors.open(...) again")
@@ -148,6 +151,8 @@ class UnopenedCache(AbstractAsyncContextManager[KVCache]):
 
         def __enter__(self) -> NoReturn:
             raise NotOpened
+
+        __iter__ = __aiter__ = __reduce__ = __enter__
 
         def __exit__(self, *error: object) -> None:
             """Never called. Without it `with` fails before it enters."""

@@ -1,6 +1,6 @@
 """The package's logger: every event goes to the standard library's logger `kvactors`.
 
-The library is silent until the application sets a handler, and never writes to stdout. An
+Without a handler of the application, logging writes warnings and errors to stderr. An
 application that has configured structlog receives the events there too. Values of local variables
 are never logged. An event that repeats is limited: see `RateLimit`."""
 
@@ -35,7 +35,6 @@ PARTS = ("actor", "component", "part", "rank", "sink", "source", "store", "call"
 TEXT = structlog.processors.KeyValueRenderer()
 
 STANDARD = logging.getLogger("kvactors")
-STANDARD.addHandler(logging.NullHandler())
 
 
 class RateLimit:

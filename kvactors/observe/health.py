@@ -61,6 +61,8 @@ def health(system: System) -> Health:
     ]
     if failed:
         found = Health("failed", tuple(failed))
+    elif not system.is_open:
+        return Health("degraded", (_reason("cache", "closed", None),))
     else:
         begun: dict[tuple[str, str], float] = {}
         for component, why, since in _troubles(system):

@@ -11,15 +11,18 @@ from collections.abc import Coroutine, Iterable, Iterator
 from concurrent.futures import CancelledError
 from typing import Any
 
-from prometheus_client import CollectorRegistry
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.exposition import generate_latest
-from prometheus_client.registry import Collector
+try:
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.core import (
+        CounterMetricFamily,
+        GaugeMetricFamily,
+        HistogramMetricFamily,
+        Metric,
+    )
+    from prometheus_client.exposition import generate_latest
+    from prometheus_client.registry import Collector
+except ImportError as error:
+    raise ImportError("metrics need: pip install '/path/to/kvactors[metrics]'") from error
 
 from kvactors.actor.sliced import Sliced, finish
 from kvactors.errors import KVActorsError

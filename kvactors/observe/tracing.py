@@ -7,8 +7,11 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from opentelemetry import context, trace
-from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+try:
+    from opentelemetry import context, trace
+    from opentelemetry.trace import Span, Status, StatusCode, Tracer, set_span_in_context
+except ImportError as error:
+    raise ImportError("spans need: pip install '/path/to/kvactors[otel]'") from error
 
 from kvactors.actor.clock import now
 from kvactors.observe import OpenCache

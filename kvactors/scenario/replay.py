@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import heapq
+import itertools
 import math
 import time
 from collections import Counter, OrderedDict, deque
@@ -697,7 +698,10 @@ async def replay_in_order(
 ) -> None:
     """One request after another, each with everything it caused. clock: of the cache."""
     cache = engine.cache
-    for number, request in enumerate(requests):
+    read = partial(next, iter(requests), None)
+    for number in itertools.count():
+        if (request := await anyio.to_thread.run_sync(read)) is None:
+            return
         clock.at = request.timestamp
         tokens = tokens_of(request.ids, cache.block_size)
         rest = request.input_length - len(tokens)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -92,7 +93,9 @@ _OBJECT, _DEEP = _of_store("object"), _of_store("file", "object")
 _SHARED = UsedIf(
     lambda c: c.storage.backend in SHARED, "with storage.backend {0.storage.backend!r}"
 )
-URL = re.compile(r"(?:s3|gs|az|abfss?)://[\w.@-]+(?:/\S*)?|file:///.+")
+URL = re.compile(
+    r"(?!.*/\.\.(?:/|$))(?:(?:s3|gs|az|abfss?)://[\w.@-]+(?:/[^\s?#]*)?|file:///[^?#]+)"
+)
 
 ROUNDING = 1e-5  # a share of blocks that differs from a whole number by less counts as that number
 
@@ -390,14 +393,26 @@ class StoreSettings(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkn
         if not URL.fullmatch(self.url):
             return (
                 "storage.url must be s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://CONTAINER/PREFIX "
-                "or file:///FOLDER with storage.backend = 'object', and have no password, not "
-                f"{self.url.rpartition('@')[2]!r}"
+                "or file:///FOLDER with storage.backend = 'object', percent-encoded, with no "
+                "password, query or '..', not "
+                f"{self.url.rpartition('@')[2].partition('?')[0]!r}"
             )
         if self.url.startswith("file:") and (self.endpoint or self.region):
             return f"storage.endpoint and storage.region have no use with {self.url}"
-        if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
-            return f"storage.endpoint must be http(s)://HOST:PORT, not {self.endpoint!r}"
+        if self.endpoint and not _is_http(self.endpoint):
+            shown = self.endpoint.rpartition("@")[2].partition("?")[0]
+            return f"storage.endpoint must be http(s)://HOST:PORT without password, not {shown!r}"
         return ""
+
+
+def _is_http(endpoint: str) -> bool:
+    """Whether it has a scheme, a host, and neither a password nor a query."""
+    try:
+        parts = urlsplit(endpoint)
+        plain = not (parts.query or parts.fragment or "@" in parts.netloc or parts.port == 0)
+        return plain and parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:
+        return False
 
 
 class StorageConfig(StoreSettings, frozen=True):

@@ -106,10 +106,14 @@ async def test_the_result_of_open_says_how_to_use_it():
         pass
     with pytest.raises(NotOpened):
         await unopened.acquire("a", [1])
+    with pytest.raises(NotOpened):
+        iter(unopened)
+    assert "async with kvactors.open" in repr(unopened)
     with pytest.raises(AttributeError, match="no attribute 'acquier'"):
         getattr(unopened, "acquier")  # noqa: B009
     async with unopened as cache:
         assert cache.block_size
+    assert [(one.component, one.why) for one in cache.health().reasons] == [("cache", "closed")]
     with pytest.raises(NotOpened, match="opened before"):
         await unopened.__aenter__()
 

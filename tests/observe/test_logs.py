@@ -56,9 +56,14 @@ def run(setup: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_without_settings_nothing_is_written():
+def test_without_settings_warnings_and_errors_go_to_stderr():
     done = run()
-    assert (done.stdout, done.stderr) == ("", "")
+    assert done.stdout == ""
+    for event in ("actor failed", "actor restarted", "system failed"):
+        assert event in done.stderr
+    assert "cache opened" not in done.stderr
+    assert "tenant-secret" not in done.stderr
+    assert "987654321" not in done.stderr
 
 
 def test_a_handler_of_the_standard_library_sees_every_event():
