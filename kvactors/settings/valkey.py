@@ -20,7 +20,8 @@ OPTIONS = ("db", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
 
 FAULT = (
     "storage.valkey.url must be valkey://HOST:PORT, valkeys://HOST:PORT (TLS) or unix:///PATH, "
-    f"user and password percent-encoded, with no other options than {', '.join(OPTIONS)}"
+    f"user and password percent-encoded, with no other options than {OPTIONS[0]} and, with TLS, "
+    f"{', '.join(OPTIONS[1:])}"
 )
 
 
@@ -58,9 +59,11 @@ class ValkeyConfig(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unkno
         be of a password that is not percent-encoded."""
         try:
             parts = urlsplit(self.url)
-            options = {name for name, _ in parse_qsl(parts.query, keep_blank_values=True)}
-            if parts.fragment or options - set(OPTIONS):
+            options = dict(parse_qsl(parts.query, keep_blank_values=True))
+            allowed = OPTIONS if parts.scheme in ("valkeys", "rediss") else OPTIONS[:1]
+            if parts.fragment or options.keys() - set(allowed):
                 raise ConfigError(FAULT)
+            int(options.get("db", 0))
             if parts.scheme == "unix" and parts.path:
                 return [self.url]
             int(parts.path.strip("/") or 0)  # the number of a database

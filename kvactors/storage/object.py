@@ -112,14 +112,16 @@ class ObjectBackend(SharedStore):
 
     async def open(self) -> None:
         """Ask for the first name of a listing: a look-up cannot tell a bucket that is missing from
-        an object that is."""
+        an object that is. The client of a folder has looked for it, and a listing would fail at any
+        name that is not UTF-8."""
         settings = self._settings
         try:
             with anyio.fail_after(self._limit):
                 # A folder on a mount that hangs costs a thread, and not the loop.
                 opening = self._workers.submit(partial(open_store, settings))
                 self.store = await asyncio.wrap_future(opening)
-                await anext(self.store.list(self._prefix, chunk_size=1), None)
+                if not settings.url.startswith("file:"):
+                    await anext(self.store.list(self._prefix, chunk_size=1), None)
         except (StoreError, ConfigError):
             raise
         except Exception as error:

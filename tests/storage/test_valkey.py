@@ -494,6 +494,8 @@ async def test_a_cluster_is_used_by_any_of_its_addresses_and_reports_its_evictio
         "valkey://h:1/x",
         "valkey://h:1?decode_responses=yes",
         "valkeys://h:1?ssl_check_hostname=no",
+        "valkey://h:1?ssl_ca_certs=/x",
+        "unix:///x?db=x",
         "valkey://[::1",
     ],
 )
