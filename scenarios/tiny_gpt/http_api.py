@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Annotated, Any, Literal
 
@@ -22,6 +22,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -37,6 +38,12 @@ PRINTABLE = range(32, 127)
 """Tokens that are sampled."""
 BEGIN = {"system": 256, "developer": 257, "user": 258, "assistant": 259}
 END = 260
+BODY_BYTES = 1 << 20
+"""Largest body of a call."""
+BODY_TIMEOUT_S = 10.0
+"""Time limit of reading a body."""
+RETRY_AFTER_S = 5
+"""Seconds after which a client of a busy server may try again."""
 
 OpenServer = Callable[
     [Callable[[str, int, np.ndarray], int]],
@@ -116,9 +123,14 @@ def error_body(message: str, kind: str, code: str | None = None) -> dict[str, An
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-def refused(message: str, status: int = 400, code: str | None = None) -> JSONResponse:
+def refused(
+    message: str,
+    status: int = 400,
+    code: str | None = None,
+    headers: Mapping[str, str] | None = None,
+) -> JSONResponse:
     """The answer to a call that cannot be served as it is."""
-    return JSONResponse(error_body(message, "invalid_request_error", code), status)
+    return JSONResponse(error_body(message, "invalid_request_error", code), status, headers)
 
 
 def failed(error: Exception) -> JSONResponse:
@@ -127,7 +139,32 @@ def failed(error: Exception) -> JSONResponse:
         error = error.exceptions[0]
     busy = isinstance(error, kvactors.NoRoom | TimeoutError)
     text = f"{type(error).__name__}: {error}"
-    return JSONResponse(error_body(text, "server_error"), 503 if busy else 500)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if busy else None
+    return JSONResponse(error_body(text, "server_error"), 503 if busy else 500, headers)
+
+
+async def body_of(request: HttpRequest) -> bytes:
+    """The body of a call.
+
+    Raises:
+        HTTPException: The body is too large (413), late (408) or incomplete (400).
+    """
+    too_large = HTTPException(413, f"the body is larger than {BODY_BYTES} bytes")
+    if int(request.headers.get("content-length", 0)) > BODY_BYTES:
+        raise too_large
+    body = bytearray()
+    try:
+        with anyio.fail_after(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > BODY_BYTES:
+                    raise too_large
+    except TimeoutError:
+        text = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+        raise HTTPException(408, text, {"Connection": "close"}) from None
+    except ClientDisconnect:
+        raise HTTPException(400, "the client left before the end of the body") from None
+    return bytes(body)
 
 
 class Answer(Request):
@@ -226,7 +263,9 @@ class Api:
                 Route("/health", self.health),
             ],
             exception_handlers={
-                HTTPException: lambda _, error: refused(error.detail, error.status_code),
+                HTTPException: lambda _, error: refused(
+                    error.detail, error.status_code, headers=error.headers
+                ),
                 Exception: lambda _, error: failed(error),
             },
             lifespan=self.lifespan,
@@ -246,11 +285,11 @@ class Api:
 
     async def completions(self, request: HttpRequest) -> Any:
         """`POST /v1/completions`."""
-        return self._generation(await request.body(), Completion)
+        return self._generation(await body_of(request), Completion)
 
     async def chat(self, request: HttpRequest) -> Any:
         """`POST /v1/chat/completions`."""
-        return self._generation(await request.body(), ChatCompletion)
+        return self._generation(await body_of(request), ChatCompletion)
 
     async def models(self, request: HttpRequest) -> Response:
         """`GET /v1/models`."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib
+import json
 import os
 import re
 import signal
@@ -12,6 +15,7 @@ import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
+import anyio
 import openai
 import pytest
 
@@ -154,3 +158,68 @@ def check_clients_that_leave(client, url):
         client.completions.create(model=MODEL, prompt="c", max_tokens=4000, timeout=1)
     until(lambda: metric(url, "kvactors:num_requests_running") == 0)
     assert metric(url, "kvactors:requests_abandoned_total") == 2
+
+
+# -- in process
+
+
+@pytest.fixture
+def http_api(monkeypatch):
+    """The module of the application."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("tiny_gpt.http_api")
+
+
+class Client:
+    """One call of the application. parts: of its body. then: what follows them."""
+
+    def __init__(self, app, *parts, length=None, then=None, path="completions"):
+        headers = [(b"content-length", b"%d" % length)] if length is not None else []
+        more = [True] * (len(parts) - 1) + [then is not None]
+        self.received = [
+            {"type": "http.request", "body": part, "more_body": on}
+            for part, on in zip(parts, more, strict=False)
+        ]
+        if then == "leave":
+            self.received.append({"type": "http.disconnect"})
+        self.sent, self.began = [], asyncio.Event()
+        scope = {"type": "http", "method": "POST", "path": f"/v1/{path}", "headers": headers}
+        self.task = asyncio.create_task(
+            app(scope | {"query_string": b""}, self._receive, self._send)
+        )
+
+    async def _receive(self):
+        if not self.received:
+            await anyio.sleep_forever()
+        return self.received.pop(0)
+
+    async def _send(self, message):
+        self.sent.append(message)
+        self.began.set()
+
+    async def answer(self):
+        """Status, headers and body."""
+        await self.task
+        start, *parts = self.sent
+        headers = {name.decode(): value.decode() for name, value in start["headers"]}
+        return start["status"], headers, b"".join(part["body"] for part in parts).decode()
+
+
+@pytest.mark.parametrize(
+    ("parts", "sent", "status", "text"),
+    [
+        ([], {"length": 2**20 + 1}, 413, "larger than 1048576 bytes"),
+        ([b" " * 2**20, b" "], {"then": "wait"}, 413, "larger than 1048576 bytes"),
+        ([b"{"], {"length": 99, "then": "leave"}, 400, "the client left"),
+        ([b"{"], {"length": 99, "then": "wait"}, 408, "did not arrive within 0.1 s"),
+    ],
+)
+async def test_a_body_is_refused(http_api, monkeypatch, parts, sent, status, text):
+    monkeypatch.setattr(http_api, "BODY_TIMEOUT_S", 0.1)
+    client = Client(http_api.Api(None).app, *parts, **sent)
+    found, headers, body = await client.answer()
+    assert found == status
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert text in error["message"]
+    assert headers.get("connection") == ("close" if status == 408 else None)
