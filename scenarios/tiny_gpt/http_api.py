@@ -167,6 +167,13 @@ async def body_of(request: HttpRequest) -> bytes:
     return bytes(body)
 
 
+def given(value: Any) -> Any:
+    """JSON without the fields that are null: many clients send optional fields so."""
+    if isinstance(value, dict):
+        return {name: given(one) for name, one in value.items() if one is not None}
+    return [given(one) for one in value] if isinstance(value, list) else value
+
+
 class Answer(Request):
     """The request of a client. pieces: each sampled token, then None or the error response."""
 
@@ -310,8 +317,8 @@ class Api:
     def _generation(self, body: bytes, kind: type[Completion | ChatCompletion]) -> Any:
         """The response to a call: an ASGI application that serves its request."""
         try:
-            call = msgspec.json.decode(body, type=kind)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            call = msgspec.convert(given(msgspec.json.decode(body)), kind)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             return refused(str(error))
         if call.model != MODEL:
             text = f"there is no model {call.model!r}, only {MODEL!r}"

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+import numpy as np
 import openai
 import pytest
 
@@ -170,6 +171,20 @@ def http_api(monkeypatch):
     return importlib.import_module("tiny_gpt.http_api")
 
 
+class FakeServer:
+    """Samples some tokens, then returns or goes on without an end."""
+
+    def __init__(self, tokens: int, endless: bool = False) -> None:
+        self.tokens, self.endless = tokens, endless
+
+    async def serve(self, answer):
+        answer.cached_tokens = 0
+        for _ in range(self.tokens):
+            answer.tokens.append(answer.sample(np.zeros(300)))
+        if self.endless:
+            await anyio.sleep_forever()
+
+
 class Client:
     """One call of the application. parts: of its body. then: what follows them."""
 
@@ -212,6 +227,8 @@ class Client:
         ([b" " * 2**20, b" "], {"then": "wait"}, 413, "larger than 1048576 bytes"),
         ([b"{"], {"length": 99, "then": "leave"}, 400, "the client left"),
         ([b"{"], {"length": 99, "then": "wait"}, 408, "did not arrive within 0.1 s"),
+        ([b"[" * 100_000], {}, 400, "recursion depth"),
+        ([b'{"model": "tiny-gpt", "prompt": null}'], {}, 400, "required field `prompt`"),
     ],
 )
 async def test_a_body_is_refused(http_api, monkeypatch, parts, sent, status, text):
@@ -223,3 +240,19 @@ async def test_a_body_is_refused(http_api, monkeypatch, parts, sent, status, tex
     assert error["type"] == "invalid_request_error"
     assert text in error["message"]
     assert headers.get("connection") == ("close" if status == 408 else None)
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("completions", {"prompt": "a", "suffix": None}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a", "name": None}]}),
+    ],
+)
+async def test_null_is_not_given(http_api, path, prompt):
+    api = http_api.Api(None)
+    api.server = FakeServer(16)
+    empty = dict.fromkeys(("max_tokens", "temperature", "seed", "n", "stream", "stream_options"))
+    body = json.dumps({"model": MODEL} | empty | prompt).encode()
+    status, _, answer = await Client(api.app, body, path=path).answer()
+    assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, 16)
