@@ -12,7 +12,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Annotated, Any, Literal
 
 import anyio
@@ -238,10 +238,10 @@ class Answer(Request):
             piece = await self.pieces.get()
         if piece is not None:  # the status was sent with the first token
             yield b"data: %b\n\n" % bytes(piece.body)
-            return
-        yield event("", "length")
-        if self.call.stream_options.include_usage:
-            yield event(None, usage=True)
+        else:
+            yield event("", "length")
+            if self.call.stream_options.include_usage:
+                yield event(None, usage=True)
         yield b"data: [DONE]\n\n"
 
 
@@ -328,7 +328,7 @@ class Api:
             text = f"{answer.start} tokens of prompt and {call.max_tokens} new ones are more than "
             return refused(f"{text}{SIZES.positions}", code="context_length_exceeded")
 
-        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        async def work(scope: Scope, receive: Receive, send: Send) -> None:
             async with anyio.create_task_group() as group:
                 group.start_soon(self._serve, answer)
                 group.start_soon(cancel_at_disconnect, receive, group.cancel_scope)
@@ -338,6 +338,16 @@ class Api:
                     self.first_token.labels(cached).observe(answer.first_token_s)
                 await response(scope, receive, send)
                 group.cancel_scope.cancel()
+
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            working = asyncio.create_task(work(scope, receive, send))
+            try:
+                await asyncio.shield(working)
+            except asyncio.CancelledError:  # the server stops: the client gets the reason
+                stopped = TimeoutError("the server stopped before the end of the answer")
+                answer.pieces.put_nowait(failed(stopped))
+                with suppress(asyncio.CancelledError):  # a client that does not read
+                    await working
 
         return respond
 

@@ -256,3 +256,27 @@ async def test_null_is_not_given(http_api, path, prompt):
     body = json.dumps({"model": MODEL} | empty | prompt).encode()
     status, _, answer = await Client(api.app, body, path=path).answer()
     assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, 16)
+
+
+@pytest.mark.parametrize(("tokens", "status"), [(0, 503), (2, 200)])
+async def test_the_server_stops(http_api, tokens, status):
+    """Cancelled by it, a call ends with an error: as its answer, or as an event of its stream."""
+    api = http_api.Api(None)
+    api.server = FakeServer(tokens, endless=True)
+    client = Client(api.app, b'{"model": "tiny-gpt", "prompt": "a", "stream": true}')
+    if tokens:
+        await client.began.wait()
+    else:
+        while not api.answers:
+            await anyio.lowlevel.checkpoint()
+    client.task.cancel()
+    found, headers, body = await client.answer()
+    assert found == status
+    assert not api.answers
+    if tokens:
+        *events, error, done, end = body.split("\n\n")
+        assert (len(events), done, end) == (tokens, "data: [DONE]", "")
+        body = error.removeprefix("data: ")
+    else:
+        assert headers["retry-after"] == "5"
+    assert "the server stopped" in json.loads(body)["error"]["message"]
