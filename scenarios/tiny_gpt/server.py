@@ -212,8 +212,10 @@ class Steps:
         (self._decode if decode else self._prefill).append(job)
         self._bell.set()
         try:
-            with anyio.fail_after(self.deadline):
+            with anyio.move_on_after(self.deadline):
                 await asyncio.wait([job.result])
+            if not job.result.done():
+                raise TimeoutError(f"no step of the model within {self.deadline:g} s")
         except BaseException:
             await self._withdraw(job)
             raise
@@ -408,8 +410,10 @@ class Server:
 
     async def _admitted(self, ticket: Ticket) -> LeaseLike:
         try:
-            with anyio.fail_after(self.deadline):
+            with anyio.move_on_after(self.deadline):
                 return await ticket.lease
+            running = f"{self._all - self._slots} requests are running"
+            raise TimeoutError(f"no device blocks within {self.deadline:g} s: {running}")
         except BaseException:
             given = ticket.lease
             if given.done() and not given.cancelled() and given.exception() is None:

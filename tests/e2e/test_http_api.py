@@ -280,3 +280,19 @@ async def test_the_server_stops(http_api, tokens, status):
     else:
         assert headers["retry-after"] == "5"
     assert "the server stopped" in json.loads(body)["error"]["message"]
+
+
+async def test_no_device_blocks(http_api):
+    class Full:
+        async def acquire(self, *args, **kwargs):
+            await anyio.sleep_forever()
+
+    api = http_api.Api(None)
+    server = importlib.import_module("tiny_gpt.server")
+    api.server = server.Server(Full(), None, None, server.Totals(), deadline=0.01)
+    async with api.server.serving():
+        client = Client(api.app, b'{"model": "tiny-gpt", "prompt": "a"}')
+        status, headers, body = await client.answer()
+    assert (status, headers["retry-after"]) == (503, "5")
+    text = "TimeoutError: no device blocks within 0.01 s: 0 requests are running"
+    assert json.loads(body)["error"]["message"] == text
