@@ -38,7 +38,9 @@ try:
     from tiny_gpt.rank import quiet, worker_processes
     from tiny_gpt.server import CacheLike, PlainCache, Server, Totals
 except (ModuleNotFoundError, kvactors.DeviceError) as error:
-    sys.exit(f"serve_tiny_gpt.py needs the extra `example` of kvactors: {error}")
+    missing = error.__cause__  # a DeviceError names only the extra `paddle`
+    reason = missing if isinstance(missing, ModuleNotFoundError) else error
+    sys.exit(f"serve_tiny_gpt.py needs the extra `example` of kvactors: {reason}")
 
 SYSTEM, USER, NEW = 96, 56, 16
 """Tokens of a system prompt, of a user's message (about), and of an answer."""

@@ -7,6 +7,7 @@ import importlib
 import json
 import os
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import openai
 import pytest
 
 import kvactors
+import kvactors.device.paddle as device
 from tests.docs.pages import HOW_TO, blocks_of
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
@@ -296,3 +298,14 @@ async def test_no_device_blocks(http_api):
     assert (status, headers["retry-after"]) == (503, "5")
     text = "TimeoutError: no device blocks within 0.01 s: 0 requests are running"
     assert json.loads(body)["error"]["message"] == text
+
+
+def test_without_paddle(http_api, monkeypatch):
+    """The extra that is named is the script's, which has Paddle and the others."""
+    for name in [name for name in sys.modules if name.startswith("tiny_gpt")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "paddle", None)
+    monkeypatch.setattr(device, "import_paddle", device.import_paddle.__wrapped__)
+    monkeypatch.setattr(device, "installed", str)
+    with pytest.raises(SystemExit, match="needs the extra `example` of kvactors: import of paddle"):
+        runpy.run_path(str(SCRIPT))
