@@ -412,8 +412,9 @@ class Server:
         try:
             with anyio.move_on_after(self.deadline):
                 return await ticket.lease
-            running = f"{self._all - self._slots} requests are running"
-            raise TimeoutError(f"no device blocks within {self.deadline:g} s: {running}")
+            running = self._all - self._slots
+            text = f"no device blocks within {self.deadline:g} s, running requests: {running}"
+            raise TimeoutError(text)
         except BaseException:
             given = ticket.lease
             if given.done() and not given.cancelled() and given.exception() is None:

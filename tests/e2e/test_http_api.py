@@ -296,7 +296,7 @@ async def test_no_device_blocks(http_api):
         client = Client(api.app, b'{"model": "tiny-gpt", "prompt": "a"}')
         status, headers, body = await client.answer()
     assert (status, headers["retry-after"]) == (503, "5")
-    text = "TimeoutError: no device blocks within 0.01 s: 0 requests are running"
+    text = "TimeoutError: no device blocks within 0.01 s, running requests: 0"
     assert json.loads(body)["error"]["message"] == text
 
 
