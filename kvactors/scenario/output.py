@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module, metadata
 from itertools import compress
+from os.path import realpath  # of a loop of links too
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -123,16 +124,16 @@ def check_distinct(inputs: Iterable[Path | None], **outputs: Path | None) -> Non
     """Check that no output of a command is a file that it reads, or another output."""
     if sum(map(to_stdout, outputs.values())) > 1:
         raise ConfigError("only one output can be written to standard output")
-    taken = {path.resolve(): str(path) for path in inputs if path is not None}
+    taken = {realpath(path): str(path) for path in inputs if path is not None}
     for option, path in outputs.items():
         if path is None or to_stdout(path):
             continue
         name = f"--{option.replace('_', '-')} {path}"
         if path.is_char_device():
             continue
-        if (other := taken.get(path.resolve())) is not None:
+        if (other := taken.get(realpath(path))) is not None:
             raise ConfigError(f"{name} would overwrite {other}: give another file")
-        taken[path.resolve()] = name
+        taken[realpath(path)] = name
 
 
 def print_fields(title: str, fields: Iterable[tuple[str, str]], console: Console) -> None:

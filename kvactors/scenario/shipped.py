@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from os.path import lexists
 from pathlib import Path
 
 from rich.console import Console
@@ -32,7 +33,7 @@ def names_of(kind: str) -> list[str]:
 
 def find_file(path: Path, kind: str) -> Path:
     """A file of the caller, or the one of that name that is part of the package."""
-    if path.exists():
+    if lexists(path):  # a link that leads nowhere is the caller's too
         return path
     suffix, folder = SUFFIXES[kind]
     if len(path.parts) == 1 and path.suffix in ("", suffix):
@@ -53,7 +54,7 @@ def print_scenarios(console: Console) -> None:
 
 def find_toml(path: Path) -> Path:
     """A file of the caller, or the scenario or the settings of a replay of that name."""
-    if not path.exists():
+    if not lexists(path):
         for kind in ("scenario", "settings"):
             if path.stem in names_of(kind):
                 return find_file(path, kind)

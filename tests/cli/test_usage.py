@@ -26,6 +26,9 @@ WRONG = [
     ("run s.toml --bogus 1", "--bogus"),
     ("run none.toml", "none.toml"),
     ("run .", ""),
+    ("run loop.toml", "loop.toml: Too many levels of symbolic links"),
+    ("config check loop.toml", "loop.toml: Too many levels of symbolic links"),
+    ("config show loop.toml", "loop.toml: Too many levels of symbolic links"),
     ("run s.toml --seed x", "--seed"),
     ("run s.toml --seed=-1", "a seed is 0 or more, not -1"),
     ("run quickstart --virtual", ""),
@@ -68,6 +71,7 @@ def _files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
+    (tmp_path / "loop.toml").symlink_to("loop.toml")
 
 
 @pytest.mark.parametrize(("line", "complaint"), WRONG)
