@@ -33,8 +33,8 @@ from kvactors.scenario.replay import ReplayConfig
 from kvactors.scenario.shipped import find_toml
 from kvactors.scenario.spec import Scenario
 from kvactors.settings import CacheConfig, Config, StorageConfig, convert, read_toml
-from kvactors.settings.check import human, in_bytes, read, settings_of
-from kvactors.settings.load import contradictions, replaced, unused, variables_of
+from kvactors.settings.check import human, in_bytes, settings_of
+from kvactors.settings.load import replaced, unused, variables_of
 from kvactors.settings.model import read_model
 from kvactors.settings.schema import json_schema
 from kvactors.settings.sinks import ClassSinkConfig
@@ -71,13 +71,13 @@ def check_file(path: Path, environ: Mapping[str, str]) -> FileReport:
     except ConfigError as error:
         return FileReport(str(path), "settings", [str(error)], [])
     name, kind = kind_of(data)
-    config, faults = read(data, kind)
-    report = FileReport(str(path), name, faults or list(contradictions(config, data)), [])
+    config, faults = kind.check_mapping(data)
+    report = FileReport(str(path), name, faults, [])
     if report.faults:
         return report
     try:
-        own = kind is Config
-        config = Config.from_env(environ, config) if own else kind.from_mapping(data)
+        if kind is Config:
+            config = Config.from_env(environ, config)
         for sink in config.flush.sinks:
             if isinstance(sink, ClassSinkConfig):
                 class_of_sink(sink)

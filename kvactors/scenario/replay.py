@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import anyio
 import msgspec
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.decode_batch import Step
-from kvactors.errors import ConfigError, DeadlineExceeded, KVActorsError, NoRoom
+from kvactors.errors import DeadlineExceeded, KVActorsError, NoRoom
 from kvactors.observe.lag import LagMonitor
 from kvactors.opening import open_cache
 from kvactors.scenario.engine import Engine, Model, Observe, ScenarioRequest, reporting
@@ -632,11 +632,11 @@ class ReplayConfig(Config, frozen=True, forbid_unknown_fields=True):
     replay: ReplaySettings = ReplaySettings()
 
     @classmethod
-    def from_mapping(cls, data: Any) -> ReplayConfig:
-        config = super().from_mapping(data)
-        if not config.device.num_blocks:
-            raise ConfigError("device.num_blocks must be at least 1: a replay sets it nowhere else")
-        return config
+    def check_mapping(cls, data: Any) -> tuple[Self, list[str]]:
+        config, faults = super().check_mapping(data)
+        if not faults and not config.device.num_blocks:
+            faults = ["device.num_blocks must be at least 1: a replay sets it nowhere else"]
+        return config, faults
 
 
 def cache_config(config: Config) -> Config:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias, get_origin
 
 import msgspec
 
@@ -18,7 +18,7 @@ from kvactors.scenario.steps import (
     ForkStep,
 )
 from kvactors.settings import Config
-from kvactors.settings.check import Count, Number, SecondsOrZero
+from kvactors.settings.check import Count, Number, SecondsOrZero, Tokens, TokensOrZero, settings_of
 from kvactors.settings.sinks import AttentionStoreSinkConfig, MemorySinkConfig
 from kvactors.settings.tables import SHARED
 from kvactors.testing.faults import Fault, Kind
@@ -67,14 +67,14 @@ class Workload(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sessions: Count = 8
     turns: Count = 4
     concurrency: Count = 4
-    system_tokens: Number = 256
-    user_tokens: Count = 128
-    output_tokens: Count = 64
+    system_tokens: TokensOrZero = 256
+    user_tokens: Tokens = 128
+    output_tokens: Tokens = 64
     think: SecondsOrZero = 0.0
     tenants: Count = 1
     adapters: Count = 1
     images: Count = 1
-    image_tokens: Number = 0
+    image_tokens: TokensOrZero = 0
     settle: bool = False
     step: tuple[AnyStep, ...] = ()
 
@@ -163,14 +163,20 @@ class Bound(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min: float | None = None
     max: float | None = None
 
+    def __post_init__(self) -> None:
+        if self.min is None and self.max is None:
+            raise ValueError("give min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is above max {self.max:g}")
+
     def holds(self, value: float) -> bool:
         """Whether a value lies within."""
         low, high = self.min, self.max
         return (low is None or value >= low) and (high is None or value <= high)
 
     def __str__(self) -> str:
-        if self.min == self.max:
-            return "any value" if self.min is None else count_text(self.min)
+        if self.min is not None and self.min == self.max:
+            return count_text(self.min)
         parts = {"at least": self.min, "at most": self.max}
         return ", ".join(f"{w} {count_text(one)}" for w, one in parts.items() if one is not None)
 
@@ -189,17 +195,21 @@ class Scenario(Config, frozen=True, forbid_unknown_fields=True, kw_only=True):
     expect: dict[str, float | Bound] = msgspec.field(default_factory=dict)
 
     @classmethod
-    def from_mapping(cls, data: Any) -> Self:
-        data = {**data, "expect": flatten(data.get("expect", {}))}
-        scenario = super().from_mapping(data)
-        for about in (about_workload, about_parts):
-            for complaint, applies in about(scenario).items():
-                if applies:
-                    raise ConfigError(complaint)
-        for name in scenario.expect:
-            if name.partition(".")[0] not in cls.report_type().__struct_fields__:
-                raise ConfigError(f"expect.{name}: reports have no such field")
-        return scenario
+    def check_mapping(cls, data: Any) -> tuple[Self, list[str]]:
+        expect = data.get("expect", {})
+        if isinstance(expect, dict):
+            expect = flatten(expect)
+        scenario, faults = super().check_mapping({**data, "expect": expect})
+        if not faults:
+            complaints = about_workload(scenario) | about_parts(scenario)
+            faults = [complaint for complaint, applies in complaints.items() if applies]
+        hints = {name: field.hint for name, field in settings_of(cls.report_type()).items()}
+        for name in expect if isinstance(expect, dict) else ():
+            field, dot, _ = name.partition(".")
+            hint = hints.get(field, str)
+            if hint is str or bool(dot) != (get_origin(hint) is dict):
+                faults.append(f"expect.{name}: reports have no such number")
+        return scenario, faults
 
     @classmethod
     def report_type(cls) -> type[Report]:
@@ -236,7 +246,10 @@ def about_script(steps: tuple[AnyStep, ...], sinks: set[str]) -> Complaints:
         elif (name := getattr(step, "request", None)) is not None:
             found[f"{where}.request: no step before it acquires {name!r}"] = name not in known
             if isinstance(step, ForkStep | ForkManyStep):
-                begun = set(step.children if isinstance(step, ForkManyStep) else (step.child,))
+                names = step.children if isinstance(step, ForkManyStep) else (step.child,)
+                begun = set(names)
+                for name in sorted(begun):
+                    found[f"{where}.children: {name!r} is there twice"] = names.count(name) > 1
         for name in sorted(begun & in_use):
             found[f"{where}: {name!r} has a lease: take another name, or end it before"] = True
         named = {getattr(step, "sink", None), *(getattr(step, "sinks", None) or ())} - {None}
@@ -261,9 +274,9 @@ def about_parts(scenario: Scenario) -> Complaints:
             scenario.process.engines > 1 and scenario.storage.backend not in SHARED
         ),
     }
-    for number, fault in enumerate(scenario.fault, 1):
+    for number, fault in enumerate(scenario.fault):
         for complaint, applies in about_fault(fault, scenario).items():
-            found[f"fault {number}: {complaint}"] = applies
+            found[f"fault[{number}]: {complaint}"] = applies
     return found
 
 
@@ -282,7 +295,7 @@ def about_fault(fault: FaultSpec, scenario: Scenario) -> Complaints:
         ),
         "bit_rot needs storage.backend = 'file'": fault.kind == "bit_rot" and backend != "file",
         f"there is no sink {fault.sink!r} (sinks: {', '.join(sinks) or 'none'})": (
-            not fault.storage and fault.sink not in sinks
+            not fault.storage and fault.sink and fault.sink not in sinks
         ),
         "turn counts from 1; give turn and turns, or at and seconds": (
             (fault.at or fault.seconds) if fault.turn else fault.turns
@@ -311,7 +324,7 @@ def flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in data.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and not set(value) & {"min", "max"}:
+        if isinstance(value, dict) and value and not set(value) & {"min", "max"}:
             flat |= flatten(value, name + ".")
         else:
             flat[name] = value

@@ -18,7 +18,7 @@ from kvactors.errors import KVActorsError, LeaseEnded
 from kvactors.hints import Hints
 from kvactors.lookup import PromptHits
 from kvactors.scenario.engine import Engine, Model, ScenarioRequest
-from kvactors.settings.check import BlockSize, Count, Number, Seconds
+from kvactors.settings.check import BlockSize, Count, Number, Seconds, Tokens
 
 VOCABULARY = 150_000
 
@@ -234,7 +234,7 @@ class PromptStep(ScriptStep, frozen=True, kw_only=True):
     """A call with a prompt."""
 
     prompt: Number = 0
-    tokens: Count
+    tokens: Tokens
     media: tuple[MediaSpec, ...] = ()
     salt: str | None = None
     lora: str | None = None
@@ -302,7 +302,7 @@ class ExtendStep(LeaseStep, frozen=True, kw_only=True):
     """Append tokens."""
 
     prompt: Number = 0
-    tokens: Count
+    tokens: Tokens
     media: tuple[MediaSpec, ...] = ()
     blocks: Number | None = None
 

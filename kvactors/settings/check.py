@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
+from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
 from typing import get_type_hints as type_hints_of
@@ -23,6 +24,12 @@ from kvactors.errors import ConfigError
 S = TypeVar("S")
 
 # -- types: the walk enforces the ranges, the JSON schema and the reference show them
+
+MAX_TOKENS = 1 << 24
+Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+"""Tokens of a prompt or of a part of one. A run holds them in memory."""
+
+TokensOrZero = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 
 Count = Annotated[int, Meta(ge=1, le=1 << 31)]
 """At least one: blocks, ranks, heads."""
@@ -194,10 +201,15 @@ def read_settings(path: str | Path) -> bytes:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """A TOML file as a mapping."""
     raw = read_settings(path)
+    too_deep = ConfigError(f"{path}: more than {MAX_NESTING} tables or lists inside one another")
     try:
         data = tomllib.loads(raw.decode())
-    except (ValueError, RecursionError) as error:  # ValueError: also an integer of 5,000 digits
+    except RecursionError:
+        raise too_deep from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: {error}") from error
+    except ValueError:  # of int(), whose text advises a setting of the interpreter
+        raise ConfigError(f"{path}: a whole number has too many digits") from None
     level: list[Any] = [data]
     for _ in range(MAX_NESTING):
         level = [
@@ -207,7 +219,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
             if isinstance(inner, dict | list)
         ]
     if level:
-        raise ConfigError(f"{path}: more than {MAX_NESTING} tables inside one another")
+        raise too_deep
     return data
 
 
@@ -242,19 +254,25 @@ def read(data: Any, kind: Any, where: str = "") -> tuple[Any, list[str]]:
 
 def _read(data: Any, kind: Any, where: str, faults: list[str]) -> Any:
     """`read`, for a part of the settings. None for a part with faults."""
-    tables = structs_of(kind)
+    tables = tuple(one for part in _parts(kind) if not get_args(part) for one in structs_of(part))
     try:
-        if not tables:
-            return checked_value(where, data, kind)
-        if get_origin(kind) is tuple:
-            return _read_list(data, get_args(kind)[0], where, faults)
-        if isinstance(data, Mapping):
+        if isinstance(data, tables):
+            return _read_struct(data, where, faults)
+        if tables and isinstance(data, Mapping):
             return _read_mapping(data, tables, where, faults)
-        if not isinstance(data, tables):
-            raise ConfigError(f"{where or 'the settings'} must be a table, not {data!r:.80}")
+        for part in _parts(kind):
+            origin, inner = get_origin(part), get_args(part)
+            if origin in (list, tuple) and isinstance(data, list | tuple):
+                return origin(_read_list(data, inner, where, faults))
+            if origin in (dict, Mapping) and inner[1] is not Any and isinstance(data, Mapping):
+                return _read_dict(data, inner[1], where, faults)
+        return checked_value(where or "the settings", data, kind)
     except ConfigError as error:
         faults.append(str(error))
         return None
+
+
+def _read_struct(data: msgspec.Struct, where: str, faults: list[str]) -> Any:
     changed: dict[str, Any] = {}
     for name, setting in settings_of(type(data)).items():
         if (value := getattr(data, name)) is not setting.default:
@@ -262,17 +280,25 @@ def _read(data: Any, kind: Any, where: str, faults: list[str]) -> Any:
     return data if faults else msgspec.structs.replace(data, **changed)
 
 
-def _read_list(data: Any, kind: Any, where: str, faults: list[str]) -> tuple[Any, ...]:
-    if not isinstance(data, list | tuple):
-        raise ConfigError(f"{where} must be a list of tables ([[{where}]]), not {data!r:.80}")
-    places = [f"{where}[{number}]" if len(data) > 1 else where for number in range(len(data))]
-    return tuple(_read(one, kind, place, faults) for one, place in zip(data, places, strict=True))
+def _read_list(
+    data: Iterable[Any], kinds: tuple[Any, ...], where: str, faults: list[str]
+) -> list[Any]:
+    items = list(data)
+    if len(kinds) > 1 and kinds[1] is not ... and len(items) != len(kinds):
+        raise ConfigError(f"{where} must have {len(kinds)} values, not {len(items)}")
+    return [_read(one, kinds[0], f"{where}[{at}]", faults) for at, one in enumerate(items)]
+
+
+def _read_dict(data: Mapping[Any, Any], kind: Any, where: str, faults: list[str]) -> dict[str, Any]:
+    if unnamed := [key for key in data if not isinstance(key, str)]:
+        raise ConfigError(f"{where} must have texts as names, not {unnamed[0]!r:.80}")
+    return {key: _read(one, kind, f"{where}.{key}", faults) for key, one in data.items()}
 
 
 def _read_mapping(
     data: Mapping[str, Any], tables: tuple[type[msgspec.Struct], ...], where: str, faults: list[str]
 ) -> Any:
-    table, tag = tables[0], tables[0].__struct_config__.tag_field
+    table, tag, before = tables[0], tables[0].__struct_config__.tag_field, len(faults)
     if tag is not None:
         by_tag = {str(one.__struct_config__.tag): one for one in tables}
         known = ["package.module:Class" if one == CLASS_KIND else one for one in by_tag]
@@ -295,7 +321,12 @@ def _read_mapping(
             faults.append(text.replace(repr(key), repr(name), 1))
     missing = [name for name, one in settings.items() if one.required and name not in data]
     faults += [f"{prefix}{name} is missing" for name in missing]
-    return None if faults else table(**values)
+    if len(faults) > before:
+        return None
+    try:
+        return table(**values)
+    except (TypeError, ValueError) as error:  # of values that do not fit together
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def structs_of(kind: Any) -> tuple[type[msgspec.Struct], ...]:
@@ -321,7 +352,7 @@ def located(where: str) -> Iterator[None]:
 
 LONGEST = 4096  # characters in a text setting
 SHOWN = 80  # characters of a wrong value in an error
-NEAR = 0.5  # similarity of two names from which on one is suggested for the other
+NEAR = 0.6  # similarity of two names from which on one is suggested for the other
 
 NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
 
@@ -333,8 +364,10 @@ def checked_value(name: str, value: Any, hint: Any) -> Any:
         _check_text(name, value)
     try:
         found = msgspec.convert(value, hint)
-    except msgspec.ValidationError as error:
-        raise ConfigError(_mismatch(name, value, hint, error)) from None
+    except msgspec.ValidationError:
+        raise ConfigError(_mismatch(name, value, hint)) from None
+    if isinstance(found, float) and not isfinite(found):
+        raise ConfigError(f"{name} must be a finite number, not {value}")
     if isinstance(found, str) and _is_size(hint):
         in_bytes(found, name)
     return found
@@ -359,6 +392,7 @@ def _check_text(name: str, value: str) -> None:
 def unknown(what: str, value: str, known: list[str]) -> str:
     """An error about a name that is not one of those known, with the nearest one."""
     near = difflib.get_close_matches(value, known, n=1, cutoff=NEAR)
+    near = near or [name for name in known if name.startswith(f"{value}_")]
     hint = f". Did you mean {near[0]!r}?" if near else ""
     return f"unknown {what} {value[:SHOWN]!r}{hint}" + (
         f" There are {', '.join(known)}" if near else f": there are {', '.join(known)}"
@@ -370,7 +404,7 @@ def describe(hint: Any) -> str:
     parts = [part for part in _parts(hint) if part is not type(None)]
     if _is_size(hint):
         return 'a size: bytes, or a text such as "8 GiB"'
-    return " or ".join(_describe(part) for part in parts)
+    return " or ".join(dict.fromkeys(_describe(part) for part in parts))
 
 
 def choices(hint: Any) -> tuple[str, ...]:
@@ -398,7 +432,8 @@ def _describe(part: Any) -> str:
     if get_origin(part) is Literal:
         return "one of " + ", ".join(map(str, get_args(part)))
     if get_origin(part) in (list, tuple):
-        return f"a list, each {describe(get_args(part)[0])}"
+        inner = describe(get_args(part)[0])
+        return "a list of tables" if inner == "a table" else f"a list, each {inner}"
     if (get_origin(part) or part) in (dict, Mapping) or structs_of(part):
         return "a table"
     return NAMES.get(part, "any value")
@@ -413,20 +448,14 @@ def _ranges(hint: Any) -> list[Meta]:
     return [meta for meta in metas if isinstance(meta, Meta)]
 
 
-def _mismatch(name: str, value: Any, hint: Any, error: Exception) -> str:
+def _mismatch(name: str, value: Any, hint: Any) -> str:
     if (known := choices(hint)) and isinstance(value, str):
         return unknown(name, value, list(known))
     if isinstance(value, int | float) and not isinstance(value, bool):
         for meta in _ranges(hint):
             if bound := _exceeded(value, meta):
                 return f"{name} must be {bound}, not {value} (allowed: {bounds(hint)})"
-    shown, text = repr(value)[:SHOWN], describe(hint)
-    item_is_wrong = (isinstance(value, Mapping) and "a table" in text) or (
-        isinstance(value, list | tuple) and "a list" in text
-    )
-    if item_is_wrong or "any value" in text:
-        return f"{name}: {error}, namely {shown}"
-    return f"{name} must be {text}, not {shown}"
+    return f"{name} must be {describe(hint)}, not {repr(value)[:SHOWN]}"
 
 
 def _exceeded(value: float, meta: Meta) -> str:

@@ -29,6 +29,7 @@ from kvactors.settings.check import (
     describe,
     in_bytes,
     logger,
+    read,
     read_toml,
     settings_of,
     structs_of,
@@ -98,10 +99,16 @@ class Config(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
         Raises:
             ConfigError: names the fault in the mapping.
         """
-        config = convert(data, cls)
-        for fault in contradictions(config, data):
-            raise ConfigError(fault)
+        config, faults = cls.check_mapping(data)
+        if faults:
+            raise ConfigError(faults[0])
         return config
+
+    @classmethod
+    def check_mapping(cls, data: Mapping[str, Any]) -> tuple[Self, list[str]]:
+        """The config of a mapping, which is whole if there is no fault, and every fault."""
+        config, faults = read(data, cls)
+        return config, faults or list(contradictions(config, data))
 
     @classmethod
     def from_env(

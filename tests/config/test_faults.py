@@ -29,6 +29,10 @@ VALUES = [
     ("storage.capacity_bytes = 'much'", "must be a size: bytes, or a text such as"),
     ("host.capacity_bytes = 0", r"host\.capacity_bytes must be at least 1"),
     ("host.transit_bytes = '0 MB'", r"host\.transit_bytes must be at least 1"),
+    ("storage.path = 'x'", r"unknown key 'storage\.path': there are backend"),
+    ("layout.num_kv_heads = [1, 0]", r"layout\.num_kv_heads\[1\] must be at least 1, not 0"),
+    ("quota.salts.a.device = -1", r"quota\.salts\.a\.device must be at least"),
+    ("quota.salts.a = 3", r"quota\.salts\.a must be a table, not 3"),
     ("host.capacity_bytes = -1", r"host\.capacity_bytes must be at least 0, not -1"),
     *(
         (f"storage = {{backend = 'memory', namespace = {dumps(name)}}}", r"storage\.namespace")
@@ -58,7 +62,7 @@ WITHOUT_USE = [
 ]
 SINKS = [
     ("flush.sinks = 5", r"flush\.sinks must be a list of tables"),
-    ("flush.sinks = [5]", r"flush\.sinks must be a table, not 5"),
+    ("flush.sinks = [5]", r"flush\.sinks\[0\] must be a table, not 5"),
     *(
         (f"flush.sinks = [{{{sink}}}]", complaint)
         for sink, complaint in (
@@ -66,8 +70,8 @@ SINKS = [
                 "kind = 'kv_event'",
                 r"kind 'kv_event'\. Did you mean 'kv_events'\? There are memory, j",
             ),
-            ("name = 'x'", r"flush\.sinks\.kind is missing"),
-            ("kind = 'memory', path = 'x'", r"unknown key 'flush\.sinks\.path'"),
+            ("name = 'x'", r"flush\.sinks\[0\]\.kind is missing"),
+            ("kind = 'memory', path = 'x'", r"unknown key 'flush\.sinks\[0\]\.path'"),
             ("kind = 'jsonl'", "path is missing"),
             (
                 "kind = 'jsonl', path = '/x', max_bytes = '0 MB'",

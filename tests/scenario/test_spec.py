@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from kvactors.errors import ConfigError
@@ -39,7 +41,7 @@ def report(**changes):
         ({"device": {"num_block": 3}}, r"device\.num_block.*num_blocks"),
         (
             {"workload": {"kind": "script", "step": [{"doo": "acquire"}]}},
-            r"workload\.step\.do is missing",
+            r"workload\.step\[0\]\.do is missing",
         ),
         ({"workload": {"kind": "walk"}}, "walk"),
         ({"workload": {"kind": "script"}}, r"workload\.step"),
@@ -53,41 +55,52 @@ def report(**changes):
                     "step": [{"do": "acquire", "request": "a", "tokens": -5}],
                 }
             },
-            r"workload\.step\.tokens must be at least 1",
+            r"workload\.step\[0\]\.tokens must be at least 1",
         ),
         ({"workload": {"kind": "script", "step": [{"do": "sleep", "level": 3}]}}, "level"),
         ({"device": {"num_blocks": 0}}, r"device\.num_blocks"),
         ({"scenario": {}}, "name"),
-        ({"expect": {"requests": {"min": 3, "mx": 4}}}, "`mx`"),
+        ({"expect": {"requests": {"min": 3, "mx": 4}}}, r"'expect\.requests\.mx'"),
+        ({"expect": {"requests": math.nan}}, r"expect\.requests must be a finite number, not nan"),
+        ({"expect": {"requests": {"max": math.inf}}}, r"expect\.requests\.max must be a finite"),
+        ({"expect": {"requests": "3"}}, r"expect\.requests must be a number or a table, not '3'"),
+        ({"expect": {"requests": {}}}, r"expect\.requests: give min, max or both"),
+        ({"expect": {"requests": {"min": 3, "max": 1}}}, r"requests: min 3 is above max 1"),
+        ({"expect": {"requests.x": 1}}, r"expect\.requests\.x: reports have no such number"),
+        ({"expect": {"name": 1}}, r"expect\.name: reports have no such number"),
+        ({"expect": 3}, r"expect must be a table, not 3"),
         ({"expect": {"hitrate.host": 0}}, r"expect\.hitrate\.host"),
         ({"workload": {"think": -1}}, r"workload\.think"),
         (
             {"fault": [{"sink": "x", "kind": "down"}]},
-            r"fault 1: there is no sink 'x' \(sinks: none\)",
+            r"fault\[0\]: there is no sink 'x' \(sinks: none\)",
         ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "at": -1}], **MEMORY},
-            r"fault\.at must be at least 0",
+            r"fault\[0\]\.at must be at least 0",
         ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "turn": -1}], **MEMORY},
-            r"fault\.turn must be at least 0",
+            r"fault\[0\]\.turn must be at least 0",
         ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "turns": 1}], **MEMORY},
-            "fault 1: turn counts from 1",
+            r"fault\[0\]: turn counts from 1",
         ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "turn": 1, "at": 1.0}], **MEMORY},
-            "fault 1: turn counts from 1",
+            r"fault\[0\]: turn counts from 1",
         ),
         (
             {"fault": [{"sink": "memory", "kind": "down", "turn": 3, "turns": 2}], **MEMORY},
             "must end before the last of 4 turns",
         ),
-        ({"fault": [{"kind": "down"}]}, "fault 1: say either which sink"),
-        ({"fault": [{"storage": True, "kind": "hang"}]}, "fault 1: hang is no fault of storage"),
-        ({"fault": [{"storage": True, "kind": "full"}]}, "fault 1: there is no storage"),
+        ({"fault": [{"kind": "down"}]}, r"fault\[0\]: say either which sink"),
+        (
+            {"fault": [{"storage": True, "kind": "hang"}]},
+            r"fault\[0\]: hang is no fault of storage",
+        ),
+        ({"fault": [{"storage": True, "kind": "full"}]}, r"fault\[0\]: there is no storage"),
         (
             {"fault": [{"storage": True, "kind": "bit_rot"}], "storage": {"backend": "memory"}},
             "bit_rot needs",
@@ -100,6 +113,13 @@ def report(**changes):
 def test_bad_input_is_named(change, complaint):
     with pytest.raises(ConfigError, match=complaint):
         Scenario.from_mapping({**BASE, **change})
+
+
+def test_every_fault_of_a_file_is_found():
+    bad = {"device": {"num_blcks": 1}, "fault": [{"kind": "down"}, {}], "expect": {"x": 1}}
+    found = Scenario.check_mapping({**BASE, **bad})[1]
+    named = ("device.num_blcks", "fault[1].kind", "expect.x")
+    assert [name in text for name, text in zip(named, found, strict=True)] == [True] * 3
 
 
 def test_expectations_may_be_dotted_or_nested():
@@ -116,7 +136,6 @@ def test_expectations_that_hold():
         "hit_rate.host": Bound(min=0.25, max=0.25),
         "flush.gone": Bound(max=1),
         "errors": 0.0,
-        "wall_s": Bound(),
     }
     assert all(one.holds for one in outcomes(expect, report()))
 

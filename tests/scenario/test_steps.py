@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import tomllib
 import typing
 from pathlib import Path
@@ -76,18 +77,30 @@ ACQUIRE = {"do": "acquire", "request": "a", "tokens": 8}
 @pytest.mark.parametrize(
     ("steps", "complaint"),
     [
-        ([{"do": "acquire", "tokens": 4}], r"workload\.step\.request is missing"),
-        ([{"do": "acquir"}], r"unknown workload\.step\.do 'acquir'\. Did you mean 'acquire'"),
+        ([{"do": "acquire", "tokens": 4}], r"workload\.step\[0\]\.request is missing"),
+        ([{"do": "acquir"}], r"unknown workload\.step\[0\]\.do 'acquir'\. Did you mean 'acquire'"),
         ([ACQUIRE, {"do": "finish", "request": "b"}], r"step\[1\].*no step before it acquires 'b'"),
         ([ACQUIRE, ACQUIRE], r"step\[1\]: 'a' has a lease"),
         ([ACQUIRE, {"do": "fork", "request": "a", "child": "a"}], r"step\[1\]: 'a' has a lease"),
         ([ACQUIRE, {"do": "abandon", "request": "a", "deadline": 1.0}], r"step\[1\]\.deadline"),
-        ([{**ACQUIRE, "hints": {"priority": 9}}], r"step\.hints: hints\.priority"),
-        ([{**ACQUIRE, "hints": {"prio": 1}}], r"step\.hints.*`prio`"),
-        ([{**ACQUIRE, "expect": "NoRom"}], r"step\.expect 'NoRom'\. Did you mean 'NoRoom'"),
+        ([{**ACQUIRE, "hints": {"priority": 9}}], r"step\[0\]\.hints: hints\.priority"),
+        ([{**ACQUIRE, "hints": {"prio": 1}}], r"step\[0\]\.hints\.prio'"),
+        ([{**ACQUIRE, "expect": "NoRom"}], r"step\[0\]\.expect 'NoRom'\. Did you mean 'NoRoom'"),
+        ([ACQUIRE, {**ACQUIRE, "tokens": 1 << 25}], r"step\[1\]\.tokens must be at most"),
+        ([{**ACQUIRE, "hits": [1]}], r"step\[0\]\.hits must have 3 values, not 1"),
+        ([{**ACQUIRE, "hits": [1, -1, 0]}], r"step\[0\]\.hits\[1\] must be at least 0, not -1"),
+        ([{**ACQUIRE, "hints": {"ttl": math.nan}}], r"hints\.ttl must be a finite number"),
+        ([{**ACQUIRE, "media": [{"offset": 0}]}], r"step\[0\]\.media\[0\]\.length is missing"),
+        (
+            [ACQUIRE, {"do": "fork_many", "request": "a", "children": ["b", "b"]}],
+            r"step\[1\]\.children: 'b' is there twice",
+        ),
         ([{"do": "resync", "sink": "x"}], r"step\[0\]: there is no sink 'x' \(sinks: memory\)"),
         ([{"do": "wait_flushed", "sinks": ["x"]}], r"step\[0\]: there is no sink 'x'"),
-        ([{"do": "set_quota", "salt": "s", "device": "8 Gix"}], r"step\.device must be a size"),
+        (
+            [{"do": "set_quota", "salt": "s", "device": "8 Gix"}],
+            r"step\[0\]\.device must be a size",
+        ),
     ],
 )
 def test_bad_steps_are_refused_with_their_place(steps, complaint):

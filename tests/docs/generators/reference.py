@@ -34,6 +34,7 @@ SHORT = {
     "a number": "number",
     "a text": "text",
     "a list, each": "list of",
+    "a list of tables": "list of table",
     "a table": "table",
     "true or false": "boolean",
     "one of ": "",
