@@ -181,9 +181,17 @@ class VllmEngine:
         message = {"prompts": list(wanted), "max_tokens": max_tokens, "seed": seed}
         return self._ask(do="storm", resets=resets, **message)
 
-    def reset(self, *, connector: bool = False) -> bool:
-        """Drop the device's prefix cache (and the connector's). Returns whether vLLM did."""
-        return bool(self._ask(do="reset", connector=connector)["reset"])
+    def reset(self, *, connector: bool = False) -> None:
+        """Drop the device's prefix cache (and the connector's). vLLM refuses while a copy uses
+        blocks: it takes steps until none does."""
+
+        def reset() -> bool:
+            done = bool(self._ask(do="reset", connector=connector)["reset"])
+            if not done:
+                self.serve([[5] * 8], max_tokens=1)  # less than a block
+            return done
+
+        wait_until("vLLM drops its caches", reset, SERVE)
 
     def zero_device(self) -> None:
         """Overwrite the device cache with zeros."""
