@@ -117,8 +117,8 @@ def about_fleet(scenario: FleetScenario) -> Complaints:
             not fleet.placements or len(set(fleet.placements)) < len(fleet.placements)
         ),
     }
-    for number, fault in enumerate(fleet.fault, 1):
-        where = f"fleet.fault {number}"
+    for number, fault in enumerate(fleet.fault):
+        where = f"fleet.fault[{number}]"
         found[f"{where}: a master has no fault {fault.kind!r}"] = (
             fault.target == "master" and fault.kind not in ("kill", "pause")
         )
