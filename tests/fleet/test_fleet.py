@@ -122,7 +122,10 @@ def fleet(**changes: Any) -> dict[str, Any]:
         ({"twins": -1}, "fleet.twins"),
         ({"fault": [{"kind": "slow", "target": "master"}]}, "a master has no fault 'slow'"),
         ({"fault": [{"kind": "kill", "node": 3}]}, "there is no node 3"),
-        ({"fault": [{"kind": "kill", "seconds": 0.0}]}, r"fleet\.fault\[0\]\.seconds must be above 0"),
+        (
+            {"fault": [{"kind": "kill", "seconds": 0.0}]},
+            r"fleet\.fault\[0\]\.seconds must be above 0",
+        ),
     ],
 )
 def test_a_fleet_that_cannot_be_is_named(changes, complaint):
