@@ -427,7 +427,8 @@ class GroupedLease(Lease):
         self, *, stream: Stream | None = None, deadline: float | None = None
     ) -> None:
         """See `Lease.wait_ready`. If a group lacks an item after all, nothing of the request is
-        cached, and it gets other device blocks."""
+        cached, and it gets other device blocks. LeaseEnded if `set_namespace`, or `clear` of its
+        adapter, came before them."""
         handle = self._handle
         at = None if deadline is None else handle.begin_call(deadline)
         await super().wait_ready(stream=stream, deadline=deadline)
@@ -461,7 +462,7 @@ class GroupedLease(Lease):
         )
 
     async def _acquire_again(self, deadline: float | None) -> None:
-        cache, at = self._cache, self._handle.context.begin_call(deadline)
+        cache, at = self._cache, self._handle.begin_call(deadline)
         lease, path = next(cache._leases), again(self._path)
         self._handle.give_up()
         message = replace(
@@ -474,6 +475,12 @@ class GroupedLease(Lease):
             wait_for_room=True,
         )
         made = await cache._grant_all(message, 0)
+        if made._path.root != self._path.root:
+            made.abandon()
+            raise LeaseEnded(
+                f"the weights of {self.request_id!r} changed while it waited for other blocks: "
+                "acquire it again"
+            )
         made._latest = self._latest
         self.__dict__.update(made.__dict__)
         del made.__dict__["_handle"]  # its finaliser must not end the lease

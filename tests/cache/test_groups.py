@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import random
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
 
 import kvactors
-from kvactors.errors import NoRoom, NotReady
+from kvactors.errors import LeaseEnded, NoRoom, NotReady
 from kvactors.groups import STORAGE
 from kvactors.native import DEVICE
 from kvactors.observe.prometheus import CacheMetrics
@@ -286,14 +287,17 @@ async def test_a_clear_of_a_salt_takes_the_items_that_a_request_has_left_behind(
             assert one.statistics().store.objects == 0
 
 
-async def test_a_group_without_room_for_what_was_not_loaded_ends_the_hit(monkeypatch):
+@asynccontextmanager
+async def lacking(monkeypatch, **scope: Any) -> AsyncIterator[tuple[Model, Any, list[int]]]:
+    """A request that hits 36 tokens, whose group has no room for what it must load."""
     store = {"backend": "memory", "write_policy": "write_through"}
     async with opened([window(30)], host={"slots": 4}, storage=store) as cache:
         model, tokens = Model(cache), list(range(40))
-        await model.serve("a", tokens)
+        async with await cache.acquire("a", tokens, **scope) as lease:
+            await model.prefill(lease, tokens)
         await cache.wait_idle()
         await cache.clear()
-        async with await cache.acquire("b", tokens) as lease:
+        async with await cache.acquire("b", tokens, **scope) as lease:
             assert lease.pending
             assert lease.cached_tokens > 0
 
@@ -301,9 +305,32 @@ async def test_a_group_without_room_for_what_was_not_loaded_ends_the_hit(monkeyp
                 raise NoRoom(1, 0)
 
             monkeypatch.setattr(lease._parts[0].lease, "wait_ready", refused)
-            await lease.wait_ready()
-            assert (lease.pending, lease.cached_tokens) == (False, 0)
-            await model.prefill(lease, tokens)
+            yield model, lease, tokens
+
+
+async def test_a_group_without_room_for_what_was_not_loaded_ends_the_hit(monkeypatch):
+    async with lacking(monkeypatch) as (model, lease, tokens):
+        await lease.wait_ready()
+        assert (lease.pending, lease.cached_tokens) == (False, 0)
+        await model.prefill(lease, tokens)
+
+
+@pytest.mark.parametrize("changed", ["weights", "adapter"])
+async def test_a_lease_keeps_its_weights_where_it_waits_for_other_blocks(monkeypatch, changed):
+    async with lacking(monkeypatch, lora="a") as (model, lease, _):
+        cache = model.cache
+        await cache.pause()
+        waiting = [asyncio.create_task(lease.wait_ready()) for _ in range(2)]
+        while cache.statistics().prefix.leases:
+            await asyncio.sleep(0)
+        await (cache.set_namespace("w") if changed == "weights" else cache.clear(lora="a"))
+        await cache.resume()
+        first, second = await asyncio.gather(*waiting, return_exceptions=True)
+        assert isinstance(first, LeaseEnded)
+        assert "changed while it waited" in str(first)
+        assert isinstance(second, LeaseEnded)
+        await cache.wait_idle()
+        assert cache.statistics().prefix.leases == 0
 
 
 @pytest.mark.parametrize(

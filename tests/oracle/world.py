@@ -99,6 +99,12 @@ class World(Ground):
             return
         if isinstance(error, LeaseEnded) and row is not None and row.cut:
             return
+        # of a request that waited for other blocks while the weights or the adapter changed
+        if isinstance(error, LeaseEnded) and row is not None and what.startswith("wait_"):
+            roots = self.cache.system.roots
+            if self.cache.groups and row.lease._path.root != roots.root(row.lease._message.scope):
+                self.seen["requests that waited over a change of weights"] += 1
+                return
         # of the event of a step, see `Call`; of a block that a fork shares
         if isinstance(error, DeviceError | TokensCommitted) and what in ("step", "truncate"):
             return
