@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from _thread import start_new_thread
 from types import SimpleNamespace
 from typing import Self
 
@@ -671,3 +672,15 @@ def test_what_a_command_cannot_do_is_said(arguments, complaint, capsys):
 def test_a_url_without_objects_is_an_error(tmp_path, capsys):
     assert run("list", f"file://{tmp_path}") != 0
     assert "no objects of kvactors here" in capsys.readouterr().err
+
+
+def test_the_exit_waits_for_threads_that_the_library_has_in_python():
+    left: list[str] = []
+
+    def work() -> None:
+        time.sleep(0.2)
+        left.append("Python")
+
+    start_new_thread(work, ())
+    object_module.threads_have_left()
+    assert left
