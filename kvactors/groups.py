@@ -228,8 +228,12 @@ class GroupLease:
             self.blocks.append(last)
 
     def _trim(self, blocks: int) -> None:
-        """Have no items beyond those that the first `blocks` blocks of the prompt need."""
-        while len(self.blocks) > self.kept + 1 and self.blocks[-2] >= blocks - 1:
+        """Have no items beyond the hits and those that the first `blocks` blocks of the prompt
+        need."""
+        while (later := len(self.blocks) - self.kept) > 0:
+            before = self.blocks[-2] if later > 1 else max(self.blocks[:-1], default=self.floor - 1)
+            if before < blocks - 1:
+                return
             self.blocks.pop()
 
     def _next_mark(self, last: int) -> int:

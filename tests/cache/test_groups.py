@@ -129,6 +129,19 @@ async def test_truncate_after_a_call_for_which_the_layout_had_no_block():
             await model.decode(lease, tokens, [1])
 
 
+async def test_truncate_to_the_end_of_a_hit_leaves_what_a_fork_has_of_later_blocks():
+    async with opened([window(30, tokens=60)]) as cache:
+        model, tokens = Model(cache), list(range(3 * BLOCK))
+        await model.serve("a", tokens[: BLOCK + 1])
+        async with await cache.acquire("b", tokens) as lease:
+            await lease.wait_ready()
+            assert lease.cached_tokens == BLOCK
+            async with await lease.fork() as fork:
+                await lease.truncate(BLOCK)
+                await model.decode(lease, tokens[:BLOCK], [1])
+                await model.prefill(fork, tokens)
+
+
 @pytest.mark.parametrize("chunk", [None, BLOCK])
 async def test_a_fork_shares_no_state_that_passes_still_update(chunk):
     async with opened([state(9)]) as cache:
