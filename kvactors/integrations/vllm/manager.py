@@ -79,11 +79,19 @@ class PathEnds(dict[int, PathEnd]):
     """By group of layers, kept with the request."""
 
 
+class Begun(int):
+    """The number of resets before a request, kept with it."""
+
+
 class KVActorsManager(OffloadingManager):
     """Answers vLLM's scheduler from a `TierCache`. Every call is synchronous.
 
     vLLM forgets its jobs at `reset_cache`, while workers may still copy from and to their slots.
     Those slots stay pinned here until the workers have flushed the jobs.
+
+    After a reset vLLM offers the chunks of running requests again: computed with the weights of
+    before it and, in layers with a window, from blocks that have left the window and may be another
+    request's. Requests that began before a reset store nothing after it.
 
     Args:
         chunk_tokens: tokens of a chunk of each group of layers.
@@ -109,6 +117,7 @@ class KVActorsManager(OffloadingManager):
         self._flush_steps = flush_steps
         self._forgotten: CopiesInFlight | None = None  # of before a reset
         self._steps_left = 0
+        self._resets = 0
         self._allocations: list[int] = []  # slots of each store since the last metrics
         self._last: dict[tuple[str, ...], float] = {}  # name and labels of each counter
         self.waiting: dict[str, Sequence[bytes]] = {}
@@ -116,6 +125,7 @@ class KVActorsManager(OffloadingManager):
     # -- requests
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
+        req_context.set_state(Begun(self._resets))
         return RequestOffloadingContext()
 
     # -- look-up and load
@@ -147,6 +157,8 @@ class KVActorsManager(OffloadingManager):
 
     def prepare_store(self, keys: Collection[Any], req_context: Any) -> PrepareStoreOutput:
         """Take slots for the first chunks, as many as can be had, evicting others."""
+        if (req_context.get_state(Begun) or 0) < self._resets:
+            return PrepareStoreOutput([], CPULoadStoreSpec([]), [])
         ordered = list(keys)
         before = PathEnds(req_context.get_state(PathEnds) or {})
         found = self.tiers.prepare_store(ordered, self._parents(ordered, req_context))
@@ -197,6 +209,7 @@ class KVActorsManager(OffloadingManager):
     def reset_cache(self) -> None:
         """Forget every chunk, in storage too: vLLM resets after an update of the weights, which is
         not part of a chunk's identity."""
+        self._resets += 1
         copies = self.tiers.copies_in_flight()  # those of before an earlier reset among them
         if copies.stores or copies.loads:
             self._forgotten = copies

@@ -101,6 +101,17 @@ def test_a_chunk_is_evicted_before_the_one_that_it_follows() -> None:
     manager.shutdown()
 
 
+def test_a_request_of_before_a_reset_stores_nothing() -> None:
+    manager = KVActorsOffloadingSpec(config()).get_manager()
+    before, after, path = ReqContext("before"), ReqContext("after"), keys(2)
+    manager.on_new_request(before)
+    manager.reset_cache()
+    manager.on_new_request(after)
+    assert manager.prepare_store(path, before).keys_to_store == []
+    assert manager.prepare_store(path, after).keys_to_store == path
+    manager.shutdown()
+
+
 def test_a_request_may_name_the_tiers_that_it_loads_from(tmp_path) -> None:
     storage = {"backend": "file", "directory": str(tmp_path), "capacity_blocks": 64}
     (key,) = keys(1)
