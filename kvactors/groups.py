@@ -228,8 +228,7 @@ class GroupLease:
             self.blocks.append(last)
 
     def _trim(self, blocks: int) -> None:
-        """Have no items beyond the hits and those that the first `blocks` blocks of the prompt
-        need."""
+        """Drop later items than the hits and those of the first `blocks` blocks of the prompt."""
         while (later := len(self.blocks) - self.kept) > 0:
             before = self.blocks[-2] if later > 1 else max(self.blocks[:-1], default=self.floor - 1)
             if before < blocks - 1:

@@ -106,7 +106,7 @@ class Config(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fie
 
     @classmethod
     def check_mapping(cls, data: Mapping[str, Any]) -> tuple[Self, list[str]]:
-        """The config of a mapping, which is whole if there is no fault, and every fault."""
+        """The config of a mapping and its faults. The config is complete only without faults."""
         config, faults = read(data, cls)
         return config, faults or list(contradictions(config, data))
 

@@ -9,6 +9,7 @@ import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from _thread import start_new_thread
 from types import SimpleNamespace
@@ -675,12 +676,14 @@ def test_a_url_without_objects_is_an_error(tmp_path, capsys):
 
 
 def test_the_exit_waits_for_threads_that_the_library_has_in_python():
-    left: list[str] = []
+    begun, left = threading.Event(), threading.Event()
 
     def work() -> None:
+        begun.set()
         time.sleep(0.2)
-        left.append("Python")
+        left.set()
 
     start_new_thread(work, ())
+    assert begun.wait(60)
     object_module.threads_have_left()
-    assert left
+    assert left.is_set()
