@@ -116,9 +116,9 @@ class Node:
         ]
         return device, host, storage
 
-    def clear(self) -> None:
-        """Clear device and host."""
-        self.child.ask({"do": "clear"})
+    def clear(self, *, storage: bool = False) -> None:
+        """Clear device and host. storage: and the store."""
+        self.child.ask({"do": "clear", "storage": storage})
 
     # -- the truth
 

@@ -17,7 +17,7 @@ from tests.interop.consumers.selection import Selection
 from tests.interop.environments import Environments
 from tests.interop.link import Link
 from tests.interop.node import Node
-from tests.interop.processes import Child
+from tests.interop.processes import Child, wait_until
 from tests.interop.truth import TIERS, Truth
 from tests.interop.workload import Workload
 
@@ -93,6 +93,18 @@ class Scene:
         router = Router(self.environments, self.folder, [node.source for node in nodes])
         self.programs.append(router)
         return router
+
+    def follow(self, node: Node, indexes: Sequence[Index]) -> None:
+        """Return once every index gets what a worker publishes, with nothing cached any more. One
+        that asks for no replay lacks what was published before it got there, which its
+        registration does not wait for."""
+
+        def arrives() -> bool:
+            node.serve(1)
+            return all(any(index.held(node.source).values()) for index in indexes)
+
+        wait_until("indexes get what a worker publishes", arrives)
+        node.clear(storage=True)
 
     # -- comparisons
 

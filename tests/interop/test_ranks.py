@@ -16,6 +16,8 @@ def test_two_ranks_of_one_worker(scene: Scene) -> None:
     shared = Workload(11)
     nodes = [scene.node(shared, rank=rank) for rank in (0, 1)]
     indexes = scene.dynamo(*(node.source for node in nodes))
+    for node in nodes:  # the service asks for no replay from several ranks
+        scene.follow(node, indexes)
     for _ in range(2):
         for node in nodes:
             node.serve(60)

@@ -136,9 +136,9 @@ class Worker:
             chain.append(above.hex())
         return chain
 
-    async def clear(self) -> dict[str, Any]:
-        """Clear device and host."""
-        return {"cleared": (await self.cache.clear()).device_blocks}
+    async def clear(self, storage: bool) -> dict[str, Any]:
+        """Clear device and host. storage: and the store."""
+        return {"cleared": (await self.cache.clear(storage=storage)).device_blocks}
 
 
 async def main() -> None:
