@@ -29,10 +29,18 @@ from kvactors.actor.log import get_logger
 from kvactors.actor.sliced import finish
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.cache import Cleared, KVCache
+from kvactors.checks import check_int
 from kvactors.decode_batch import AnyLease, StepCall, Stepped
 from kvactors.device.base import Device
 from kvactors.device.events import Completion, Pass, Stream
-from kvactors.errors import KVActorsError, LeaseEnded, NoRoom, NotReady, SleepUnsupported
+from kvactors.errors import (
+    KVActorsError,
+    LeaseEnded,
+    NoRoom,
+    NotReady,
+    SleepUnsupported,
+    TokensCommitted,
+)
 from kvactors.flush_notifier.messages import GroupLabel, ResyncDue
 from kvactors.flush_notifier.sinks.group import GroupSink
 from kvactors.lease import Lease
@@ -346,6 +354,7 @@ class GroupedLease(Lease):
         self._latest: asyncio.Future[None] | None = None  # end of the last call in the groups
         self._incarnations: list[int] = []  # of the groups' indexes, which have the lease
         self._block = -1  # of the last computed token that the groups know of
+        self._shared = 0  # leading tokens in full blocks that forks have
 
     def _bind(self, part: GroupLease) -> None:
         """The lease has a part in a further group."""
@@ -512,8 +521,15 @@ class GroupedLease(Lease):
 
     async def truncate(self, num_tokens: int, *, deadline: float | None = None) -> tuple[int, ...]:
         """See `Lease.truncate`. A state cannot go back: the caller has one of before, or computes
-        again from `cached_tokens` of a new lease."""
+        again from `cached_tokens` of a new lease. TokensCommitted for less than the full blocks
+        that forks had: after its end, what a fork has computed stays cached in some groups longer
+        than in others."""
         at = self._handle.begin_call(deadline)
+        if check_int("num_tokens", num_tokens, 0, self.num_tokens) < self._shared:
+            raise TokensCommitted(
+                f"num_tokens is {num_tokens}, but the full blocks of the first {self._shared} "
+                "tokens were shared with a fork, in groups of layers too"
+            )
         dropped = await super().truncate(num_tokens, deadline=deadline)
         await self._follow(lambda part: part.truncate(self, at), "truncate")
         return dropped
@@ -528,6 +544,7 @@ class GroupedLease(Lease):
         forks = await super().fork_many(count, request_ids, **options)
         names = [fork.request_id for fork in forks]
         waits = {key: one for key, one in options.items() if key.startswith("wait")}
+        size = self._path.block_size
 
         async def fork_part(part: GroupLease) -> None:
             made = await part.lease.fork_many(count, names, deadline=left(at), **waits)
@@ -538,11 +555,13 @@ class GroupedLease(Lease):
             for fork in forks:
                 fork._cache, fork._message = self._cache, self._message
                 fork._incarnations = self._incarnations
+                fork._shared = fork.num_tokens // size * size
             await self._in_groups(fork_part, "fork")
         except BaseException:
             for fork in forks:
                 fork.abandon()
             raise
+        self._shared = max((fork._shared for fork in forks), default=self._shared)
         return forks
 
     # -- commit and end

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import kvactors
-from kvactors.errors import LeaseEnded, NoRoom, NotReady
+from kvactors.errors import LeaseEnded, NoRoom, NotReady, TokensCommitted
 from kvactors.groups import STORAGE
 from kvactors.native import DEVICE
 from kvactors.observe.prometheus import CacheMetrics
@@ -129,17 +129,34 @@ async def test_truncate_after_a_call_for_which_the_layout_had_no_block():
             await model.decode(lease, tokens, [1])
 
 
-async def test_truncate_to_the_end_of_a_hit_leaves_what_a_fork_has_of_later_blocks():
+async def test_truncate_to_the_end_of_a_hit_gives_the_later_blocks_back():
     async with opened([window(30, tokens=60)]) as cache:
         model, tokens = Model(cache), list(range(3 * BLOCK))
         await model.serve("a", tokens[: BLOCK + 1])
         async with await cache.acquire("b", tokens) as lease:
             await lease.wait_ready()
             assert lease.cached_tokens == BLOCK
-            async with await lease.fork() as fork:
-                await lease.truncate(BLOCK)
-                await model.decode(lease, tokens[:BLOCK], [1])
-                await model.prefill(fork, tokens)
+            free = cache.groups["window"].free_blocks().free
+            await lease.truncate(BLOCK)
+            assert cache.groups["window"].free_blocks().free == free + 2
+            await model.decode(lease, tokens[:BLOCK], [1])
+
+
+async def test_truncate_to_what_a_fork_has_had_is_refused_whatever_the_groups_evict():
+    for device, blocks in ((16, 60), (60, 16)):
+        async with opened([window(blocks, tokens=60)], device=device) as cache:
+            model, tokens = Model(cache), list(range(2 * BLOCK + 1))
+            async with await cache.acquire("a", tokens) as lease:
+                async with await lease.fork() as fork:
+                    await model.prefill(fork, list(tokens))
+                for number in range(9):
+                    await model.serve("b", [number] * (4 * BLOCK + 1))
+                with pytest.raises(TokensCommitted, match="first 8 tokens were shared with a fork"):
+                    await lease.truncate(BLOCK + 1)
+                await model.prefill(lease, tokens)
+                await lease.extend([1] * BLOCK)
+                await lease.truncate(2 * BLOCK)
+                await model.decode(lease, tokens[: 2 * BLOCK], [2])
 
 
 @pytest.mark.parametrize("chunk", [None, BLOCK])
