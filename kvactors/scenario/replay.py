@@ -301,7 +301,8 @@ YIELD = 0.0005
 """Seconds that the clock may be ahead of the wall clock: a shorter sleep is not exact."""
 
 PASSES = 8
-"""Passes of the event loop for the cache between two strides, when strides are late."""
+"""Passes of the event loop for the cache before a stride, so that requests that wait for no load
+join it."""
 
 
 class ThreadModel(Model):
@@ -369,10 +370,8 @@ class Serving:
         ahead = (time - self._wall()) / self._speed - YIELD
         if ahead > 0:
             await asyncio.sleep(ahead)
-            return
-        for _ in range(PASSES):
-            await asyncio.sleep(0)
-        self._set_back(time)
+        else:
+            self._set_back(time)
 
     def _set_back(self, time: float) -> None:
         """If the wall clock has passed a time of the trace's clock, this process is too slow for
@@ -461,6 +460,8 @@ class Serving:
 
     async def _compute(self) -> None:
         scheduler = self._scheduler
+        for _ in range(PASSES):
+            await asyncio.sleep(0)
         stride = scheduler.plan(min(scheduler.now + SLICE * self._speed, scheduler.due))
         await self._reach(scheduler.now + stride.seconds)
         outcome = scheduler.carry_out(stride)

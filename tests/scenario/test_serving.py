@@ -124,6 +124,13 @@ def test_a_hit_shortens_the_time_to_the_first_token():
     assert ideal.first_token_s == pytest.approx([0.12, 0.04])
 
 
+def test_an_arrival_that_waits_for_no_load_joins_the_next_step():
+    requests = [request(0, 9, 1), *(request(i / 2, 1, 11) for i in range(4))]
+    figures, _, _ = serve(requests, config(device=20))
+    ideal = serve_on_model(requests, config(device=20), "lru", PACE)
+    assert figures.first_token_s == pytest.approx(ideal.first_token_s, abs=0.01)
+
+
 def test_a_decode_step_without_a_free_block_preempts_the_last_arrival():
     """Two requests fit with their prompts, and not with all their tokens."""
     requests = [request(0, 17, 1, 2, 3), request(0.01, 17, 11, 12, 13)]
