@@ -3,9 +3,9 @@ may use them meanwhile: what is removed is a miss."""
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
@@ -15,6 +15,7 @@ from kvactors.settings.tables import StorageConfig
 from kvactors.storage.header import HEADER, VERSION
 from kvactors.storage.inspect import Inspection, Pruned
 from kvactors.storage.object import (
+    OBJECT,
     PAGE_LIMIT_S,
     PAGE_OBJECTS,
     ROOT,
@@ -23,7 +24,6 @@ from kvactors.storage.object import (
     reason,
 )
 
-STORE = re.compile(f"{ROOT}/([^/]+)/([^/]+)/rank-([0-9]+)-of-([0-9]+)/([0-9a-f]{{64}})(?=/)")
 LEFT_OVER_S = 3600.0
 """Age of a temporary file whose process must have been killed."""
 
@@ -38,9 +38,9 @@ class Objects(NamedTuple):
 
 def objects_of(listed: Any) -> Objects | None:
     """What an object of a listing counts to, None if it is another program's."""
-    name = STORE.match(listed["path"])
+    name = OBJECT.fullmatch(listed["path"])
     minute = int(listed["last_modified"].timestamp() // 60)
-    return None if name is None else Objects(name[0], listed["size"], minute)
+    return None if name is None else Objects(name[1], listed["size"], minute)
 
 
 def store_at(url: str) -> Any:
@@ -128,5 +128,6 @@ def remove_left_over(url: str) -> None:
     """Remove the temporary files that processes that were killed have left in a folder."""
     root = Path(unquote(urlsplit(url).path), ROOT)
     for path in root.rglob("*#*") if url.startswith("file:") else ():
-        if path.lstat().st_mtime < time.time() - LEFT_OVER_S:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # a write that has ended meanwhile
+            if path.lstat().st_mtime < time.time() - LEFT_OVER_S:
+                path.unlink()

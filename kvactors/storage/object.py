@@ -34,6 +34,11 @@ from kvactors.storage.shared import SharedStore
 from kvactors.threads import EXIT_LIMIT_S, Workers
 
 ROOT = "kvactors"
+OBJECT = re.compile(
+    f"({ROOT}/[^/]+/[^/]+/rank-[0-9]+-of-[0-9]+/[0-9a-f]{{64}})/([0-9a-f]{{3}})/\\2[0-9a-f]{{61}}"
+)
+"""Name of an object. Its first group is its store."""
+
 PAGE_OBJECTS = 1000
 """Objects of one page of a listing, and of one request that deletes."""
 
@@ -283,12 +288,14 @@ class ObjectBackend(SharedStore):
 async def delete_listed(
     store: Any, prefix: str, chosen: Callable[[Any], bool] = lambda _: True
 ) -> None:
-    """Delete the chosen ones of the objects under a prefix."""
+    """Delete the chosen ones of the objects under a prefix. A listing of a folder follows symbolic
+    links, also out of the folder: a file without the name of an object stays."""
     pages = store.list(prefix, chunk_size=PAGE_OBJECTS)
     page: Any = ()
     while page is not None:
+        names = [one["path"] for one in page if OBJECT.fullmatch(one["path"]) and chosen(one)]
         with anyio.fail_after(PAGE_LIMIT_S):
-            await delete(store, [one["path"] for one in page if chosen(one)])
+            await delete(store, names)
             page = await anext(pages, None)
 
 

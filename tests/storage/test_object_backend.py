@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from _thread import start_new_thread
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Self
 
@@ -29,6 +30,7 @@ from kvactors.settings import Config, StorageConfig
 from kvactors.storage import attempts
 from kvactors.storage import object as object_module
 from kvactors.storage.factory import make_backend
+from kvactors.storage.inspect_objects import remove_left_over
 from kvactors.storage.messages import Outcome
 from kvactors.storage.object import ObjectBackend, open_store, prefix_of
 from kvactors.testing.store_contract import Bench, StoreContract, key, never
@@ -653,6 +655,38 @@ def test_the_oldest_objects_of_a_folder_go_first(tmp_path):
             return await one.get(1, 2, 3)
 
     assert asyncio.run(left()) == [Outcome.OK, Outcome.MISS, Outcome.OK]
+
+
+def test_files_that_are_no_objects_are_neither_counted_nor_removed(tmp_path):
+    """Also not those outside the folder, to which a symbolic link leads."""
+    folder, outside = tmp_path / "shared", tmp_path / "outside"
+    folder.mkdir()
+    outside.mkdir()
+    asyncio.run(filled(in_folder(folder), IDENTITY, 1))
+    root = folder / prefix_of(IDENTITY)
+    others = [outside / "passwd", root / "notes", root / "000" / "notes"]
+    for file in others:
+        file.write_text("x")
+    (root / "link").symlink_to(outside)
+    (root / "000" / "link").symlink_to(outside)
+
+    async def cleared():
+        async with Node(in_folder(folder)) as one:
+            await one.store.clear()
+            assert await one.get(1) == [Outcome.MISS]
+            await one.put(1)
+
+    asyncio.run(cleared())
+    assert all(file.exists() for file in others)
+    url = f"file://{folder}"
+    assert kept(url, tmp_path, "--max-bytes", SIZE + 96) == [("weights 2%", 1)]
+    assert kept(url, tmp_path, "--max-bytes", 0) == []
+    assert all(file.exists() for file in others)
+
+
+def test_a_temporary_file_that_is_renamed_during_a_prune_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(Path, "rglob", lambda *_: [tmp_path / "renamed#1"])
+    remove_left_over(f"file://{tmp_path}")
 
 
 @pytest.mark.parametrize(
