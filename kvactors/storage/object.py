@@ -162,7 +162,7 @@ class ObjectBackend(SharedStore):
 
     async def exists_many(self, keys: Keys, expired: Expired) -> list[bool]:
         async def look(i: int) -> Outcome:
-            return Outcome.OK if await self._has(keys[i]) else Outcome.MISS
+            return Outcome.MISS if await self._size(keys[i]) is None else Outcome.OK
 
         found = await self._each(self._depth, len(keys), expired, look)
         self.counters.outcomes[Outcome.UNAVAILABLE] += found.count(Outcome.UNAVAILABLE)
@@ -170,13 +170,12 @@ class ObjectBackend(SharedStore):
             raise StoreUnavailable(self._trouble)
         return [outcome == Outcome.OK for outcome in found]
 
-    async def _has(self, key: bytes) -> bool:
-        """Whether there is an object of the right size. Another one is written again."""
+    async def _size(self, key: bytes) -> int | None:
+        """Bytes of an object, None if there is none."""
         try:
-            found = await self.store.head_async(self.name(key))
+            return int((await self.store.head_async(self.name(key)))["size"])
         except FileNotFoundError:
-            return False
-        return bool(found["size"] == self.block_bytes + HEADER.size)
+            return None
 
     # -- reads and writes
 
@@ -198,7 +197,8 @@ class ObjectBackend(SharedStore):
         look-up costs less than an object that is sent again."""
 
         async def put(i: int) -> Outcome:
-            if await self._has(keys[i]):
+            # One of another size is replaced. Reads find it corrupt.
+            if await self._size(keys[i]) == self.block_bytes + HEADER.size:
                 return Outcome.EXISTS
             data = await self._in_thread(partial(self._pack, keys[i], views[i]))
             sent = self.store.put_async(self.name(keys[i]), data, use_multipart=False)

@@ -66,6 +66,7 @@ async def test_the_floor_of_free_space_evicts_as_a_full_disk_does(tmp_path, smal
         bench.store.files.floor = 1 << 60
         assert await bench.put(*range(10, 16)) == [OK] * 6
         assert await bench.get(1, 2, 15) == [MISS, OK, OK]
+        assert "or storage.free_space_floor" in bench.store.condition()
 
 
 async def test_no_space_at_a_write_takes_one_objects_place(tmp_path, monkeypatch, small_slabs):

@@ -227,8 +227,9 @@ class SlabFiles:
             size = meta.slots_per_slab * meta.stride
             if self.free_bytes() - size < self.floor:
                 self.trouble = (
-                    f"{self.folder}: storage.free_space_floor leaves no space for another slab: "
-                    f"{REMEDIES[errno.ENOSPC]}"
+                    f"{self.folder}: no space for another slab beside storage.free_space_floor "
+                    f"({self.floor:,} bytes): {REMEDIES[errno.ENOSPC]} or "
+                    "storage.free_space_floor"
                 )
                 return Outcome.NO_SPACE
             entries = meta.slots_per_slab * meta.entry_bytes

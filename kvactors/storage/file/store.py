@@ -654,7 +654,8 @@ class SpaceReader:
             if capacity * stride < SMALL_CAPACITY_BYTES:
                 concern = (
                     "its capacity follows the free space and is below 256 MiB: free space at "
-                    f"{files.folder}, or set storage.capacity_bytes"
+                    f"{files.folder}, or set storage.capacity_bytes or a smaller "
+                    f"storage.free_space_floor ({files.floor:,} bytes)"
                 )
         return Space(capacity, own, free, others, concern)
 
