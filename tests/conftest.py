@@ -37,7 +37,7 @@ hypothesis.settings.load_profile("kvactors")
 
 ROOT = Path(__file__).parents[1]
 ENTRIES = pytest.StashKey[set[str]]()
-CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "build"}
+CACHES = {".hypothesis", ".mypy_cache", ".pytest_cache", ".ruff_cache", "__pycache__", "build"}
 
 WHOLE_FILE = re.compile(r"^pytestmark = .*pytest\.mark\.full\b", re.MULTILINE)
 
