@@ -80,6 +80,7 @@ async def run(setting: Setting, tally: Tally) -> None:
                 for fault, visible in faults:
                     await one_fault(cache, service, fault, setting, tally, visible=visible)
             await load.everything()
+            await finish_two(cache)
             await at_rest(cache, tally)
             compare_index(cache, service, tally)
         finally:
@@ -120,6 +121,16 @@ async def other_namespace(cache: KVCache) -> AsyncIterator[None]:
         yield
     finally:
         await uncancelled(cache.set_namespace(before))
+
+
+async def finish_two(cache: KVCache) -> None:
+    """Finish a request of the plain scope and one of another, whose blocks the index is compared
+    with, whatever is left of those before."""
+    for salt in (None, "last"):
+        tokens = list(range(2 * cache.block_size + 1))
+        async with await cache.acquire("last", tokens, salt=salt, wait_for_room=True) as lease:
+            await lease.wait_ready()
+            await lease.finish(len(tokens))
 
 
 def compare_index(cache: KVCache, service: Service, tally: Tally) -> None:
