@@ -126,8 +126,10 @@ async def prune_objects(
 
 def remove_left_over(url: str) -> None:
     """Remove the temporary files that processes that were killed have left in a folder."""
-    root = Path(unquote(urlsplit(url).path), ROOT)
-    for path in root.rglob("*#*") if url.startswith("file:") else ():
+    folder = Path(unquote(urlsplit(url).path))
+    for path in (folder / ROOT).rglob("*#*") if url.startswith("file:") else ():
+        if not OBJECT.fullmatch(str(path.relative_to(folder)).rpartition("#")[0]):
+            continue  # another program's
         with suppress(FileNotFoundError):  # a write that has ended meanwhile
             if path.lstat().st_mtime < time.time() - LEFT_OVER_S:
                 path.unlink()
