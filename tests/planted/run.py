@@ -107,7 +107,7 @@ def run_tests(tree: Path, catchers: Sequence[str], options: Sequence[str], limit
             f"--timeout={TEST_LIMIT}",
         ]
         with subprocess.Popen(
-            [*command, f"--basetemp={scratch}/t", *options, *catchers],
+            [*command, "-m", "ci or not ci", f"--basetemp={scratch}/t", *options, *catchers],
             cwd=tree,
             env=environment_of(tree),
             stdout=subprocess.PIPE,
