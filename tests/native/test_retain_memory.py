@@ -47,7 +47,7 @@ async def test_closed_caches_leave_no_tables_resident() -> None:
 
 @pytest.mark.parametrize(
     ("blocks", "touch", "least", "most"),
-    [(1_000, True, 0, 3), (70_000, True, 27, 60), (70_000, False, 0, 3)],
+    [(1_000, True, -3, 3), (70_000, True, 27, 60), (70_000, False, -3, 3)],
 )
 def test_tables_are_brought_in_where_a_large_tier_is_made(blocks, touch, least, most) -> None:
     """In MiB, of a device and a host tier."""
