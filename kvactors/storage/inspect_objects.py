@@ -5,21 +5,21 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from kvactors.errors import ConfigError, KVActorsError, StoreError
 from kvactors.settings.tables import StorageConfig
 from kvactors.storage.header import HEADER, VERSION
 from kvactors.storage.inspect import Inspection, Pruned
 from kvactors.storage.object import (
-    OBJECT,
     PAGE_LIMIT_S,
-    PAGE_OBJECTS,
     ROOT,
+    Listed,
     delete_listed,
+    files_below,
+    list_objects,
     open_store,
     reason,
 )
@@ -36,11 +36,10 @@ class Objects(NamedTuple):
     minute: int
 
 
-def objects_of(listed: Any) -> Objects | None:
-    """What an object of a listing counts to, None if it is another program's."""
-    name = OBJECT.fullmatch(listed["path"])
-    minute = int(listed["last_modified"].timestamp() // 60)
-    return None if name is None else Objects(name[1], listed["size"], minute)
+def objects_of(listed: Listed) -> Objects:
+    """What an object of a listing counts to."""
+    store = listed.name.rsplit("/", 2)[0]
+    return Objects(store, listed.size, int(listed.written_at // 60))
 
 
 def store_at(url: str) -> Any:
@@ -64,8 +63,8 @@ async def count_objects(url: str) -> Counter[Objects]:
     """The objects under a URL, of which there must be some."""
     found = Counter[Objects]()
     try:
-        async for page in store_at(url).list(ROOT, chunk_size=PAGE_OBJECTS):
-            found.update(one for one in map(objects_of, page) if one is not None)
+        async for page in list_objects(store_at(url), ROOT):
+            found.update(map(objects_of, page))
     except KVActorsError:
         raise
     except Exception as error:
@@ -113,23 +112,19 @@ async def prune_objects(
         last, left = one.minute, left - found[one]
         gone[one.store] += found[one]
 
-    def is_old(listed: Any) -> bool:
+    def is_old(listed: Listed) -> bool:
         one = objects_of(listed)
-        return one is not None and one.store in gone and one.minute <= last
+        return one.store in gone and one.minute <= last
 
     if not dry_run:
         await delete_listed(store_at(url), ROOT, is_old)
-        remove_left_over(url)
+        remove_left_over(store_at(url).prefix)
     why = f"the oldest beyond {max_bytes:,} bytes"
     return [Pruned(path, why, nbytes, True) for path, nbytes in sorted(gone.items())]
 
 
-def remove_left_over(url: str) -> None:
+def remove_left_over(folder: Any) -> None:
     """Remove the temporary files that processes that were killed have left in a folder."""
-    folder = Path(unquote(urlsplit(url).path))
-    for path in (folder / ROOT).rglob("*#*") if url.startswith("file:") else ():
-        if not OBJECT.fullmatch(str(path.relative_to(folder)).rpartition("#")[0]):
-            continue  # another program's
-        with suppress(FileNotFoundError):  # a write that has ended meanwhile
-            if path.lstat().st_mtime < time.time() - LEFT_OVER_S:
-                path.unlink()
+    for one in files_below(folder, ROOT) if isinstance(folder, Path) else ():
+        if "#" in one.name and one.written_at < time.time() - LEFT_OVER_S:
+            (folder / one.name).unlink(missing_ok=True)  # a write may have ended meanwhile

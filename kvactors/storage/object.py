@@ -10,14 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import errno
 import re
+import stat
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import anyio
@@ -31,12 +36,13 @@ from kvactors.storage.backend import Expired, Keys, Views
 from kvactors.storage.header import HEADER
 from kvactors.storage.messages import Outcome
 from kvactors.storage.shared import SharedStore
-from kvactors.threads import EXIT_LIMIT_S, Workers
+from kvactors.threads import EXIT_LIMIT_S, DaemonExecutor, Workers
 
 ROOT = "kvactors"
-OBJECT = re.compile(
-    f"({ROOT}/[^/]+/[^/]+/rank-[0-9]+-of-[0-9]+/[0-9a-f]{{64}})/([0-9a-f]{{3}})/\\2[0-9a-f]{{61}}"
-)
+STORE = f"{ROOT}/[!-.0-~]+/[!-.0-~]+/rank-[0-9]+-of-[0-9]+/[0-9a-f]{{64}}"
+FOLDER = re.compile(f"{ROOT}|{STORE}(/[0-9a-f]{{3}})?")
+NO_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
+OBJECT = re.compile(f"({STORE})/([0-9a-f]{{3}})/\\2[0-9a-f]{{61}}")
 """Name of an object. Its first group is its store."""
 
 PAGE_OBJECTS = 1000
@@ -134,8 +140,7 @@ class ObjectBackend(SharedStore):
 
     async def open(self) -> None:
         """Ask for the first name of a listing: a look-up cannot tell a bucket that is missing from
-        an object that is. The client of a folder has looked for it, and a listing would fail at any
-        name that is not UTF-8."""
+        an object that is. The client of a folder has looked for it."""
         settings = self._settings
         try:
             with anyio.fail_after(self._limit):
@@ -285,17 +290,61 @@ class ObjectBackend(SharedStore):
             raise StoreError(f"{self._settings.url} was not cleared: {reason(error)}") from error
 
 
+class Listed(NamedTuple):
+    """An object of a listing. written_at: Unix time in seconds."""
+
+    name: str
+    size: int
+    written_at: float
+
+
+async def list_objects(store: Any, prefix: str) -> AsyncIterator[list[Listed]]:
+    """The objects under a prefix, in pages. Everything else is passed over."""
+    if not isinstance(store.prefix, Path):
+        async for page in store.list(prefix, chunk_size=PAGE_OBJECTS):
+            yield [
+                Listed(one["path"], one["size"], one["last_modified"].timestamp())
+                for one in page
+                if OBJECT.fullmatch(one["path"])
+            ]
+        return
+    # The library's listing of a folder fails at any link in a circle, name that is not UTF-8, or
+    # folder that cannot be read.
+    found = (one for one in files_below(store.prefix, prefix) if "#" not in one.name)
+    thread = DaemonExecutor("object-store-list")
+    while some := await asyncio.wrap_future(thread.submit(list, islice(found, PAGE_OBJECTS))):
+        yield some
+
+
+def files_below(root: Path, folder: str) -> Iterator[Listed]:
+    """The objects below a folder, and their temporary files (NAME#N). Links are followed as deep as
+    objects are, so not in circles. OSError if a folder of objects cannot be read."""
+    paths: list[Path] = []
+    try:
+        paths = list((root / folder).iterdir())
+    except OSError as error:
+        if FOLDER.fullmatch(folder) and error.errno not in NO_FOLDER:
+            raise
+    for path in paths:
+        name = f"{folder}/{path.name}"
+        if name.count("/") < 6:
+            yield from files_below(root, name)
+        elif OBJECT.fullmatch(name.partition("#")[0]):
+            with suppress(FileNotFoundError):  # removed or renamed meanwhile
+                state = path.lstat()
+                if not stat.S_ISDIR(state.st_mode):
+                    yield Listed(name, state.st_size, state.st_mtime)
+
+
 async def delete_listed(
-    store: Any, prefix: str, chosen: Callable[[Any], bool] = lambda _: True
+    store: Any, prefix: str, chosen: Callable[[Listed], bool] = lambda _: True
 ) -> None:
-    """Delete the chosen ones of the objects under a prefix. A listing of a folder follows symbolic
-    links, also out of the folder: a file without the name of an object stays."""
-    pages = store.list(prefix, chunk_size=PAGE_OBJECTS)
-    page: Any = ()
+    """Delete the chosen ones of the objects under a prefix."""
+    pages = list_objects(store, prefix)
+    page: list[Listed] | None = []
     while page is not None:
-        names = [one["path"] for one in page if OBJECT.fullmatch(one["path"]) and chosen(one)]
         with anyio.fail_after(PAGE_LIMIT_S):
-            await delete(store, names)
+            await delete(store, [one.name for one in page if chosen(one)])
             page = await anext(pages, None)
 
 

@@ -27,12 +27,11 @@ from kvactors.device.arena import Arena
 from kvactors.errors import ConfigError, StoreError, StoreUnavailable, StoreUnsupported
 from kvactors.identity import StoreIdentity
 from kvactors.settings import Config, StorageConfig
-from kvactors.storage import attempts
+from kvactors.storage import attempts, inspect_objects
 from kvactors.storage import object as object_module
 from kvactors.storage.factory import make_backend
-from kvactors.storage.inspect_objects import remove_left_over
 from kvactors.storage.messages import Outcome
-from kvactors.storage.object import ObjectBackend, open_store, prefix_of
+from kvactors.storage.object import Listed, ObjectBackend, open_store, prefix_of
 from kvactors.testing.store_contract import Bench, StoreContract, key, never
 from kvactors.tier_cache.settings import checked_config
 from tests.support import cache as support
@@ -663,7 +662,7 @@ def test_the_oldest_objects_of_a_folder_go_first(tmp_path):
 
 
 def test_files_that_are_no_objects_are_neither_counted_nor_removed(tmp_path):
-    """Also not those outside the folder, to which a symbolic link leads."""
+    """Also not those outside the folder, to which a symbolic link leads. None stops a listing."""
     folder, outside = tmp_path / "shared", tmp_path / "outside"
     folder.mkdir()
     outside.mkdir()
@@ -672,8 +671,16 @@ def test_files_that_are_no_objects_are_neither_counted_nor_removed(tmp_path):
     others = [outside / "passwd", root / "notes", root / "000" / "notes"]
     for file in others:
         file.write_text("x")
-    (root / "link").symlink_to(outside)
-    (root / "000" / "link").symlink_to(outside)
+    for link in (root / "link", root / "000" / "link"):
+        link.symlink_to(outside)
+    for link in ("self", "00f"):
+        (root / link).symlink_to(link)
+    (root / "000" / "above").symlink_to(root)
+    (root / "000" / ("0" * 64)).mkdir()
+    os.mkfifo(root / "000" / "fifo")
+    for name in (b"\xff", b"a\nb"):
+        others.append(Path(os.fsdecode(bytes(root) + b"/" + name)))
+        others[-1].touch()
 
     async def cleared():
         async with Node(in_folder(folder)) as one:
@@ -689,11 +696,44 @@ def test_files_that_are_no_objects_are_neither_counted_nor_removed(tmp_path):
     assert all(file.exists() for file in others)
 
 
+def unreadable(monkeypatch, name):
+    """Refuse to list the folders of this name."""
+    real = Path.iterdir
+
+    def listed(path):
+        if path.name == name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "iterdir", listed)
+
+
+def test_a_folder_that_cannot_be_read_is_named_if_it_may_have_objects(
+    tmp_path, monkeypatch, capsys
+):
+    asyncio.run(filled(in_folder(tmp_path), IDENTITY, 1))
+    (tmp_path / "kvactors" / "private").mkdir()
+    unreadable(monkeypatch, "private")
+    assert run("list", f"file://{tmp_path}") == 0
+    for name in ("kvactors", key(1).hex()[:3]):
+        unreadable(monkeypatch, name)
+        assert run("list", f"file://{tmp_path}") != 0
+        assert "cannot be listed: [Errno 13] Permission denied" in capsys.readouterr().err
+        monkeypatch.undo()
+    unreadable(monkeypatch, name)
+
+    async def cleared():
+        async with Node(in_folder(tmp_path)) as one:
+            await one.store.clear()
+
+    with pytest.raises(StoreError, match=r"was not cleared: .* Permission denied"):
+        asyncio.run(cleared())
+
+
 def test_a_temporary_file_that_is_renamed_during_a_prune_is_passed_over(tmp_path, monkeypatch):
-    name = key(1).hex()
-    renamed = tmp_path / prefix_of(IDENTITY) / name[:3] / f"{name}#1"
-    monkeypatch.setattr(Path, "rglob", lambda *_: [renamed])
-    remove_left_over(f"file://{tmp_path}")
+    renamed = Listed(f"{prefix_of(IDENTITY)}/000/{'0' * 64}#1", 1, 0.0)
+    monkeypatch.setattr(inspect_objects, "files_below", lambda *_: [renamed])
+    inspect_objects.remove_left_over(tmp_path)
 
 
 @pytest.mark.parametrize(
