@@ -4,7 +4,9 @@ types, finds every fault and builds the structs."""
 from __future__ import annotations
 
 import difflib
+import os
 import re
+import stat
 import tomllib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -191,8 +193,12 @@ MAX_NESTING = 32  # tables and lists inside one another in a file, at most
 
 def read_settings(path: str | Path) -> bytes:
     """The contents of a file of settings, or of a device or a pipe in its place."""
-    with Path(path).open("rb") as file:
+    # The opening of a pipe that no process writes would not return.
+    with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
+        os.set_blocking(file.fileno(), True)
         data = file.read(SETTINGS_BYTES + 1)
+        if not data and stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"{path} is a pipe that no process writes: it holds no settings")
     if len(data) > SETTINGS_BYTES:
         raise ConfigError(f"{path} has more than {SETTINGS_BYTES >> 20} MiB: it holds no settings")
     return data

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import os
 import tomllib
 from contextlib import suppress
+from threading import Timer
 
 import pytest
 from hypothesis import given, settings
@@ -197,6 +199,17 @@ def test_a_trace_with_a_line_too_long_is_named(tmp_path, monkeypatch):
 def test_settings_in_a_file_without_end_are_refused():
     with pytest.raises(ConfigError, match="/dev/zero has more than 16 MiB"):
         ReplayConfig.from_toml("/dev/zero")
+
+
+def test_settings_in_a_pipe_are_read_if_a_process_writes_them(tmp_path):
+    path = tmp_path / "c.toml"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match=r"c\.toml is a pipe that no process writes"):
+        ReplayConfig.from_toml(path)
+    ends = os.pipe()
+    Timer(0.2, lambda: (os.write(ends[1], b"[cache]\nmodel = 'm'"), os.close(ends[1]))).start()
+    assert ReplayConfig.from_toml(f"/dev/fd/{ends[0]}").cache.model == "m"
+    os.close(ends[0])
 
 
 @pytest.mark.parametrize(
