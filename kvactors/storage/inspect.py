@@ -153,7 +153,8 @@ def differing_from(folder: Path, meta: Meta, found: list[StoredSlot]) -> Iterato
     )
     for slab, objects in by_slab:
         try:
-            with (folder / f"slab-{slab:04}").open("rb", buffering=0) as file:
+            fd = open_private(folder / f"slab-{slab:04}", os.O_RDONLY)
+            with os.fdopen(fd, "rb", buffering=0) as file:
                 # The check is one of the disk, not of pages that an earlier reader left in memory.
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 for one in objects:

@@ -401,6 +401,18 @@ async def test_a_pipe_in_the_place_of_a_file_is_an_error_and_no_hang(tmp_path):
         await FileBackend(tmp_path, PRINT, SIZE).open()
 
 
+async def test_a_pipe_in_the_place_of_a_slab_or_of_another_table_is_no_hang(tmp_path):
+    folder = (await stored(tmp_path)).parent
+    (folder.parent / "other").mkdir()
+    os.mkfifo(folder.parent / "other" / "table")
+    async with opened(tmp_path, capacity=8):
+        pass
+    (folder / "slab-0000").unlink()
+    os.mkfifo(folder / "slab-0000")
+    with pytest.raises(StoreError, match="not a regular file"):
+        inspect(tmp_path, verify=True)
+
+
 # -- clear
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
+from kvactors.files import open_private
 from kvactors.flush_notifier.messages import PathPart
 from kvactors.identity import Lineage, StoreIdentity
 from kvactors.storage.backend import Expired, Keys, ReadReport, Views, WriteReport
@@ -680,7 +682,7 @@ class SpaceReader:
 def bytes_held(table: Path) -> int:
     """Bytes of the objects of a store, by its table. StoreError, OSError."""
     found = 0
-    with table.open("rb") as file:
+    with os.fdopen(open_private(table, os.O_RDONLY), "rb") as file:
         meta = meta_of(file.read(PAGE), str(table))
         while chunk := file.read(CHUNK_ENTRIES * meta.entry_bytes):
             found += count_used(chunk, meta)
