@@ -28,10 +28,7 @@ REMEDIES = {
         "a call was unavailable",
         "Repair the disk, the folder, the service or the access rights (calls are tried again)",
     ),
-    Outcome.NO_SPACE: (
-        "no space",
-        "Free space, raise the quota of the disk or the pool, or lower storage.capacity_bytes",
-    ),
+    Outcome.NO_SPACE: ("no space", "Free space in the store"),
     Outcome.CORRUPT: (
         "every object was corrupt",
         "Check the disk, for a file store with `kvactors store verify`",
@@ -54,11 +51,12 @@ class Attempts:
     that were UNAVAILABLE open it: a full store, or one with corrupt objects, is asked on. Both
     changes of `failing` are logged, once each."""
 
-    def __init__(self, store: str, kind: str) -> None:
+    def __init__(self, store: str, kind: str, more_space: str = "") -> None:
         self.reason = ""  # why the last attempts failed, if the calls are failing
         self._store = store
         self.kind = kind
         self._remedy = ""
+        self._more_space = more_space  # remedy of the store's kind
         self._failures = 0  # in a row
         self._since = 0.0
         self._until: float | None = None  # end of the pause
@@ -116,6 +114,8 @@ class Attempts:
     def failed(self, reason: str = "", outcome: Outcome = Outcome.UNAVAILABLE) -> None:
         """Record an attempt of which nothing worked. outcome: a key of `REMEDIES`."""
         default, self._remedy = REMEDIES[outcome]
+        if outcome == Outcome.NO_SPACE:
+            self._remedy = self._more_space or self._remedy
         if not self._failures:
             self._since = now()
         self._failures += 1
@@ -130,10 +130,10 @@ class Attempts:
 class StoreAttempts:
     """Attempts of a store, by kind."""
 
-    def __init__(self, store: str) -> None:
-        self.lookups = Attempts(store, "look-up")
-        self.reads = Attempts(store, "read")
-        self.writes = Attempts(store, "write")
+    def __init__(self, store: str, more_space: str = "") -> None:
+        self.lookups = Attempts(store, "look-up", more_space)
+        self.reads = Attempts(store, "read", more_space)
+        self.writes = Attempts(store, "write", more_space)
         self._kinds = (self.lookups, self.reads, self.writes)
 
     @property

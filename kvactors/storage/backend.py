@@ -84,6 +84,7 @@ class Backend(ABC):
         is_complete: whether `keys` and `holds` find every object that can be read. If not, only
             `exists_many` does.
         shares: its objects by salt. None: it cannot keep quotas of salts.
+        more_space: what an operator can do if it has no space, for `health`.
         counters: outcomes of batches, counted by the storage actors.
     """
 
@@ -96,6 +97,7 @@ class Backend(ABC):
     keeps_lineages: bool = False
     is_complete: bool = False
     shares: StoreShares | None = None
+    more_space: str = ""
 
     def __init__(self, digest: bytes, block_bytes: int) -> None:
         self.digest = digest

@@ -77,7 +77,7 @@ class GuardedBackend:
         # Awaited calls in flight, the oldest first: name and start.
         self._in_flight: dict[int, tuple[str, float]] = {}
         self._logged = 0  # the last call that was logged as overdue
-        self.attempts = StoreAttempts(self._name)
+        self.attempts = StoreAttempts(self._name, inner.more_space)
         # One of another package may leave `Backend.__init__` out.
         self.counters: StoreCounters = getattr(inner, "counters", StoreCounters())
         self.clears = StoreClears()

@@ -61,6 +61,7 @@ class HeadRangeStore(SharedStore):
         first = stores[0]
         super().__init__(first.digest, layout.block_bytes)
         self.slot_trailer_bytes, self.questions = first.slot_trailer_bytes, first.questions
+        self.more_space = first.more_space
         self.stores = stores
         for one in stores:
             one.counters = self.counters

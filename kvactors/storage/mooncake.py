@@ -77,6 +77,7 @@ class MooncakeBackend(SharedStore):
 
     slot_trailer_bytes = HEADER.size
     questions = (QUESTION_OBJECTS, QUESTION_OBJECTS)
+    more_space = "Give the pool more memory (storage.mooncake.global_segment_size of its nodes)"
 
     def __init__(self, client: MooncakeClient, identity: StoreIdentity, block_bytes: int) -> None:
         checksums = client.config.payload_checksums

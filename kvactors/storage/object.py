@@ -51,7 +51,8 @@ PAGE_OBJECTS = 1000
 PAGE_LIMIT_S = 60.0
 """Seconds in which such a page must be listed and deleted."""
 
-NO_SPACE = ("os error 28", "os error 122")  # ENOSPC and EDQUOT, of a folder
+NO_SPACE = ("os error 28", "os error 122", "QuotaExceeded<")
+"""In errors of a folder (ENOSPC, EDQUOT), and of a bucket with a quota (Ceph, MinIO)."""
 THREADS = 2
 """Threads that copy blocks and compute checksums."""
 
@@ -124,6 +125,11 @@ class ObjectBackend(SharedStore):
     Args:
         prefix: see `prefix_of`.
     """
+
+    more_space = (
+        "Free space on the folder's disk, or raise the quota of the disk or the bucket. "
+        "`kvactors store prune URL --max-bytes SIZE` removes the oldest objects"
+    )
 
     def __init__(self, settings: StorageConfig, prefix: str, block_bytes: int) -> None:
         super().__init__(bytes.fromhex(prefix[-64:]), block_bytes)

@@ -61,6 +61,7 @@ class ValkeyBackend(SharedStore):
 
     slot_trailer_bytes = HEADER.size
     questions = (PIPELINE_KEYS, PIPELINE_KEYS)
+    more_space = "Raise the server's maxmemory, or set its maxmemory-policy to allkeys-lru"
 
     def __init__(self, config: ValkeyConfig, identity: StoreIdentity, block_bytes: int) -> None:
         super().__init__(identity.digest, block_bytes)

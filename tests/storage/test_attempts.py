@@ -5,10 +5,16 @@ from __future__ import annotations
 import pytest
 import structlog
 
+from kvactors.layout import make_layout
+from kvactors.settings import LayoutConfig, StorageConfig
+from kvactors.settings.valkey import ValkeyConfig
 from kvactors.storage import attempts
 from kvactors.storage.attempts import FAILURES, PAUSE_S, Attempts, StoreAttempts
+from kvactors.storage.factory import make_store
+from kvactors.storage.guarded import GuardedBackend
 from kvactors.storage.messages import Outcome
 
+VALKEY = {"backend": "valkey", "valkey": ValkeyConfig(url="valkey://h:1")}
 OK, EXISTS, MISS, CORRUPT, NO_SPACE, UNAVAILABLE, LATE, REFUSED = Outcome
 
 
@@ -104,6 +110,27 @@ def test_each_change_is_logged_once(clock):
             "failed_for": 7.0,
         },
     ]
+
+
+@pytest.mark.parametrize(
+    ("storage", "remedy"),
+    [
+        ({"backend": "memory"}, "no space. Free space in the store"),
+        ({"backend": "file", "directory": "/nowhere"}, "lower storage.capacity_bytes"),
+        (VALKEY, "no space. Raise the server's maxmemory"),
+        ({"backend": "mooncake"}, "no space. Give the pool more memory"),
+        ({"backend": "object", "url": "s3://b"}, "no space. Free space on the folder's disk, or"),
+        ({"backend": "object", "url": "s3://b", "head_ranges": 2}, "the quota of the disk or the"),
+    ],
+)
+def test_a_full_store_has_the_remedy_of_its_kind(clock, storage, remedy):
+    made = make_store(StorageConfig(**storage), "m", make_layout(LayoutConfig(), 16))
+    store = GuardedBackend(made, 60.0)
+    for _ in range(FAILURES):
+        store.attempts.writes.record(bytes([NO_SPACE]))
+    (fault,) = store.attempts.failing()
+    assert remedy in fault.why
+    assert ("capacity_bytes" in fault.why) == (storage["backend"] == "file")
 
 
 def test_kinds_are_judged_apart(clock):

@@ -476,7 +476,14 @@ def test_a_block_does_not_leave_a_shared_store_when_it_is_read():
         make_backend(storage, "m", bytes(32), SIZE)
 
 
-async def test_a_full_folder_is_no_space(tmp_path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Unable to copy data to file: No space left (os error 28)",
+        "403 Forbidden: <?xml version='1.0'?><Error><Code>QuotaExceeded</Code></Error>",
+    ],
+)
+async def test_a_full_folder_or_bucket_is_no_space(tmp_path, text):
     async with Node(in_folder(tmp_path)) as one:
 
         class Full:
@@ -484,7 +491,7 @@ async def test_a_full_folder_is_no_space(tmp_path):
                 return getattr(client, name)
 
             async def put_async(self, *arguments, **more):
-                raise GenericError("Unable to copy data to file: No space left (os error 28)")
+                raise GenericError(text)
 
         client, one.store.store = one.store.store, Full()
         assert await one.put(1) == [Outcome.NO_SPACE]

@@ -97,6 +97,7 @@ class FileBackend(LocalStore):
     """
 
     wipes = True
+    more_space = "Free space, raise the quota of the disk, or lower storage.capacity_bytes"
 
     def __init__(
         self,
