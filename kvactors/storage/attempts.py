@@ -48,8 +48,9 @@ class Attempts:
     """Attempts of one kind, and their circuit breaker.
 
     Closed: calls go through. Open: none does. Half open: one call does, and decides. Only attempts
-    that were UNAVAILABLE open it: a full store, or one with corrupt objects, is asked on. Both
-    changes of `failing` are logged, once each."""
+    that were UNAVAILABLE open it: a full store, or one with corrupt objects, is asked on. The first
+    change of `failing` is logged, and its end once nothing has failed for PAUSE_S: a store on the
+    edge of its space changes several times a second."""
 
     def __init__(self, store: str, kind: str, more_space: str = "") -> None:
         self.reason = ""  # why the last attempts failed, if the calls are failing
@@ -58,7 +59,8 @@ class Attempts:
         self._remedy = ""
         self._more_space = more_space  # remedy of the store's kind
         self._failures = 0  # in a row
-        self._since = 0.0
+        self._since = self._last = 0.0  # the first failure, and the last one
+        self._logged = False
         self._until: float | None = None  # end of the pause
 
     def allow(self) -> bool:
@@ -102,7 +104,8 @@ class Attempts:
                 return
 
     def worked(self) -> None:
-        if self._failures >= FAILURES:
+        if self._logged and now() - self._last >= PAUSE_S:
+            self._logged = False
             log.info(
                 "store works again",
                 store=self._store,
@@ -116,14 +119,17 @@ class Attempts:
         default, self._remedy = REMEDIES[outcome]
         if outcome == Outcome.NO_SPACE:
             self._remedy = self._more_space or self._remedy
-        if not self._failures:
-            self._since = now()
+        flaps = self._logged and now() - self._last < PAUSE_S
+        if not self._failures and not flaps:
+            self._since, self._logged = now(), False
+        self._last = now()
         self._failures += 1
         if self._failures < FAILURES:
             return
         self.reason = reason or default
         self._until = now() + PAUSE_S if outcome == Outcome.UNAVAILABLE else None
-        if self._failures == FAILURES:
+        if not self._logged:
+            self._logged = True
             log.warning("store fails", store=self._store, call=self.kind, reason=self.reason)
 
 

@@ -16,7 +16,7 @@ from kvactors.actor.log import BURST, WINDOW, RateLimit, get_logger
 from kvactors.data_plane.local import LocalPlane
 from kvactors.errors import StoreError
 from kvactors.observe.prometheus import CacheMetrics
-from kvactors.storage.attempts import FAILURES
+from kvactors.storage.attempts import FAILURES, PAUSE_S
 from kvactors.storage.backend import WriteReport
 from kvactors.storage.messages import Outcome
 from kvactors.testing.loop import simulate
@@ -72,6 +72,7 @@ def test_a_full_store_is_a_reason_of_health_until_a_write_finds_space(caplog):
             assert reason.component == "store"
             assert "no space. Free space" in reason.why
             store.write = real
+            await asyncio.sleep(PAUSE_S)
             await requests(cache, 20, 21)
             await cache.wait_idle()
             assert len(events(caplog, "store works again")) == 1

@@ -86,6 +86,27 @@ def test_the_breaker_opens_waits_and_tries_once(clock):
     assert (found.allow(), found.state) == (True, "closed")
 
 
+def test_a_store_on_the_edge_of_its_space_is_logged_once(clock):
+    with structlog.testing.capture_logs() as logs:
+        found = Attempts("here", "write")
+        for _ in range(100):
+            for _ in range(FAILURES):
+                found.record(bytes([NO_SPACE]))
+            assert found.failing.since == 100.0
+            clock[0] += 0.1
+            found.record(bytes([OK]))
+            assert found.failing is None
+        assert [one["event"] for one in logs] == ["store fails"]
+        clock[0] += PAUSE_S
+        for _ in range(FAILURES):
+            found.record(bytes([NO_SPACE]))
+        assert found.failing.since == clock[0]
+        clock[0] += PAUSE_S
+        found.record(bytes([OK]))
+    assert [one["event"] for one in logs[1:]] == ["store fails", "store works again"]
+    assert logs[-1]["failed_for"] == PAUSE_S
+
+
 def test_each_change_is_logged_once(clock):
     with structlog.testing.capture_logs() as logs:
         found = writes(*[[UNAVAILABLE]] * (FAILURES + 3))
