@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import unquote
 
-from kvactors.errors import ConfigError, KVActorsError, StoreError
+from kvactors.errors import ConfigError, StoreError
 from kvactors.settings.tables import StorageConfig
 from kvactors.storage.header import HEADER, VERSION
 from kvactors.storage.inspect import Inspection, Pruned
@@ -61,12 +61,10 @@ async def inspect_objects(url: str) -> list[Inspection]:
 
 async def count_objects(url: str) -> Counter[Objects]:
     """The objects under a URL, of which there must be some."""
-    found = Counter[Objects]()
+    store, found = store_at(url), Counter[Objects]()
     try:
-        async for page in list_objects(store_at(url), ROOT):
+        async for page in list_objects(store, ROOT):
             found.update(map(objects_of, page))
-    except KVActorsError:
-        raise
     except Exception as error:
         raise StoreError(f"{url} cannot be listed: {reason(error)}") from error
     if not found:

@@ -199,7 +199,9 @@ class ObjectBackend(SharedStore):
                 data = await found.bytes_async()
             except FileNotFoundError:
                 return Outcome.MISS
-            return Outcome(await self._in_thread(partial(self._unpack, keys[i], data, views[i])))
+            values = [memoryview(data)]
+            unpack = partial(self.unpack, [keys[i]], values, [views[i]], [len(values[0])])
+            return Outcome((await self._in_thread(unpack))[0])
 
         return bytes(await self._each(self._depth, len(keys), expired, get))
 
@@ -258,16 +260,6 @@ class ObjectBackend(SharedStore):
         header = bytearray(HEADER.size)
         self.headers.make(key, [addresses([view, memoryview(header)])])
         return b"".join((view, header))
-
-    def _unpack(self, key: bytes, data: Any, view: memoryview) -> Outcome:
-        """Compare an object with its header, and copy it if they fit."""
-        source = memoryview(data)
-        [address] = addresses([source])
-        pieces = [[address, address + self.block_bytes]]
-        [outcome], _ = self.headers.compare(key, pieces, [len(source)])
-        if outcome == Outcome.OK:
-            view[:] = source[: self.block_bytes]
-        return Outcome(outcome)
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         if self.block_bytes <= INLINE_BYTES:

@@ -17,8 +17,6 @@ from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
-import numpy as np
-
 from kvactors.actor.log import get_logger
 from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import StoreError, StoreUnavailable
@@ -217,17 +215,10 @@ class ValkeyBackend(SharedStore):
         return outcomes.ljust(len(keys), bytes([rest]))
 
     def _get(self, keys: Keys, views: Views) -> bytes:
-        """Read, compare headers, and copy the payloads of objects that fit. In a thread."""
+        """Read and unpack. In a thread."""
         values = self._pipeline("GET", keys)
         held = [memoryview(value if isinstance(value, bytes) else b"") for value in values]
-        pointers, codes = [[one] for one in addresses(held)], list(map(self._code, values))
-        outcomes, _ = self.headers.compare(b"".join(keys), pointers, codes)
-        for view, value, outcome in zip(views, held, outcomes, strict=True):
-            if outcome == Outcome.OK:
-                # NumPy copies without the interpreter's lock.
-                payload = np.frombuffer(value, np.uint8, self.block_bytes)
-                np.copyto(np.frombuffer(view, np.uint8), payload)
-        return outcomes
+        return self.unpack(keys, held, views, list(map(self._code, values)))
 
     def _set(self, keys: Keys, views: Views) -> bytes:
         """Make headers, and write. In a thread."""
