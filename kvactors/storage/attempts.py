@@ -26,7 +26,7 @@ PAUSE_S = 5.0
 REMEDIES = {
     Outcome.UNAVAILABLE: (
         "a call was unavailable",
-        "Repair the disk, the folder, the service or the access rights (calls are tried again)",
+        "Repair the disk, folder, service or access rights. The next call that works ends this",
     ),
     Outcome.NO_SPACE: ("no space", "Free space in the store"),
     Outcome.CORRUPT: (

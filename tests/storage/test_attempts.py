@@ -35,7 +35,11 @@ def writes(*batches):
 @pytest.mark.parametrize(
     ("batch", "why", "state"),
     [
-        ([UNAVAILABLE], "disk gone. Repair", "open"),
+        (
+            [UNAVAILABLE],
+            "disk gone. Repair the disk, folder, service or access rights. The next call that works ends this",
+            "open",
+        ),
         ([UNAVAILABLE, EXISTS, MISS, LATE, NO_SPACE], "disk gone. Repair", "open"),
         ([NO_SPACE, EXISTS], "no space. Free space", "closed"),
         ([CORRUPT, MISS], "every object was corrupt. Check the disk", "closed"),
