@@ -98,6 +98,10 @@ class Workers:
         self._calls.put((call, future))
         return future
 
+    async def run(self, call: Callable[[], T]) -> T:
+        """Make a call, and wait for its end, even if cancelled: it may use memory of the caller."""
+        return await wait_uncancelled(asyncio.wrap_future(self.submit(call)))
+
     @property
     def busy(self) -> int:
         return len(self._pending)

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.device.arena import Arena
 from kvactors.layout.base import Layout, Piece
 from kvactors.storage.backend import Expired, Keys, SlotViews, Views
@@ -162,7 +161,7 @@ class HeadRangeStore(SharedStore):
                     np.copyto(*((ours, theirs) if join else (theirs, ours)))
 
         pairs = zip(views, slots, strict=True)
-        await wait_uncancelled(asyncio.wrap_future(self._workers.submit(copy)))
+        await self._workers.run(copy)
 
     # -- removal
 

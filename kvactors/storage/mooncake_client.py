@@ -25,7 +25,7 @@ import anyio
 import numpy as np
 
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import uncancelled, wait_uncancelled
+from kvactors.actor.uncancelled import uncancelled
 from kvactors.device.arena import Arena
 from kvactors.errors import StoreError
 from kvactors.settings.check import in_bytes
@@ -200,7 +200,7 @@ class MooncakeClient:
 
         if not self._open:
             return failed
-        return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(guarded)))
+        return await self._workers.run(guarded)
 
     async def exist(self, keys: Sequence[str]) -> list[int]:
         """1, 0, or a negative code a key. Asking gives an object a lease: ask only for what is

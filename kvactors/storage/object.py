@@ -27,7 +27,6 @@ from urllib.parse import quote
 
 import anyio
 
-from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import ConfigError, StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.native import addresses
@@ -264,7 +263,7 @@ class ObjectBackend(SharedStore):
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         if self.block_bytes <= INLINE_BYTES:
             return call()
-        return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(call)))
+        return await self._workers.run(call)
 
     # -- removal
 

@@ -7,7 +7,6 @@ client is redis-py, whose blocking calls run in threads: on the loop they would 
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import time
 from collections import deque
@@ -18,7 +17,6 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from kvactors.actor.log import get_logger
-from kvactors.actor.uncancelled import wait_uncancelled
 from kvactors.errors import StoreError, StoreUnavailable
 from kvactors.identity import StoreIdentity
 from kvactors.native import addresses, object_names
@@ -148,7 +146,7 @@ class ValkeyBackend(SharedStore):
         if not self._open:
             raise StoreUnavailable("the store is not open")
         try:
-            return await wait_uncancelled(asyncio.wrap_future(self._workers.submit(work)))
+            return await self._workers.run(work)
         except self._errors as error:
             raise StoreUnavailable(self._failed(error)) from error
 

@@ -82,9 +82,7 @@ class SlabIo:
     async def run(self, function: Callable[..., T], *args: object) -> T:
         """Make a blocking call and wait until it has ended, even if cancelled: the call works on
         memory that the caller lent."""
-        return await wait_uncancelled(
-            asyncio.wrap_future(self.workers.submit(lambda: function(*args)))
-        )
+        return await self.workers.run(lambda: function(*args))
 
     async def read(
         self,
