@@ -102,8 +102,10 @@ class BlockManager(ABC):
                 raise DeadlineExceeded(
                     f"the calls before this one have not ended after {self._turn_s:g} s"
                 ) from None
-            yield
-            self._changed()
+            try:
+                yield
+            finally:
+                self._changed()
         finally:
             self._line.remove(turn)
             for first in self._line[:1]:  # it may have seen that it is the first one, or left

@@ -467,3 +467,16 @@ def test_values_follow_requests(engine):
         "max_cpu_block_num": 2,
         "available_gpu_resource": 0.5,
     }
+
+
+def test_values_follow_a_match_that_fails(engine):
+    """It has released the blocks of the earlier match."""
+    gauges = Gauges()
+    one = engine(gpu=4, cpu=2, gauges=gauges)
+    one.serve("a", A)
+    one.manager.free_block_ids(2)
+    one.prefill(Request("b", B[:4]))
+    one.manager.allocate_gpu_blocks(3, "c")
+    with pytest.raises(NoRoom):
+        one.match(Request("b", A))
+    assert gauges.values["available_gpu_block_num"] == one.available == 1
