@@ -512,8 +512,9 @@ class CacheManager(BlockManager):
     def reset_cache(self) -> bool:
         """Forget every block of device and host, and every request."""
         with self._turn():
+            for name in [*self._cache.requests]:
+                self._drop(name)
             self._reset()
-            self._scheduled.clear()
             self._finished.clear()
             self._uses.clear()
         return True

@@ -285,6 +285,20 @@ def test_a_reset_empties_everything(engine):
     assert one.serve("d", [*A, 9]) == (0, 0)
 
 
+def test_a_reset_ends_the_hold_of_a_match_on_host_blocks(engine):
+    one = engine(3, 4)
+    for name, prompt in (("a", A), ("b", B[:4]), ("c", C)):
+        one.serve(name, prompt)
+    request = Request("d", [*A, 9])
+    one.manager.match_prefix(request)
+    assert request.match_result.matched_host_nums == 2
+    assert one.manager.reset_cache()
+    one.manager.request_finish(request)
+    for name, prompt in (("a", A), ("b", B[:4]), ("c", C)):
+        one.serve(name, prompt)
+    assert one.serve("d", [*A, 9]) == (0, 2)
+
+
 def test_a_thread_that_finishes_requests_works_beside_the_scheduler(engine):
     one, rng = engine(6, 6, ranks=2), random.Random(7)
     with ThreadPoolExecutor(1) as pool:
