@@ -102,7 +102,8 @@ MARGIN = 5.0  # of a job beyond the storage tier's time-out: it ends itself befo
 class FinishWrites:
     """Copies the blocks of finished requests to staging slots, and saves them. Calls come from any
     threads: each takes the staging slots, and the next one waits for them, for the storage tier's
-    time-out at most.
+    time-out at most. While a call of storage does not return, or for good after a copy that does
+    not end, blocks are not written: the slots are in use.
 
     Attributes:
         written, failed: blocks.
@@ -112,8 +113,10 @@ class FinishWrites:
         self.written = self.failed = 0
         self._storage = storage
         self._copies = copies
-        self._turn: SimpleQueue[bool] = SimpleQueue()  # False: writes have stopped
-        self._turn.put(True)
+        self._job: Future[Any] = Future()  # the last one that uses the staging slots
+        self._job.set_result(None)
+        self._turn: SimpleQueue[None] = SimpleQueue()
+        self._turn.put(None)
         self._jobs = count()
 
     def write(
@@ -123,25 +126,26 @@ class FinishWrites:
         blocks before this returns. Failures are counted and logged, and never raised: the request
         has its answer."""
         try:
-            works = self._turn.get(timeout=self._storage.timeout)
+            self._turn.get(timeout=self._storage.timeout)
         except Empty:
             log.error("blocks not written: staging slots in use", blocks=len(keys))
             self.failed += len(keys)
             return
         written, lacking = 0, len(keys)
         try:
-            if works:
+            if self._job.done():
                 written, lacking = self._write(keys, blocks, wanted)
-        except (TimeoutError, DeviceError) as error:
-            works = False  # a copy or the store may still access the slots
-            self._copies.memory.keep()
+        except TimeoutError:
+            log.error("blocks not written: storage does not return", blocks=len(keys))
+        except DeviceError as error:
+            self._job = Future()  # never done: the copy may still access the slots
             log.error("writes to storage have stopped", error=str(error))
         except CacheClosed:
             log.warning("blocks not written: storage is closed", blocks=len(keys))
         finally:
             self.written += written
             self.failed += lacking - written
-            self._turn.put(works)
+            self._turn.put(None)
 
     def _write(
         self, keys: Sequence[bytes], blocks: Sequence[int], wanted: Callable[[], bool]
@@ -169,6 +173,7 @@ class FinishWrites:
         return written, len(lacking)
 
     def _ended(self, job: Future[StorageResult]) -> StorageResult:
+        self._job = job
         return job.result(self._storage.timeout + MARGIN)
 
     def close(self) -> None:
