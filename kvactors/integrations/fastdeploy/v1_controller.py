@@ -277,13 +277,13 @@ class CacheController:
         if self._storage is not None and to_host:
             write = StorageTask(metadata, targets)
             self._storage.make_way(targets)
-        self._copies.update(targets if to_host else sources)
         self._jobs += 1
         for workers in self._workers.values():
             for one in workers:
                 submit = one.submit_store if to_host else one.submit_load
                 pairs = (sources, targets) if to_host else (targets, sources)
                 submit(self._jobs, *pairs, stream=self._stream())
+        self._copies.update(targets if to_host else sources)  # not those of a refused call
         counter = LayerDoneCounter(self._workers, self._jobs, metadata, self._errors)
         self._pending.append((counter, write))
         return counter

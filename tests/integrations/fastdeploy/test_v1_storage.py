@@ -228,6 +228,13 @@ def test_a_read_comes_after_the_copies_that_were_issued_before_it(worker):
     assert loaded(worker, 0) == [10, 11, 12, 13]
 
 
+def test_a_refused_copy_counts_for_no_read(worker):
+    stored(worker, 1, 7)
+    with pytest.raises(ValueError, match="block id out of range"):
+        worker.submit_swap_tasks(copies([6], [0], [8]), None)
+    assert worker.prefetch_from_storage(metadata([7], [0], [0])).get_result() == [0]
+
+
 def test_a_read_whose_host_block_was_given_to_a_later_copy_fails(worker):
     stored(worker, 1, 7)
     worker.submit_swap_tasks(copies([2], [0], [8]), None)
