@@ -16,7 +16,7 @@ from kvactors.flush_notifier.messages import PathCached
 from kvactors.flush_notifier.sinks.base import Sink
 from kvactors.identity import PLAIN, CacheScope
 from kvactors.integrations.fastdeploy.lower_tiers import EngineTiers, LowerTiers
-from kvactors.integrations.fastdeploy.requests import EngineBlocks, RequestRecord, whole
+from kvactors.integrations.fastdeploy.requests import EngineBlocks, RequestRecord, block_ids
 from kvactors.native import BlockTree, Path
 from kvactors.storage.device_store import DeviceStore
 from kvactors.tier_cache.sinks import SinkFeed, SinkService
@@ -275,7 +275,7 @@ class DeviceCache:
                 f"the block table of request {record.request!r} has {len(table)} blocks, and "
                 f"{full} are full"
             )
-        own = [whole("a block id", block) for block in table[start:full]]
+        own = block_ids("a block id", table[start:full])
         self.blocks.check_held(own, record.request)
         return own
 

@@ -36,6 +36,7 @@ from kvactors.integrations.fastdeploy.lower_tiers import EngineTensors, LowerTie
 from kvactors.integrations.fastdeploy.metrics import HitRates, ManagerStatistics
 from kvactors.integrations.fastdeploy.requests import (
     RequestRecord,
+    block_ids,
     name_of,
     required_blocks,
     rounded_up,
@@ -135,9 +136,7 @@ class BlockManager(ABC):
         """Return one or several blocks of `allocate_gpu_blocks` that `num_cached_blocks` does not
         count. ValueError if one is free already, in the prefix cache, or held for another request:
         nothing changed."""
-        many = hasattr(gpu_block_ids, "__len__")
-        given: Any = gpu_block_ids if many else [gpu_block_ids]
-        ids = [whole("gpu_block_ids", block) for block in given]
+        ids = block_ids("gpu_block_ids", gpu_block_ids)
         with self._turn():
             self._cache.blocks.give(ids, req_id)
 

@@ -33,6 +33,15 @@ def whole(name: str, value: Any) -> int:
         raise TypeError(f"{name} must be an integer, not {value!r}") from None
 
 
+def block_ids(name: str, given: Any) -> list[int]:
+    """One block or several, as Python's integers."""
+    try:
+        many = [*given]
+    except TypeError:
+        many = [given]
+    return [whole(name, block) for block in many]
+
+
 def at_least(least: int, name: str, value: Any) -> int:
     """An integer that is not less than `least`."""
     if (found := whole(name, value)) < least:

@@ -18,6 +18,7 @@ from kvactors.integrations.fastdeploy.lower_tiers import MARGIN, EngineTiers
 from kvactors.integrations.fastdeploy.manager import BlockManager, log
 from kvactors.integrations.fastdeploy.requests import (
     RequestRecord,
+    block_ids,
     computed_tokens,
     name_of,
     rounded_up,
@@ -350,13 +351,14 @@ class CacheManager(BlockManager):
         """A request has ended, is preempted or was not admitted: index what it has computed, and
         take all its blocks back. To be called before its block table is emptied."""
         with self._turn():
-            name, table = name_of(request), [*sequence_of(request, "block_tables")]
+            name = name_of(request)
+            ids = block_ids("a block id", sequence_of(request, "block_tables"))
             record = self._cache.requests.get(name)
             if record is not None:
                 self._commit(record, request)
                 if self._backs_up and self.enable_host_cache and record.num_cached:
                     self._finished.append(record)
-            self._cache.blocks.give_held(table, name)
+            self._cache.blocks.give_held(ids, name)
             self._drop(name)
 
     def _drop(self, name: str) -> None:
@@ -445,9 +447,10 @@ class CacheManager(BlockManager):
         self._end_reads(host_block_ids, success=False)
 
     def _end_reads(self, blocks: Sequence[int], *, success: bool) -> None:
+        ids = block_ids("host_block_ids", blocks)
         with self._turn():
             if self._slots is not None and not self._closed:
-                self._slots.end_reads(blocks, success=success)
+                self._slots.end_reads(ids, success=success)
                 self._cache.report_moves()
 
     @property

@@ -8,6 +8,7 @@ import random
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from kvactors.errors import ConfigError
@@ -283,6 +284,24 @@ def test_a_reset_empties_everything(engine):
     one.manager.request_finish(request)  # of before
     assert one.manager.num_free_device_blocks == 4
     assert one.serve("d", [*A, 9]) == (0, 0)
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_a_table_of_an_array_is_taken_back_as_integers(engine, prefix_caching):
+    """numpy's integers would be in the next tables and in the copies that workers are sent."""
+    one = engine(4, 4, enable_prefix_caching=prefix_caching)
+    request = Request("a", A)
+    one.manager.match_prefix(request)
+    table = one.manager.allocate_gpu_blocks(request, 3)
+    for wrong in (None, ["x"], [[0]], [1.0]):
+        request.block_tables = wrong
+        with pytest.raises(TypeError, match=r"block_tables of request 'a'|a block id must be"):
+            one.manager.request_finish(request)
+    request.block_tables = np.array(table)
+    one.manager.request_finish(request)
+    one.manager.check_and_add_pending_backup()
+    assert {type(block) for block in one.manager.gpu_free_block_list} == {int}
+    assert one.manager.num_free_device_blocks == 4
 
 
 def test_a_reset_ends_the_hold_of_a_match_on_host_blocks(engine):

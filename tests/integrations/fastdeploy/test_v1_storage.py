@@ -149,6 +149,14 @@ def test_after_a_reset_a_prefetch_ends_as_before(engine):
     assert one.serve("a", A) == (0, 2), "it is read again"
 
 
+@pytest.mark.parametrize("blocks", [None, "0", [[0]], [0.0]])
+def test_host_blocks_that_are_no_integers_are_refused(engine, blocks):
+    one = engine()
+    for end in (one.manager.update_storage_blocks_to_host, one.manager.abort_prefetch_blocks):
+        with pytest.raises(TypeError, match="host_block_ids must be an integer"):
+            end(blocks)
+
+
 def test_host_blocks_without_a_prefetch_are_no_error(engine):
     one = engine()
     one.manager.update_storage_blocks_to_host([0, 3])
