@@ -268,7 +268,7 @@ class DeviceCache:
     def uncommitted(self, record: RequestRecord, table: Sequence[int], full: int) -> list[int]:
         """The blocks of a request's table that are not cached, of the `full` first ones."""
         start = record.num_cached
-        if full <= start or record.tree.retired:
+        if full <= start:
             return []
         if len(table) < full:
             raise ValueError(
@@ -280,9 +280,11 @@ class DeviceCache:
         return own
 
     def commit(self, record: RequestRecord, own: Sequence[int]) -> None:
-        """Cache the next blocks of a request, which has their tokens."""
-        self.blocks.enter(own)
-        self._enter(record, own)
+        """Cache the next blocks of a request, which has their tokens. They stay the engine's if the
+        tree was forgotten: the bytes may be of other weights."""
+        if not record.tree.retired:
+            self.blocks.enter(own)
+            self._enter(record, own)
 
     def _enter(self, record: RequestRecord, blocks: Sequence[int]) -> None:
         added = record.enter(blocks)

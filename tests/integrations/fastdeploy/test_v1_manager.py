@@ -304,6 +304,28 @@ def test_a_table_of_an_array_is_taken_back_as_integers(engine, prefix_caching):
     assert one.manager.num_free_device_blocks == 4
 
 
+def test_new_weights_between_a_match_and_its_loads(engine, tmp_path):
+    """The request goes on with the weights of before, and leaves nothing."""
+    version = tmp_path / "version.yaml"
+    version.write_text("version: RL-STEP01-x", "utf-8")
+    one = engine(3, 4, model=str(tmp_path))
+    for name, prompt in (("a", A), ("b", B[:4]), ("c", C)):
+        one.serve(name, prompt)
+    request, other = Request("d", [*A, 9]), Request("e", C)
+    one.manager.match_prefix(request)
+    version.write_text("version: RL-STEP02-x", "utf-8")
+    one.manager.match_prefix(other)
+    one.manager.request_finish(other)
+    request.block_tables = one.manager.allocate_gpu_blocks(request, 3)
+    check(one.manager)
+    assert request.cache_swap_metadata[0].dst_block_ids == [0, 1]
+    one.manager.request_finish(request)
+    one.manager.check_and_add_pending_backup()
+    check(one.manager)
+    assert one.manager.num_free_device_blocks == 3
+    assert one.manager.num_free_host_blocks == 4
+
+
 def test_a_reset_ends_the_hold_of_a_match_on_host_blocks(engine):
     one = engine(3, 4)
     for name, prompt in (("a", A), ("b", B[:4]), ("c", C)):
