@@ -320,8 +320,6 @@ def tensors_by_rank(named: Mapping[str, Any]) -> list[RankTensors]:
         if place in of_rank:
             raise LayoutError(f"{name!r} is a second tensor of layer {place[0]}, {place[1]}")
         of_rank[place] = tensor
-    if not ranks:
-        raise LayoutError("there are no cache tensors")
     if sorted(ranks) != list(range(len(ranks))):
         raise LayoutError(f"cache tensors of ranks {sorted(ranks)}: they must be 0, 1, ..")
     return [ranks[rank] for rank in range(len(ranks))]
@@ -336,6 +334,8 @@ class CacheKvsLayout(Layout):
     def __init__(self, block_size: int, tensors: RankTensors, extra_layers: int = 0) -> None:
         self._regions = {place: region_of(tensor) for place, tensor in tensors.items()}
         layers = sorted({layer for layer, _ in tensors})
+        if not layers:
+            raise LayoutError("there are no cache tensors")
         if layers != list(range(layers[0], layers[0] + len(layers))):
             raise LayoutError(f"cache tensors of layers {layers}: they must be consecutive")
         roles = {layer: sorted(role.name for role in self.roles(layer)) for layer in layers}

@@ -278,7 +278,6 @@ def test_names_become_layers_roles_and_ranks():
 @pytest.mark.parametrize(
     ("named", "text"),
     [
-        ({}, "there are no cache tensors"),
         ({"caches_0_rank0": tensor(2, 8)}, "'caches_0_rank0' is no name of a cache tensor"),
         (
             {"key_caches_0_rank0": tensor(2, 8), "key_caches_0_rank0.device1": tensor(2, 8)},

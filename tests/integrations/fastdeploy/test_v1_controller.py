@@ -98,6 +98,13 @@ def test_tensors_of_another_number_of_blocks_are_refused():
         worker.initialize_kv_cache(backend, 5)
 
 
+def test_a_back_end_without_tensors_is_refused():
+    worker, backend = made(0)
+    backend.create_kv_cache = lambda **_: {}
+    with pytest.raises(LayoutError, match="there are no cache tensors"):
+        worker.initialize_kv_cache(backend, 6)
+
+
 # -- host buffers
 
 
