@@ -162,7 +162,7 @@ class EngineBlocks:
 
     def give_held(self, blocks: Sequence[int], request: str) -> None:
         """A request ends: its blocks of since the last reset are free."""
-        held = [block for block in blocks if self.held.get(block) == request]
+        held = {block for block in blocks if self.held.get(block) == request}
         self._earlier.difference_update((block, request) for block in blocks)
         self.enter(held)
         self.push(held)

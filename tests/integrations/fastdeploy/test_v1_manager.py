@@ -304,6 +304,17 @@ def test_a_table_of_an_array_is_taken_back_as_integers(engine, prefix_caching):
     assert one.manager.num_free_device_blocks == 4
 
 
+def test_a_table_with_a_block_twice_is_taken_back_once(engine):
+    one = engine(4)
+    request = Request("a", A)
+    one.manager.match_prefix(request)
+    request.block_tables = 2 * one.manager.allocate_gpu_blocks(request, 2)
+    one.manager.request_finish(request)
+    one.manager.check_and_add_pending_backup()
+    check(one.manager)
+    assert one.manager.num_free_device_blocks == 4
+
+
 def test_new_weights_between_a_match_and_its_loads(engine, tmp_path):
     """The request goes on with the weights of before, and leaves nothing."""
     version = tmp_path / "version.yaml"
