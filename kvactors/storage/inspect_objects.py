@@ -115,8 +115,9 @@ async def prune_objects(
         return one.store in gone and one.minute <= last
 
     if not dry_run:
-        await delete_listed(store_at(url), ROOT, is_old)
-        remove_left_over(store_at(url).prefix)
+        store = store_at(url)
+        await delete_listed(store, ROOT, is_old)
+        remove_left_over(store.prefix)
     why = f"the oldest beyond {max_bytes:,} bytes"
     return [Pruned(path, why, nbytes, True) for path, nbytes in sorted(gone.items())]
 
@@ -125,4 +126,4 @@ def remove_left_over(folder: Any) -> None:
     """Remove the temporary files that processes that were killed have left in a folder."""
     for one in files_below(folder, ROOT) if isinstance(folder, Path) else ():
         if "#" in one.name and one.written_at < time.time() - LEFT_OVER_S:
-            (folder / one.name).unlink(missing_ok=True)  # a write may have ended meanwhile
+            (folder / one.name).unlink(missing_ok=True)  # its write may have ended

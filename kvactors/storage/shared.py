@@ -79,8 +79,8 @@ class SharedStore(Backend):
         self.generation = max(self.generation + 1, generation)
 
     def unpack(self, keys: Keys, values: list[memoryview], views: Views, codes: list[int]) -> bytes:
-        """Compare objects with their headers, and copy the payloads of those that fit. codes: see
-        `PoolHeaders.compare`. For a thread: the copies need no lock of the interpreter."""
+        """Compare objects with their headers, and copy the payloads of whole objects. codes: of
+        `PoolHeaders.compare`. For a thread: numpy copies without the interpreter's lock."""
         pointers = [[address] for address in addresses(values)]
         outcomes, _ = self.headers.compare(b"".join(keys), pointers, codes)
         for view, value, outcome in zip(views, values, outcomes, strict=True):

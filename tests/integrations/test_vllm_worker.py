@@ -100,7 +100,7 @@ def test_chunks_go_to_the_host_and_back_behind_the_models_stream(gpu: Gpu, tmp_p
         gpu.work(gpu.stream, compute)
         assert worker.submit_store(1, device_blocks(0, 5, 2), chunks(3, 1))
         worker.submit_store(2, device_blocks(4, first=1), chunks(0))
-        time.sleep(0.1)  # a copy that does not wait ends meanwhile
+        time.sleep(0.1)  # time for a copy that ignores the stream
         early, before = worker.get_finished(), engine.chunk(3)
         computed.set()  # before a check may fail: the stream uses the tensors
         assert (early, before) == ([], bytes(CHUNK * ROW)), (

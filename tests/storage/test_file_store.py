@@ -225,7 +225,7 @@ async def test_files_are_not_made_anew_under_a_call_that_uses_the_old_ones(tmp_p
         for view, number in zip(views, (3, 4), strict=True):
             view[:] = bench.pattern(number)
         writing = asyncio.create_task(store.write([key(3), key(4)], views, never))
-        await asyncio.sleep(0.1)  # a write that does not wait makes the files meanwhile
+        await asyncio.sleep(0.1)  # time for a write that ignores the read
         hang.go.set()
         await reading
         assert list((await writing).outcomes) == [OK, OK]

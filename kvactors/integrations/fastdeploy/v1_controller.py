@@ -283,7 +283,7 @@ class CacheController:
                 submit = one.submit_store if to_host else one.submit_load
                 pairs = (sources, targets) if to_host else (targets, sources)
                 submit(self._jobs, *pairs, stream=self._stream())
-        self._copies.update(targets if to_host else sources)  # not those of a refused call
+        self._copies.update(targets if to_host else sources)  # a refused call copies nothing
         counter = LayerDoneCounter(self._workers, self._jobs, metadata, self._errors)
         self._pending.append((counter, write))
         return counter
