@@ -78,7 +78,7 @@ async def run(setting: Setting, tally: Tally) -> None:
         try:
             async with load.running():
                 for fault, visible in faults:
-                    await one_fault(cache, service, fault, setting, tally, visible=visible)
+                    await one_fault(load, service, fault, setting, tally, visible=visible)
             await load.everything()
             await finish_two(cache)
             await at_rest(cache, tally)
@@ -90,14 +90,14 @@ async def run(setting: Setting, tally: Tally) -> None:
 
 
 async def one_fault(
-    cache: KVCache, service: Service, fault: Fault, setting: Setting, tally: Tally, *, visible: bool
+    load: Load, service: Service, fault: Fault, setting: Setting, tally: Tally, *, visible: bool
 ) -> None:
     """Requests are served during it, and health shows it and its end."""
-    served = tally.finished
+    cache, served = load.cache, tally.finished
     await setting.moment(0.1, 0.5)
     tally.faults += 1
     await service.inject(fault)
-    async with other_namespace(cache):
+    async with other_namespace(load):
         await setting.moment(0.05, 0.3)
     if visible and not await reached(lambda: cache.health().status == "degraded", PATIENCE):
         tally.complain(f"health does not show that the service fails: {fault.kind}")
@@ -112,15 +112,21 @@ async def one_fault(
 
 
 @asynccontextmanager
-async def other_namespace(cache: KVCache) -> AsyncIterator[None]:
+async def other_namespace(load: Load) -> AsyncIterator[None]:
     """Requests of another namespace than the one the store was opened with, while the block
     runs."""
-    before = cache.namespace
-    await cache.set_namespace("weights-2")
+    before = load.cache.namespace
     try:
+        await change_namespace(load, "weights-2")
         yield
     finally:
-        await uncancelled(cache.set_namespace(before))
+        await uncancelled(change_namespace(load, before))
+
+
+async def change_namespace(load: Load, name: str) -> None:
+    """An unpin under way meets the pins of either namespace."""
+    with load.pins.changing():
+        await load.cache.set_namespace(name)
 
 
 async def finish_two(cache: KVCache) -> None:

@@ -335,7 +335,8 @@ class Client:
             blocks = await self._ask(
                 "unpin", lambda: cache.unpin(one.tokens, deadline=2.0, **one.scope), 2.0
             )
-            alone = ground.pins.epoch == epoch  # a clear may have ended it first
+            # A clear may have ended it first, or another namespace has no such pin.
+            alone = ground.pins.epoch == epoch and cache.namespace == key[0]
         ground.seen["unpinned"] += blocks > 0
         if not blocks and alone and not ground.faulty:
             ground.fail("unpin of pinned blocks found none")
