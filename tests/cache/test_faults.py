@@ -34,7 +34,7 @@ async def test_a_slow_or_broken_store_costs_a_miss_by_the_deadline(answer):
             return await original(key, into) if answer == "late" else Outcome.UNAVAILABLE
 
         store.load = load
-        lease = await cache.acquire("a", prompt(1, 6, tail=1), deadline=0.1)
+        lease = await cache.acquire("a", prompt(1, 6, tail=1), deadline=1.0)
         await lease.wait_ready()
         assert not answered.is_set(), "the request waited for the store"
         assert lease.hits.storage == 0
@@ -62,7 +62,7 @@ async def test_a_copy_that_hangs_costs_other_blocks_and_its_own_stay_out_of_use(
             return await run(direction, *pairs)
 
         cache.system.plane.engine.run = hangs
-        lease = await cache.acquire("a", prompt(1, 4, tail=1), deadline=0.1)
+        lease = await cache.acquire("a", prompt(1, 4, tail=1), deadline=1.0)
         table = lease.block_table
         await lease.wait_ready()
         assert lease.hits == (0, 0, 0)

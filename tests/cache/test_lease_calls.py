@@ -164,7 +164,7 @@ async def test_a_thread_that_gave_up_has_no_effect_or_no_lease(monkeypatch):
         monkeypatch.setattr(lease, "extend", late(lease.extend))
         monkeypatch.setattr(cache, "acquire", late(cache.acquire))
         for call in (
-            lambda: held.extend([1] * BLOCK, deadline=0.3),
+            lambda: held.extend([1] * BLOCK, deadline=2.0),
             lambda: cache.from_thread.acquire("b", prompt(2, 1), deadline=0.3),
         ):
             given_up.clear()

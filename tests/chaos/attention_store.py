@@ -79,14 +79,14 @@ async def run(setting: Setting, tally: Tally) -> None:
             async with load.running():
                 for fault, visible in faults:
                     await one_fault(load, service, fault, setting, tally, visible=visible)
+                if not await reached(lambda: tally.storage > 0, PATIENCE):
+                    tally.complain("no block came from the store")
             await load.everything()
             await finish_two(cache)
             await at_rest(cache, tally)
             compare_index(cache, service, tally)
         finally:
             await service.recover(fault)
-    if not tally.storage:
-        tally.complain("the round proves nothing: no block came from the store")
 
 
 async def one_fault(

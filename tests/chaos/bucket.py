@@ -24,7 +24,7 @@ async def run(setting: Setting, tally: Tally) -> None:
     os.environ.update(CREDENTIALS)
     try:
         await run_sync(server.start)
-        await under_load(server, server.storage(timeout_s=1.0), setting, tally)
+        await under_load(server, server.storage(timeout_s=3.0), setting, tally)
     finally:
         with anyio.CancelScope(shield=True):
             await run_sync(server.kill)

@@ -33,10 +33,8 @@ async def run(setting: Setting, tally: Tally) -> None:
             await run_sync(check_objects, folder, tally)
         await first.rest()
     async with worker(reading, setting, tally) as last:
-        await last.reach(30)
-        said = await last.rest()
-    if not said.tally.storage:
-        tally.complain("the round proves nothing: no block came back from the folder")
+        await last.reach(30, stored=1)
+        await last.rest()
 
 
 def check_objects(folder: Path, tally: Tally) -> None:

@@ -79,10 +79,11 @@ class Worker:
         """See `Injectable`."""
         await ProcessFaults(self._child).recover(fault)
 
-    async def reach(self, requests: int) -> None:
-        """Wait until it has served so many. Errors as of `rest`."""
+    async def reach(self, requests: int, *, stored: int = 0) -> None:
+        """Wait until it has served so many, with so many blocks of the store. Errors as of
+        `rest`."""
         await self._hear()
-        while self._last.tally.finished < requests:
+        while self._last.tally.finished < requests or self._last.tally.storage < stored:
             await self._hear()
 
     async def rest(self) -> Said:

@@ -114,6 +114,7 @@ def test_a_wrong_byte_or_a_failed_copy_is_found(fake, name, broken, monkeypatch)
 )
 def test_a_stream_that_is_not_waited_for_is_found(fake, name, broken, answer, text, monkeypatch):
     monkeypatch.setattr(*broken, answer)
+    monkeypatch.setattr("tests.gpu.streams.HELD", 1.0)  # the stand-in copies in a thread
     ((good, found),) = asyncio.run(checks.run_checks(CudaDriver(fake.path), [name])).values()
     fake.forgive()  # the races that follow
     assert not good

@@ -144,7 +144,7 @@ class Wired:
         self.sinks = sinks or (memory("good"), memory("bad"))
         self.block = block
         self.config = FlushConfig(
-            **{"retry_min_s": 0.01, "retry_max_s": 0.04, "timeout_s": 0.05, **config}
+            **{"retry_min_s": 0.01, "retry_max_s": 0.04, "timeout_s": 10.0, **config}
         )
 
     def make(self, ref):

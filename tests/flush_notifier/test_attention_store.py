@@ -39,7 +39,7 @@ def fresh_services():
 
 def store(**changes) -> AttentionStoreConfig:
     return AttentionStoreConfig(
-        **{"sdk": STAND_IN, "ready_interval_s": 0.01, "ready_timeout_s": 1.0, **changes}
+        **{"sdk": STAND_IN, "ready_interval_s": 0.01, "ready_timeout_s": 20.0, **changes}
     )
 
 
@@ -204,7 +204,7 @@ async def test_bytes_handed_over_for_an_evicted_run_grow_linearly(blocks):
 
 
 async def test_calls_never_overlap_and_nothing_is_lost_when_one_hangs():
-    wired = Running(sink())
+    wired = Running(sink(), timeout_s=0.05)
     one = stand_in.service()
     async with wired.running():
         await wired.tell(finished(1, 2))

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from msgspec.structs import replace
 
 import kvactors
 from kvactors.errors import DeadlineExceeded
@@ -87,7 +88,8 @@ async def test_a_failed_sink_is_waited_for_no_longer_than_asked_and_may_be_left_
 async def test_closing_delivers_to_sinks_that_respond_and_does_not_wait_for_others():
     slow, dead = sink("slow"), sink("dead")
     began = asyncio.get_running_loop().time()
-    async with kvactors.open(CONFIG, sinks=[slow, dead]) as cache:
+    patient = replace(CONFIG, actors=replace(CONFIG.actors, drain_timeout_s=60.0))
+    async with kvactors.open(patient, sinks=[slow, dead]) as cache:
         dead.fault_mode = "down"
         await request(cache, 1)
         await cache.wait_flushed(5.0, sinks=["slow"])
@@ -96,7 +98,7 @@ async def test_closing_delivers_to_sinks_that_respond_and_does_not_wait_for_othe
         await lease.finish()
         slow.fault_mode, slow.delay = "slow", 0.05
     assert len(slow.view()[Tier.DEVICE]) == 5
-    assert asyncio.get_running_loop().time() - began < 1.5, "nobody waited for the dead one"
+    assert asyncio.get_running_loop().time() - began < 20, "nobody waited for the dead one"
 
 
 async def test_the_barrier_covers_corrections_of_an_unfinished_call():

@@ -290,6 +290,8 @@ async def test_a_reader_that_loses_messages_ends_equal_to_the_tiers(tmp_path, lo
     async with kvactors.open(config(tmp_path, replay_window=window)) as cache:
         sink: Any = cache.sinks["kv_events"]
         reader = Reader(sink.endpoint, sink.replay_endpoint, lose=lose, seed=4)
+        while not reader.statistics.connections:  # only live messages are lost
+            await asyncio.to_thread(reader.step, 0.01)
         work = asyncio.create_task(churn(cache, range(60)))
         for _ in range(200):
             await asyncio.to_thread(reader.step, 0.01)

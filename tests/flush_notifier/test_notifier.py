@@ -39,14 +39,14 @@ async def test_a_misbehaving_sink_neither_delays_the_other_nor_loses_anything(fa
 
 async def test_only_the_difference_is_sent_after_an_outage():
     sink = faulty("one")
-    wired = Wired(sink)
+    wired = Wired(sink, retry_max_s=2.0)
     async with wired.running():
         await wired.tell(announced(1, 2))
         await wired.settle()
         told = len(sink.inner.tasks)
         sink.fault_mode = "down"
         await wired.tell(announced(9))
-        await until(lambda: sink.calls >= 4)
+        await until(lambda: sink.calls >= 8)  # the next one is more than a second away
         for i in range(10, 30):
             await wired.tell(
                 announced(i), BlocksRemoved(path(i)[1], Tier.DEVICE, Reason.DEVICE_DROP)

@@ -480,7 +480,7 @@ async def test_flushes_do_not_wait_for_a_write_that_takes_long():
     saving = asyncio.create_task(storage.save(path.tobytes(), 0, (0,), 60.0))
     while not any(
         call.name == "match" and call.arguments[1:] == (0, 60.0)
-        for call in stand_in.service().calls
+        for call in list(stand_in.service().calls)
     ):
         await asyncio.sleep(0.01)
     stand_in.service().hold = None

@@ -537,6 +537,7 @@ async def test_a_disk_that_is_full_is_asked_for_the_next_slab_after_a_pause(
         monkeypatch.setattr(SlabFiles, "grow", lambda _: (asked.append(1), Outcome.NO_SPACE)[1])
         for number in range(4, 8):
             assert await bench.put(number) == [OK]
-            await asyncio.sleep(0.01)
+            while not asked or bench.store.supply._growing is not None:
+                await asyncio.sleep(0.001)
         assert len(asked) == 1
         assert len(bench.store.keys()) == 8

@@ -351,7 +351,7 @@ async def test_a_server_that_hangs_costs_its_time_out_and_closing_does_not_wait(
 
 async def test_a_server_that_is_killed_and_started_again_serves_again():
     with s3_server() as server:
-        async with Node(server.storage(timeout_s=3.0)) as one:
+        async with Node(server.storage(timeout_s=20.0)) as one:
             assert await one.put(1) == [Outcome.OK]
             server.kill()
             assert await one.get(1) == [Outcome.UNAVAILABLE]
@@ -552,7 +552,7 @@ async def test_two_caches_share_a_store_and_a_third_finds_it_later(shared):
 async def test_a_server_that_is_gone_shows_in_health_and_comes_back_alone(monkeypatch):
     monkeypatch.setattr(attempts, "PAUSE_S", 0.2)
     with s3_server() as server:
-        async with kvactors.open(config(server.storage(), timeout_s=2.0)) as cache:
+        async with kvactors.open(config(server.storage(), timeout_s=20.0)) as cache:
             assert await request(cache, 0) == 0
             await cache.wait_idle()
             assert cache.health().status == "ok"

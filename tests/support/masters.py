@@ -12,7 +12,7 @@ from signal import Signals
 
 from kvactors.errors import StoreError
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds until a started master must listen."""
 
 

@@ -76,7 +76,7 @@ def test_a_server_that_is_gone_costs_misses_and_comes_back(monkeypatch):
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     with s3_server() as server:
-        cache = make(8, storage=server.storage(timeout_s=2.0))
+        cache = make(8, storage=server.storage(timeout_s=20.0))
         store(cache, KEYS[:2])
         settle(cache)
         cache.reset()

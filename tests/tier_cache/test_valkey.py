@@ -55,7 +55,7 @@ def test_keys_that_expired_are_reported_by_the_next_job(server):
     while not removed and time.monotonic() < until:
         time.sleep(0.05)
         removed = tier.submit_store("t", KEYS[1:2], [view]).result(LIMIT).removed
-    assert removed[0] == KEYS[0]
+    assert KEYS[0] in removed
     assert not tier.contains(KEYS[0])
     tier.close()
 

@@ -19,7 +19,7 @@ from tests.integrations.fastdeploy.simulation import POOL, FaultyPool, made_pool
 from tests.integrations.fastdeploy.test_v1_manager import LAYOUT, A, B, C, Engine
 from tests.tier_cache.faulty_stores import Faults
 
-OPTIONS = {"layout": LAYOUT, "storage": {"timeout_s": 0.3}}
+OPTIONS = {"layout": LAYOUT, "storage": {"timeout_s": 5.0}}
 GIVEN = {"options": OPTIONS, "environ": POOL}
 
 
@@ -38,7 +38,7 @@ def engine(pool):
     made = []
 
     def make(gpu=3, cpu=4, **settings):
-        made.append(Engine(gpu, cpu, backend="mooncake", **GIVEN, **settings))
+        made.append(Engine(gpu, cpu, backend="mooncake", **GIVEN | settings))
         return made[-1]
 
     yield make
@@ -130,7 +130,7 @@ def test_a_prefetch_crosses_processes(engine):
 
 
 def test_storage_that_does_not_answer_is_not_waited_for_long(engine, pool):
-    one = engine()
+    one = engine(options=OPTIONS | {"storage": {"timeout_s": 0.3}})
     FaultyPool.mode = "hang"
     begun = time.monotonic()
     assert not one.manager.prefetch_storage(Request("a", A))
@@ -169,8 +169,8 @@ def test_a_folder_is_written_by_every_worker(tmp_path, ranks):
     """FastDeploy's back end `file` is a folder of objects, which the scheduler's process reads."""
     for variable in (True, False):
         environ = {"FILE_BACKEND_STORAGE_DIR": str(tmp_path)} if variable else {}
-        options = OPTIONS | {"storage": {"timeout_s": 5.0}}
-        options["storage"] |= {} if variable else {"directory": str(tmp_path)}
+        place = {} if variable else {"directory": str(tmp_path)}
+        options = OPTIONS | {"storage": OPTIONS["storage"] | place}
         given = {"backend": "file", "environ": environ, "options": options, "ranks": ranks}
         one = Engine(3, 4, **given)
         try:

@@ -205,8 +205,8 @@ def test_pages_of_a_store_that_has_failed_do_not_stay_when_the_disk_takes_them_l
 ) -> None:
     FaultyStore.mode = "hold"
     faulty.timeout = 0.2
-    assert faulty.store(KEYS[:1]) == [False]
-    assert faulty.tier.in_flight
+    while not faulty.tier.in_flight:  # not, if the time was over before it began
+        assert faulty.store(KEYS[:1]) == [False]
     FaultyStore.mode = "ok"
     faulty.timeout = LIMIT
     assert faulty.tier.drain(LIMIT)
