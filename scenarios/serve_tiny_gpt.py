@@ -331,11 +331,11 @@ def complaints(
             f"of {min(spoilt)}"
         )
     said += [f"no block came from {tier}" for tier in TIERS if not getattr(found, tier)]
-    said += [
-        f"no {name} block came from {tier}"
+    said += [  # host and storage as one: which of them still has a state is a matter of order
+        f"no {name} block came from {' or '.join(tiers)}"
         for name, hits in cached.groups.items()
-        for tier in TIERS
-        if not hits[tier]
+        for tiers in (TIERS[:1], TIERS[1:])
+        if not any(hits[tier] for tier in tiers)
     ]
     if not found.preemptions:
         said.append("nobody was preempted")

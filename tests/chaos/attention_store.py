@@ -124,7 +124,7 @@ async def other_namespace(load: Load) -> AsyncIterator[None]:
 
 
 async def change_namespace(load: Load, name: str) -> None:
-    """An unpin under way meets the pins of either namespace."""
+    """Change the namespace. The load expects nothing of pins meanwhile."""
     with load.pins.changing():
         await load.cache.set_namespace(name)
 

@@ -80,8 +80,8 @@ class Worker:
         await ProcessFaults(self._child).recover(fault)
 
     async def reach(self, requests: int, *, stored: int = 0) -> None:
-        """Wait until it has served so many, with so many blocks of the store. Errors as of
-        `rest`."""
+        """Wait until it has served so many requests, and loaded so many blocks from the store.
+        Errors as of `rest`."""
         await self._hear()
         while self._last.tally.finished < requests or self._last.tally.storage < stored:
             await self._hear()

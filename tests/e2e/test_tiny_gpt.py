@@ -82,7 +82,7 @@ def test_spoilt_blocks_are_seen(serve, layout, fault):
 
 
 def test_the_same_bits_from_windows_and_states(serve):
-    """With forks. Every group has hits from every tier, else the script complains."""
+    """With forks. Every group has hits from the device and from below, else the script complains."""
     layers = ("--layers", "window,state,full", "--layout", "mla")
     found = serve(*layers, "--samples", "2", "--restart", "--chunk-tokens", "32")
     assert_same_bits(*found, positions=4 * 3 * 16 * 2)

@@ -108,7 +108,7 @@ async def test_it_listens_on_the_loopback_by_default_and_names_an_address_that_i
 
 
 async def test_half_open_and_slow_clients_end_after_their_time_and_block_nothing(monkeypatch):
-    monkeypatch.setattr(http_endpoint, "EXCHANGE_LIMIT_S", 0.2)
+    monkeypatch.setattr(http_endpoint, "EXCHANGE_LIMIT_S", 1.0)
     async with opened(host=HOST, storage=STORE) as cache, serve_metrics(cache, 0) as endpoint:
         silent = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(5)]
         for _, writer in silent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -131,11 +132,8 @@ async def test_a_loop_that_does_not_respond_is_waited_for_no_longer_than_allowed
     monkeypatch.setattr("kvactors.observe.prometheus.SCRAPE_LIMIT_S", 0.01)
     async with opened(host=HOST) as cache:
         metrics = CacheMetrics(cache)
-        rendered = asyncio.get_running_loop().run_in_executor(None, metrics.render)
-        import time
-
-        time.sleep(0.2)  # noqa: ASYNC251 - the loop is blocked
-        assert parsed(await rendered) == {("kvactors:up",): 0}
+        rendered = ThreadPoolExecutor(1).submit(metrics.render)
+        assert parsed(rendered.result(60)) == {("kvactors:up",): 0}  # the loop is blocked
 
 
 def test_without_metrics_no_function_of_them_is_called():

@@ -101,7 +101,7 @@ async def test_a_request_larger_than_the_device_is_rejected(tmp_path):
 async def test_speed_divides_time(tmp_path):
     path = trace(tmp_path / "t.jsonl", (5_000, 0, [1]), (15_000, 0, [2]))
     report = await replay(path, config(mode="timed", speed=100))
-    assert 0.1 <= report.wall_s < 2
+    assert 0.1 <= report.wall_s < 9, "10 s without it"
 
 
 async def test_corrupt_bytes_are_found():

@@ -27,7 +27,7 @@ def large_memory(blocks: int, ranks: int = 1) -> ModelMemory:
 
 
 def threads() -> set[str]:
-    """Threads of this process. Those of earlier tests may still end."""
+    """The threads of this process, by number: some of earlier tests may end later."""
     return {one.name for one in Path("/proc/self/task").iterdir()}
 
 
